@@ -1,4 +1,4 @@
-"""What the harness makes of known numbers."""
+"""The benchmark harness on known numbers."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ from benchmarks.ulysses import exchange_share
 from benchmarks.workload import Workload
 
 
-def test_every_round_runs_each_program_once_and_begins_with_another() -> None:
+def test_every_round_runs_each_program_once_in_a_rotating_order() -> None:
     ran: list[str] = []
 
     def program(name: str) -> Callable[[], Measured]:
@@ -47,7 +47,7 @@ def test_every_round_runs_each_program_once_and_begins_with_another() -> None:
     assert ran == [*"abc", *"bca", *"cab"]
 
 
-def test_a_program_that_fails_keeps_its_row_and_is_not_tried_again() -> None:
+def test_failing_program_keeps_its_row_and_is_not_retried() -> None:
     tries = itertools.count()
 
     def broken() -> Measured:
@@ -59,14 +59,14 @@ def test_a_program_that_fails_keeps_its_row_and_is_not_tried_again() -> None:
     assert "| peer | – | it needs a GPU |" in ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
 
 
-def test_a_program_that_failed_once_keeps_its_figures_and_tells() -> None:
+def test_program_that_failed_once_keeps_its_figures_and_reports_the_failure() -> None:
     samples = [Sample("bare", 0, 1.0), Sample("bare", 1, 1.0), Sample("ours", 0, 1.5), Sample("ours", 1, None, "a | b")]
     table = ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
     assert "| ours | 1.5000 | 1.500 [1.500, 1.500]; a / b |" in table
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    # The machine was ten times slower in the second round, and the programs stood as before.
+def test_ratios_are_computed_within_a_round() -> None:
+    # The machine was ten times slower in the second round, and the ratio of the programs was unchanged.
     values = {"bare": [1.0, 10.0, 2.0], "ours": [1.1, 11.0, 2.2]}
     samples = [Sample(name, number, value) for name, found in values.items() for number, value in enumerate(found)]
     bare, ours = compare(samples, "bare")
@@ -75,18 +75,18 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert (ours.ratio, ours.low, ours.high) == pytest.approx((1.1, 1.1, 1.1))
 
 
-def test_a_round_without_baseline_gives_no_ratio() -> None:
+def test_round_without_a_baseline_gives_no_ratio() -> None:
     (row,) = compare([Sample("ours", 0, 1.0)], "bare")
     assert row.ratio is None
 
 
-def test_the_interval_of_a_median_covers_it_as_often_as_it_says() -> None:
+def test_median_interval_has_its_stated_coverage() -> None:
     draw = np.random.default_rng(7)
     intervals = [bootstrap_interval(draw.normal(1.0, 0.1, 15).tolist(), draws=500) for _ in range(300)]
     assert 0.90 < np.mean([low <= 1.0 <= high for low, high in intervals]) <= 1.0
 
 
-def test_what_a_record_lacks_is_a_dash() -> None:
+def test_missing_value_of_a_record_is_a_dash() -> None:
     assert markdown_table([{"case": "a", "MFU": "40%"}, {"case": "b"}]).splitlines()[2:] == ["| a | 40% |", "| b | – |"]
 
 
@@ -101,23 +101,23 @@ def test_results_keep_raw_data_machine_and_versions(tmp_path: Path) -> None:
     assert (tmp_path / "some.md").read_text().startswith("| a |\n\n")
 
 
-def test_seconds_a_step_are_those_of_the_window_after_warm_up() -> None:
+def test_seconds_per_step_are_those_of_the_window_after_warm_up() -> None:
     assert Trace(ends=[0.0, 9.0, 10.0, 11.0, 13.0], losses=[1.0] * 5).step_seconds(2) == pytest.approx(4 / 3)
 
 
-def test_a_program_with_other_losses_is_no_comparison(tmp_path: Path) -> None:
+def test_program_with_other_losses_is_not_compared(tmp_path: Path) -> None:
     workload = Workload(steps=2, first_counted=1)
     measure(Trace(ends=[1.0, 2.0], losses=[5.0, 4.0]), workload, tmp_path / "first.json")
     with pytest.raises(ProgramError, match=r"differ from the baseline's by up to 2\.5e-01"):
         measure(Trace(ends=[1.0, 2.0], losses=[5.0, 3.0]), workload, tmp_path / "first.json")
 
 
-def test_a_program_that_does_not_shard_is_no_comparison() -> None:
+def test_program_that_does_not_shard_is_not_compared() -> None:
     with pytest.raises(RuntimeError, match="trains without FSDP2: weight and 1 other"):
         check_sharded(nn.Linear(2, 2))
 
 
-def test_a_save_costs_what_its_window_took_beyond_plain_steps() -> None:
+def test_save_cost_is_the_extra_time_of_its_window() -> None:
     # Steps of one second; the save of step 2 slows steps 3 and 4 by half a second each, and commits within step 4.
     ends = {1: 1.0, 2: 2.0, 3: 3.5, 4: 5.0, 5: 6.0}
     lines = [{"step": step, "time": at} for step, at in ends.items()]
@@ -126,24 +126,24 @@ def test_a_save_costs_what_its_window_took_beyond_plain_steps() -> None:
     assert stall(lines, {"step": 4, "time": 7.0}, plain=1.0) is None
 
 
-def test_the_share_in_all_to_alls_counts_those_of_the_window(tmp_path: Path) -> None:
+def test_all_to_all_share_counts_the_window_only(tmp_path: Path) -> None:
     trace = Trace(ends=[10.0, 20.0, 30.0], losses=[1.0] * 3)
     (tmp_path / "exchanges.0").write_text(json.dumps([[5.0, 3.0], [15.0, 2.0], [25.0, 2.0]]))
     (tmp_path / "exchanges.1").write_text(json.dumps([[15.0, 1.0], [25.0, 1.0]]))
     assert exchange_share(trace, 1, list(tmp_path.glob("exchanges.*"))) == pytest.approx(0.15)
 
 
-def test_one_variant_is_held_against_each_of_the_others_that_ran() -> None:
+def test_variant_is_compared_with_each_other_that_ran() -> None:
     samples = [Sample("ours", 0, 3.0), Sample("a", 0, 2.0), Sample("b", 0, None, "it needs a GPU")]
     assert ratios_of("ours", samples) == {"a": "1.500 [1.500, 1.500]"}
 
 
-def test_another_number_of_the_same_samples_can_be_compared() -> None:
+def test_different_number_of_the_same_samples_can_be_compared() -> None:
     samples = [Sample("a", 0, 1.0, raw={"first": 4.0}), Sample("b", 0, 1.0)]
     assert [sample.value for sample in taken(samples, "first")] == [4.0, None]
 
 
-def test_places_are_opened_in_turn_and_the_first_opening_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_opened_in_turn_and_the_first_opening_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.two_places.sleep", lambda _: None)
     opened: list[int] = []
 
@@ -156,18 +156,18 @@ def test_places_are_opened_in_turn_and_the_first_opening_does_not_count(monkeypa
     assert (found["early"], found["late"]) == (1.0, 9.0)
 
 
-def test_the_share_of_waiting_is_that_of_all_steps_together() -> None:
+def test_wait_share_is_that_of_all_steps_together() -> None:
     steps = [{"step_seconds": 1.0, "data_wait_seconds": 0.5}, {"step_seconds": 9.0, "data_wait_seconds": 0.5}]
     assert wait_share(steps) == pytest.approx(0.1)
 
 
-def test_a_stream_that_stops_short_has_no_rate() -> None:
+def test_stream_that_stops_early_has_no_rate() -> None:
     assert rate([4] * 10, of=40) > 0
     with pytest.raises(AssertionError, match="delivered 36 rows; expected 40"):
         rate([4] * 9, of=40)
 
 
-def test_an_alarm_without_a_cause_is_false() -> None:
+def test_alarm_without_a_cause_is_false() -> None:
     done: list[dict[str, Any]] = [
         {"what": "frozen", "host": "node1", "time": 100.0, "end": 105.0},
         {"what": "cut", "host": "node2", "time": 300.0, "end": 330.0, "lost": 311.0},

@@ -1,4 +1,4 @@
-"""Every benchmark runs at toy size, and its programs do the same training."""
+"""Every benchmark at toy size, with programs that do the same training."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a benchmark's command line; the result that it wrote."""
+    """Run a benchmark's command line and return the result that it wrote."""
 
     def call(main: Callable[[], None], *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--results", str(tmp_path)])
@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def agreed(result: dict[str, Any]) -> set[str]:
-    """The programs that ran and had the baseline's losses."""
+    """Return the programs that ran and had the baseline's losses."""
     for sample in result["data"]:
         assert sample["error"] is None, sample
         assert sample["raw"]["loss_difference"] < 1e-5
@@ -66,12 +66,12 @@ def needs_time() -> None:
         pytest.skip("takes half a minute and more: it runs where the extra `bench` is installed, which make bench does")
 
 
-def test_bare_loop_and_ours_train_the_same(run: Run) -> None:
+def test_bare_loop_and_trainshed_train_the_same(run: Run) -> None:
     result = run(step_overhead.main, "--quick", "--only", step_overhead.OURS)
     assert agreed(result) == {step_overhead.BARE, step_overhead.OURS}
 
 
-def test_ray_around_the_bare_loop_and_a_job_of_the_service_train_the_same(run: Run) -> None:
+def test_ray_around_the_bare_loop_and_a_service_job_train_the_same(run: Run) -> None:
     needs_time()
     result = run(step_overhead.main, "--quick", "--only", step_overhead.RAY, step_overhead.SERVICE)
     assert agreed(result) == {step_overhead.BARE, step_overhead.RAY, step_overhead.SERVICE}
@@ -87,13 +87,13 @@ def test_hugging_face_trains_the_same(run: Run) -> None:
     assert len(agreed(run(step_overhead.main, "--quick", "--only", "Hugging Face"))) == 2
 
 
-def test_both_loops_take_turns_in_the_same_ranks(run: Run) -> None:
+def test_both_loops_alternate_in_the_same_ranks(run: Run) -> None:
     result = run(turns.main, "--quick")
     assert agreed(result) == {turns.BARE, turns.OURS}
     assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2]
 
 
-def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:
+def test_ulysses_trains_the_same_and_reports_its_share(run: Run) -> None:
     result = run(ulysses.main, "--quick")
     assert agreed(result) == set(ulysses.VARIANTS)
     shares = {sample["variant"]: sample["raw"]["all_to_all_share"] for sample in result["data"]}
@@ -101,7 +101,7 @@ def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:
     assert all(0 < share < 1 for share in shares.values())
 
 
-def test_all_make_the_same_number_of_tokens_of_a_corpus(run: Run) -> None:
+def test_all_programs_make_the_same_number_of_tokens_of_a_corpus(run: Run) -> None:
     needs("datasets")
     result = run(prepare.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
@@ -109,7 +109,7 @@ def test_all_make_the_same_number_of_tokens_of_a_corpus(run: Run) -> None:
     assert {sample["variant"] for sample in result["data"]} == {prepare.OURS, prepare.LOOP, prepare.DATASETS}
 
 
-def test_every_way_to_resume_opens_at_both_places(run: Run) -> None:
+def test_every_resume_method_opens_at_both_positions(run: Run) -> None:
     needs("datasets")
     needs("accelerate")
     result = run(resume.main, "--quick")
@@ -117,7 +117,7 @@ def test_every_way_to_resume_opens_at_both_places(run: Run) -> None:
     assert {sample["variant"] for sample in result["data"]} == set(resume.PROGRAMS)
 
 
-def test_waits_for_data_are_told_of_both_models_and_rows_of_every_reader(run: Run) -> None:
+def test_data_waits_are_reported_for_both_models_and_rows_of_every_reader(run: Run) -> None:
     needs("datasets")
     result = run(data_wait.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
@@ -126,7 +126,7 @@ def test_waits_for_data_are_told_of_both_models_and_rows_of_every_reader(run: Ru
     assert all(0 < values[job] < 1 for job in data_wait.JOBS)
 
 
-def test_every_way_to_save_adds_something(run: Run) -> None:
+def test_every_save_method_adds_time(run: Run) -> None:
     needs("accelerate")
     needs("lightning")
     result = run(saves.main, "--quick")
@@ -134,13 +134,13 @@ def test_every_way_to_save_adds_something(run: Run) -> None:
     assert {sample["variant"] for sample in result["data"]} == {*saves_run.WAYS, *saves.PEERS}
 
 
-def test_every_way_to_save_has_a_speed(run: Run) -> None:
+def test_every_save_method_has_a_speed(run: Run) -> None:
     result = run(commits.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
     assert all(sample["value"] > 0 for sample in result["data"])
 
 
-def test_a_checkpoint_is_loaded_plainly_and_by_our_resume(run: Run) -> None:
+def test_checkpoint_is_loaded_plainly_and_by_a_resume(run: Run) -> None:
     result = run(reshard.main, "--quick")
     found = [one["sample"] for one in result["data"]]
     assert [sample["variant"] for sample in found] == [*reshard_run.WAYS] * len(reshard_run.PLACES)
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_loaded_plainly_and_by_our_resume(run: Run) -> None:
     assert {len(sample["raw"]["seconds"]) for sample in found} == {reshard.TURNS}
 
 
-def test_everybody_goes_on_after_a_kill(run: Run) -> None:
+def test_every_program_resumes_after_a_kill(run: Run) -> None:
     needs_time()
     result = run(recover.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
@@ -156,7 +156,7 @@ def test_everybody_goes_on_after_a_kill(run: Run) -> None:
         assert sum(sample["raw"][part] or 0 for part in recover.PARTS) == pytest.approx(sample["value"])
 
 
-def test_memory_has_a_row_for_every_way(run: Run) -> None:
+def test_memory_has_a_row_for_every_method(run: Run) -> None:
     needs_time()
     result = run(memory.main, "--quick")
     found = {one["way"]: one for one in result["data"]}
@@ -165,26 +165,26 @@ def test_memory_has_a_row_for_every_way(run: Run) -> None:
     assert all(f"| {way} |" in result["table"] for way in memory.WAYS)
 
 
-def test_a_way_that_the_spec_refuses_is_told_in_its_words() -> None:
+def test_method_rejected_by_the_spec_is_reported_with_its_message() -> None:
     found = memory.measure(TOY, memory.PLAIN | {"gradient_checkpointing": "sometimes"}, 64)
     assert found["peak_bytes"] is None
     assert "/model/gradient_checkpointing" in found["error"]
 
 
 @pytest.mark.parametrize("what", gpu.MEASURES)
-def test_the_gpu_benchmark_runs_a_toy_on_the_cpu(run: Run, what: str) -> None:
+def test_gpu_benchmark_runs_a_toy_on_the_cpu(run: Run, what: str) -> None:
     (record,) = run(gpu.main, what, "toy")["data"]
     assert "note" not in record
     assert record["raw"]["metrics"]
 
 
-def test_the_gpu_benchmark_keeps_packed_documents_apart(tmp_path: Path) -> None:
+def test_gpu_benchmark_separates_packed_documents(tmp_path: Path) -> None:
     whole, packed = (gpu.measured("speed", case, str(tmp_path), 540)["raw"] for case in ("toy", "toy-packed"))
     assert whole["metrics"][0]["tokens"] == packed["metrics"][0]["tokens"] == 128
     assert whole["metrics"][0]["loss"] != packed["metrics"][0]["loss"]
 
 
-def test_an_unknown_case_is_refused_with_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_case_is_rejected_with_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(gpu.main, "speed", "qwen5")
     assert "qwen3-0.6b-4k" in capsys.readouterr().err
@@ -198,7 +198,7 @@ def test_jobs_are_accepted_and_none_is_lost(run: Run) -> None:
     assert found[accepts.OURS]["raw"]["lost"] == 0
 
 
-def test_full_queues_are_answered_and_gone_through(run: Run) -> None:
+def test_full_queue_is_answered_and_processed(run: Run) -> None:
     needs_time()
     result = run(full_queue.main, "--quick")
     *samples, supervisors = result["data"]
@@ -215,7 +215,7 @@ def test_first_steps_are_timed_in_parts(run: Run) -> None:
         assert sum(sample["raw"].values()) == pytest.approx(sample["value"])
 
 
-def test_open_streams_are_watched_and_told_of_lines(run: Run) -> None:
+def test_open_streams_receive_lines(run: Run) -> None:
     needs_time()
     result = run(open_streams.main, "--quick")
     assert [sample["error"] for sample in result["data"]] == [None] * 2

@@ -1,4 +1,4 @@
-"""Every optimizer trains the same weights at every mesh, and a resumed run is the run that was never interrupted."""
+"""Optimizers: every mesh trains the same weights, and a resumed run equals the uninterrupted one."""
 
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from train_loop.telemetry.timers import StepTimer
 from train_loop.train import next_batch, train
 
 STEPS = 4
-# Nothing divides by four, and k_norm and q_norm have fewer rows than there are ranks.
+# Four ranks divide no dimension evenly, and k_norm and q_norm have fewer rows than there are ranks.
 UNEVEN = TINY | {"vocab_size": 381, "hidden_size": 34, "intermediate_size": 50, "head_dim": 2}
 FROZEN = {"freeze_module_prefix": ["model.embed_tokens", "model.layers.0"], "gradient_checkpointing": "full"}
-# Newton and Schulz iterate in bf16, which turns a last bit of a gradient into 1e-5, on one rank with torch's own too.
+# Newton-Schulz iterates in bf16, which amplifies a gradient's last bit to 1e-5, on one rank with torch's own too.
 TOLERANCE = {"muon": 1e-4}
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"adam_beta2": 0.95, "adam_epsilon": 1e-7},
@@ -80,7 +80,7 @@ def first_batch(run: Run) -> StepBatch:
 
 
 def gradients(folder: Path, mesh: tuple[int, int]) -> dict[str, Tensor | None]:
-    """Of the model with frozen parts, after the samples of one step."""
+    """Return the gradients of the model with frozen parts, after the samples of one step."""
     run = a_run(folder, "frozen", mesh)
     batch = first_batch(run)
     accumulate(run.loss, micro_batches(batch, 1, run.state.model, run.mesh), 1, run.state.scaler)
@@ -100,7 +100,7 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def first_step(run: Run, *, saved: int) -> list[Tensor]:
-    """The weights after one step, at a learning rate above 0, whose state was read for checkpoints before it or not."""
+    """Return the weights after one step at a learning rate above 0, with or without an earlier read of the state."""
     for _ in range(saved):
         tensors_of(run.state)
     for scheduler in run.state.schedulers:
@@ -112,7 +112,7 @@ def first_step(run: Run, *, saved: int) -> list[Tensor]:
 
 
 def skip_a_step(run: Run) -> list[bool]:
-    """Whether a step that is not finite left learning rate, weights, average and moments alone."""
+    """Return True if a non-finite step left learning rate, weights, average and moments unchanged."""
     state = run.state
     batch = first_batch(run)
     head = state.model.get_output_embeddings().weight
@@ -126,7 +126,7 @@ def skip_a_step(run: Run) -> list[bool]:
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
-    """Every case at every mesh; at the last one, also resumed from step 2 with fresh objects."""
+    """Train every case at every mesh; at the last mesh also resume from step 2 with fresh objects."""
     for case in CASES:
         for name, mesh in MESHES.items():
             train_case(folder, name, case, mesh)
@@ -140,7 +140,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
 
 
 def sharded_muon() -> dict[str, bool]:
-    """Whether it is bit-equal to torch's on whole matrices, given equal gradients."""
+    """Return True if sharded Muon is bit-equal to torch's on whole matrices, given equal gradients."""
     shapes = [(16, 12)] * 5 + [(6, 7)] * 2 + [(2, 9)]
     meshes: dict[str, tuple[DeviceMesh, list[Placement]]] = {
         "fsdp": (init_device_mesh("cpu", (4,)), [Shard(0)]),
@@ -175,7 +175,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:
-    """All values below a name each."""
+    """Flatten nested values, with one name each."""
     if not isinstance(values, dict | list | tuple):
         return {path: values}
     items = values.items() if isinstance(values, dict) else enumerate(values)
@@ -194,13 +194,13 @@ def test_every_mesh_trains_the_same_weights_and_averages(runs: Any, case: str, m
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_bit_equal(runs: Any, case: str) -> None:
+def test_resumed_run_is_bit_equal(runs: Any, case: str) -> None:
     expected, found = (flat(load_checkpoint(runs[0] / f"{case} {name}", STEPS)) for name in ("uninterrupted", "hsdp"))
     events = read_lines(RunDir(runs[0] / f"{case} hsdp").attempt(1).events)
     assert [e["resumed_from"] for e in events if e["event"] == "training_started"] == [0, 2]
     assert found.keys() == expected.keys()
     assert {"/model", "/optimizer", "/ema", "/scheduler"} <= {f"/{name.split('/')[1]}" for name in found}
-    # Not the generators: nothing here draws from them but the libraries that save.
+    # Without the generators: only the libraries that save draw from them here.
     for name in [name for name in expected if not name.startswith("/rng")]:
         (a, b) = (found[name], expected[name])
         assert torch.equal(a, b) if isinstance(b, Tensor) else a == b, name
@@ -221,11 +221,11 @@ def test_frozen_parameters_stay_and_have_no_moments(runs: Any) -> None:
         assert (name in final["ema"]) == (name not in frozen), name
 
 
-def test_the_averages_of_a_checkpoint_become_a_hugging_face_folder(runs: Any, tmp_path: Path) -> None:
+def test_weight_averages_of_a_checkpoint_can_be_exported(runs: Any, tmp_path: Path) -> None:
     final = load_checkpoint(runs[0] / "frozen fsdp", STEPS)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNEVEN))
     model.load_state_dict(final["model"])
-    # Over the weights: frozen ones have no average.
+    # Written over the weights: frozen ones have no average.
     assert model.load_state_dict(final["ema"], strict=False).unexpected_keys == []
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -233,7 +233,7 @@ def test_the_averages_of_a_checkpoint_become_a_hugging_face_folder(runs: Any, tm
         assert torch.equal(loaded[name], final["ema"].get(name, weight)), name
 
 
-def test_gradients_beside_frozen_parameters_equal_one_rank(runs: Any) -> None:
+def test_gradients_with_frozen_parameters_equal_one_rank(runs: Any) -> None:
     _, alone, spread = runs
     for name, expected in alone["gradients"].items():
         found = spread["gradients"][name]
@@ -243,16 +243,16 @@ def test_gradients_beside_frozen_parameters_equal_one_rank(runs: Any) -> None:
     assert any(gradient is None for gradient in alone["gradients"].values())
 
 
-def test_reading_the_state_before_the_first_step_changes_nothing(runs: Any) -> None:
+def test_state_read_before_the_first_step_changes_nothing(runs: Any) -> None:
     for case, (unread, read) in runs[1]["saved early"].items():
         assert all(map(torch.equal, unread, read)), case
 
 
-def test_a_skipped_step_touches_neither_schedule_nor_average_nor_moments(runs: Any) -> None:
+def test_skipped_step_keeps_schedule_average_and_moments(runs: Any) -> None:
     assert all(runs[1]["skipped"])
 
 
-def test_parameter_groups_are_told(runs: Any) -> None:
+def test_parameter_groups_are_reported(runs: Any) -> None:
     (started,) = [
         event
         for event in read_lines(RunDir(runs[0] / "muon fsdp").attempt(1).events)

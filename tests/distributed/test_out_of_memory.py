@@ -1,4 +1,4 @@
-"""A real rank on a host without memory: it says so, is tried once more, and ends the run."""
+"""A real rank on a host without memory: the report, one retry, and the end of the run."""
 
 import gc
 import resource
@@ -21,20 +21,20 @@ def two_runs(data: Path, folder: Path) -> list[str]:
     model: dict[str, Any] = {"config": TINY | {"vocab_size": VOCABULARY}, "dtype": "fp32"}
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     batch = {"global_batch_size": BATCH, "per_device_train_batch_size": BATCH}
-    # The logits of a step alone take 1.6 GB at once, so that all that is small finds room.
+    # The logits of a step alone take 1.6 GB at once, so that small allocations still succeed.
     resource.setrlimit(resource.RLIMIT_AS, (used + 1200 * 2**20, resource.RLIM_INFINITY))
     found = []
     for epoch in (1, 2):
         with pytest.raises((MemoryRanOutError, TooLittleMemoryError)) as raised:
             run(data, folder, place={"epoch": epoch}, model=model, chunked_loss=False, **batch)
         found.append(type(raised.value).__name__)
-        # Its frames hold the step's tensors.
+        # The frames of the traceback hold the step's tensors.
         del raised
         gc.collect()
     return found
 
 
-def test_rank_on_a_host_without_memory_is_tried_once_more_and_ends_the_run(tmp_path: Path) -> None:
+def test_out_of_memory_rank_is_retried_once_and_ends_the_run(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.parquet", rows=BATCH, length=LENGTH, vocab=VOCABULARY)
     (found,) = on_ranks(1, two_runs, tmp_path / "tokens.parquet", tmp_path / "run")
     assert found == ["MemoryRanOutError", "TooLittleMemoryError"]

@@ -1,4 +1,4 @@
-"""A disk that is full, a folder that may not be written to, a name that is taken: real ones, met by a real save."""
+"""Real storage faults during a save: a full disk, lost permissions, an existing name, an unmount."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ NEW_MOUNTS, NOBODY = 0x00020000, 65534
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with data that everybody may look into; nobody may look into those of pytest."""
+    """Return a folder with data that all users can read, unlike the folders of pytest."""
     with tempfile.TemporaryDirectory(prefix="outage-") as name:
         Path(name).chmod(0o755)
         write_tokens(Path(name, "d.parquet"), rows=8, length=32, vocab=384)
@@ -37,7 +37,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def once_it_is_told(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
-    """Mend what is broken as soon as an event says that a save is held up."""
+    """Fix the fault as soon as an event reports the delayed save."""
 
     def look_and_mend() -> None:
         wait_for(lambda: any(event["event"] == "checkpoint_delayed" for event in events(folder)), "a delay is told")
@@ -50,7 +50,7 @@ def once_it_is_told(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
 
 
 def save_on_a_full_disk(folder: Path) -> None:
-    """The disk is a small one of this process's own, full but for some bytes."""
+    """Save on a small disk of this process, which is full except for a few bytes."""
     run = a_run(folder)
     checkpoints = run.session.run_dir.checkpoints
     checkpoints.mkdir(parents=True)
@@ -77,10 +77,10 @@ def test_a_full_disk_delays_a_save_until_there_is_room(folder: Path) -> None:
 
 
 def save_without_rights(folder: Path) -> None:
-    """As somebody whom the file system refuses."""
+    """Save as a user without permissions."""
     run = a_run(folder)
     saver = a_saver(run)
-    # Root is refused nothing.
+    # Root has all permissions.
     me = os.geteuid()
     os.chown(folder, me or NOBODY, -1)
     os.seteuid(me or NOBODY)
@@ -97,7 +97,7 @@ def save_without_rights(folder: Path) -> None:
     os.seteuid(me)
 
 
-def test_rights_that_were_lost_delay_a_save_and_do_not_look_like_an_empty_folder(folder: Path) -> None:
+def test_lost_permissions_delay_a_save_and_are_not_taken_for_an_empty_folder(folder: Path) -> None:
     on_ranks(1, save_without_rights, folder)
     delayed, committed = events(folder)
     assert (delayed["event"], delayed["step"]) == ("checkpoint_delayed", 1)
@@ -118,7 +118,7 @@ def save_where_a_name_is_taken(folder: Path) -> str | None:
     return saver.wait()
 
 
-def test_a_name_that_is_taken_is_not_waited_for(folder: Path) -> None:
+def test_existing_name_fails_without_a_retry(folder: Path) -> None:
     (fault,) = on_ranks(1, save_where_a_name_is_taken, folder)
     assert fault is not None
     assert "Directory not empty" in fault
@@ -150,7 +150,7 @@ def save_while_storage_is_unmounted(folder: Path) -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_save_while_storage_is_unmounted_waits_and_nothing_is_lost(folder: Path) -> None:
+def test_unmounted_storage_delays_a_save_and_loses_nothing(folder: Path) -> None:
     (at_the_mount_point,) = on_ranks(1, save_while_storage_is_unmounted, folder)
     assert at_the_mount_point == []
     run_dir = RunDir(folder / "disk")

@@ -1,4 +1,4 @@
-"""Loss and every gradient of every mesh equal those of one rank on the same samples."""
+"""Loss and every gradient of every mesh, compared with one rank on the same samples."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -35,19 +35,19 @@ class Case:
 
     @property
     def reference(self) -> "Case":
-        """The same model and data on one rank, all samples in one micro-batch."""
+        """Return the same model and data on one rank, with all samples in one micro-batch."""
         return replace(self, world=1, fsdp=0, sp=1, accumulation=1)
 
 
 def grid() -> list[Case]:
-    """Every mesh x kv heads fewer than, as many as and more than sp, each with four settings of the three switches.
+    """Return every mesh x kv heads below, equal to and above sp, each with four settings of the three switches.
 
-    The four settings contain every pair of values of accumulation, packing and tying. Neighbours in the grid take the
-    four settings that the other left out, so that each of the eight occurs at every mesh of four ranks.
+    The four settings contain every pair of values of accumulation, packing and tying. Neighbours in the grid take
+    complementary settings, so that each of the eight occurs at every mesh of four ranks.
     """
     kv_heads = {1: (1, 2), 2: (1, 2, 4), 4: (2, 4, 8)}
     blocks = [(4, fsdp, sp, kv) for fsdp, sp in ((4, 1), (2, 1), (4, 2), (2, 2), (4, 4)) for kv in kv_heads[sp]]
-    # How kv heads are shared out is a matter within a group of sp ranks, and the same as on four.
+    # KV heads are distributed within a group of sp ranks, in the same way as on four.
     blocks.append((8, 4, 4, 2))
     cases = [
         Case(world, fsdp, sp, accumulation, packed, kv, tied)
@@ -65,7 +65,7 @@ CASES = grid()
 
 
 def gradients(case: Case) -> Result:
-    """One accumulated step of a case on the ranks that there are."""
+    """Return the gradients of one accumulated step of a case on the existing ranks."""
     config = TINY | {
         "model_type": case.model,
         "num_attention_heads": HEADS,
@@ -89,7 +89,7 @@ def gradients(case: Case) -> Result:
 
 
 def all_cases(cases: list[Case]) -> dict[Case, Result]:
-    """Every case on the same ranks, because starting ranks is what takes the time."""
+    """Run every case on the same ranks, because starting ranks takes most of the time."""
     results = {case: gradients(case) for case in cases}
     return results if dist.get_rank() == 0 else {}
 

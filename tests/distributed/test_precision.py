@@ -1,4 +1,4 @@
-"""Compute, reduction, master and norm dtypes do what they say; fp16's scaled steps leave the run consistent."""
+"""Compute, reduction, master and norm dtypes, and consistent runs after overflows of fp16's scaler."""
 
 import shutil
 from itertools import pairwise
@@ -49,7 +49,7 @@ def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
 
 
 def with_a_large_factor(*arguments: Any) -> Run:
-    """A run whose scaler begins so high that its first steps overflow."""
+    """Train a run whose scaler starts so high that its first steps overflow."""
     run = build_run(*arguments)
     run.state.scaler = GradScaler("cpu", init_scale=FACTOR)
     return run
@@ -81,40 +81,42 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("fp32", "fp16")])
-def test_every_precision_trains_near_fp32_and_not_as_it(runs: Path, name: str) -> None:
+def test_every_precision_trains_near_fp32_but_not_identically(runs: Path, name: str) -> None:
     exact, found = lines(runs / "fp32"), lines(runs / name)
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.02)
     assert [line["loss"] for line in found] != [line["loss"] for line in exact]
 
 
-def test_master_weights_have_their_dtype(runs: Path) -> None:
+def test_master_weights_have_the_master_dtype(runs: Path) -> None:
     for name, dtype in {"bf16": torch.float32, "bf16 master": torch.bfloat16}.items():
         assert {weight.dtype for weight in load_checkpoint(runs / name, STEPS)["model"].values()} == {dtype}
 
 
-def test_steps_that_overflow_leave_schedule_weights_and_counters_consistent(runs: Path) -> None:
+def test_overflowing_steps_leave_schedule_weights_and_counters_consistent(runs: Path) -> None:
     found, exact = lines(runs / "fp16"), lines(runs / "fp32")
     scales = [line["loss_scale"] for line in found]
     skipped = sum(after < before for before, after in pairwise([FACTOR, *scales]))
-    assert 0 < skipped < STEPS - 3, "some steps must overflow and some not"
-    # Each skipped step halves the factor; steps, tokens and samples count on, the schedule waits.
+    assert 0 < skipped < STEPS - 3, "expected overflows in some steps only"
+    # Each skipped step halves the factor; steps, tokens and samples are counted, the schedule waits.
     assert scales == [FACTOR / 2 ** min(step, skipped) for step in range(1, STEPS + 1)]
     assert [line["tokens"] for line in found] == [line["tokens"] for line in exact]
     assert [line["lr"] for line in found[skipped:]] == [line["lr"] for line in exact[: STEPS - skipped]]
     assert {line["lr"] for line in found[:skipped]} == {exact[0]["lr"]}
-    assert found[skipped]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), "a skipped step must move no weight"
+    assert found[skipped]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), (
+        "expected unchanged weights in skipped steps"
+    )
     told = [e for e in read_lines(RunDir(runs / "fp16").attempt(1).events) if e["event"] == "loss_scale_lowered"]
     assert len(told) == skipped
 
 
-def test_the_scalers_factor_survives_a_restart(runs: Path) -> None:
+def test_scaler_factor_survives_a_restart(runs: Path) -> None:
     whole, resumed = lines(runs / "fp16")[5:], lines(runs / "resumed")[STEPS:]
     for name in ("step", "loss", "lr", "loss_scale"):
         assert [line[name] for line in resumed] == [line[name] for line in whole]
 
 
 def dtypes_inside() -> dict[str, set[str]]:
-    """Dtypes of weights while the model computes, and of its logits."""
+    """Return the dtypes of weights and logits during a forward pass."""
     found = dict[str, set[str]]()
 
     def note(module: nn.Module, _: Any) -> None:
@@ -135,6 +137,6 @@ def dtypes_inside() -> dict[str, set[str]]:
     return found | {"logits": {str(out.logits.dtype)}}
 
 
-def test_norms_keep_fp32_where_it_is_asked_for_and_matrices_compute_in_bf16() -> None:
+def test_norms_keep_fp32_on_request_and_matrices_compute_in_bf16() -> None:
     found = {name.removeprefix("FSDP"): dtypes for name, dtypes in on_ranks(2, dtypes_inside)[0].items()}
     assert found == {"Qwen3RMSNorm": {"torch.float32"}, "Linear": {"torch.bfloat16"}, "logits": {"torch.float32"}}

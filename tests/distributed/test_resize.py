@@ -1,4 +1,4 @@
-"""A run that goes on with other numbers of ranks is the run that stayed at one: 4 → 2 → 1 → 4 → 2 ranks."""
+"""A run resumed with other numbers of ranks (4 → 2 → 1 → 4 → 2) equals the run that stayed at one size."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,21 +23,21 @@ from train_loop.train import train
 
 SAMPLES, EPOCHS, BATCH = 21, 4, 8
 STEPS = 11
-"""The last of which is short: 4 x 21 samples are ten batches of 8 and half a one."""
+"""Number of steps; the last step is short: 4 x 21 samples are ten batches of 8 and half a batch."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What is trained between two changes of size: one attempt, in processes of its own."""
+    """The part of a run between two changes of size: one attempt, in separate processes."""
 
     world: int
     fsdp_size: int
     sp: int
     mesh: dict[str, int]
     stops_at: int = STEPS
-    """The step that is the last of this leg; at STEPS it ends by itself."""
+    """The last step of this leg; at STEPS the run ends normally."""
     checkpoint: bool = True
-    """Whether it stops with a checkpoint, or leaves steps behind that the next leg does again."""
+    """True if the leg stops with a checkpoint, False if the next leg must repeat its last steps."""
 
 
 ALONE = Leg(1, 0, 1, {"fsdp": 1, "sp": 1})
@@ -49,16 +49,16 @@ LEGS = (
     Leg(2, 0, 1, {"fsdp": 2, "sp": 1}),
 )
 STARTS = [0, 2, 5, 7, 9]
-"""The third leg leaves the checkpoint of step 7 and an eighth step that no checkpoint holds."""
+"""The third leg leaves the checkpoint of step 7 and an eighth step that no checkpoint contains."""
 
 
 def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
-    """One leg's share of the run in a folder, from its newest checkpoint on."""
+    """Train one leg of the run in a folder, from its newest checkpoint."""
     job = spec(
         model={"config": TINY, "dtype": "fp32"},
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": True},
         training={"max_steps": None, "num_train_epochs": EPOCHS, "global_batch_size": BATCH, "audit_samples": True}
-        # What is clipped depends on all ranks, and the rate of every step on how many there are.
+        # Clipping depends on all ranks, and the rate of each step on the number of steps.
         | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"},
         strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp},
         checkpoint={"every_steps": 7},
@@ -67,7 +67,7 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
     run_dir = RunDir(folder)
 
     def stopped_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-        """The rows of every step; whoever asks for those after the leg's last step is told to stop."""
+        """Yield the rows of every step, and request a stop after the leg's last step."""
         for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // BATCH):
             if step == leg.stops_at and rank == 0:
                 run_dir.write_stop(Stop(mode="resize", checkpoint=leg.checkpoint))
@@ -93,42 +93,42 @@ def resized(undisturbed: Path) -> Path:
     for attempt, leg in enumerate(LEGS, start=1):
         RunDir(folder).write_fence(attempt)
         on_ranks(leg.world, train_leg, undisturbed.with_name("d.parquet"), folder, attempt, leg)
-        # Obeyed: the next attempt is not asked to stop.
+        # The stop request was obeyed: the next attempt must not stop.
         RunDir(folder).stop_file.unlink(missing_ok=True)
     return folder
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The metrics lines of all attempts, in the order in which they were written."""
+    """Return the metrics lines of all attempts, in the order in which they were written."""
     return [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The steps of which the trained model is made: of one that was done again, its last time."""
+    """Return the steps of the trained model: for a repeated step, the last repetition."""
     return list({line["step"]: line for line in lines(folder)}.values())
 
 
-def test_every_leg_resumes_where_the_one_before_left_a_checkpoint(resized: Path) -> None:
+def test_every_leg_resumes_from_the_checkpoint_of_the_previous_leg(resized: Path) -> None:
     events = [event for attempt in RunDir(resized).attempts() for event in read_lines(attempt.events)]
     starts = [event for event in events if event["event"] == "training_started"]
     assert [start["mesh"] for start in starts] == [leg.mesh for leg in LEGS]
     assert [start["resumed_from"] for start in starts] == STARTS
     assert [start["replayed"] for start in starts] == [0, 0, 0, 1, 0]
-    assert [start * BATCH % SAMPLES for start in STARTS] == [0, 16, 19, 14, 9], "not in the middle of an epoch"
-    assert [start * BATCH // SAMPLES for start in STARTS] == [0, 0, 1, 2, 3], "not in epochs of their own"
+    assert [start * BATCH % SAMPLES for start in STARTS] == [0, 16, 19, 14, 9], "expected a resume within an epoch"
+    assert [start * BATCH // SAMPLES for start in STARTS] == [0, 0, 1, 2, 3], "expected resumes in different epochs"
 
 
-def test_every_step_takes_the_samples_of_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+def test_every_step_takes_the_samples_of_the_fixed_size_run(undisturbed: Path, resized: Path) -> None:
     expected = {line["step"]: line["samples"] for line in lines(undisturbed)}
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines(resized)] == [*range(1, 9), *range(8, STEPS + 1)]
-    assert expected[1] != list(range(BATCH)), "they were not shuffled"
+    assert expected[1] != list(range(BATCH)), "expected shuffled samples"
     for line in lines(resized):
         assert line["samples"] == expected[line["step"]], f"step {line['step']} of attempt {line['attempt']}"
 
 
-def test_no_sample_is_taken_again_before_all_have_been_taken(resized: Path) -> None:
-    """After p samples each has been taken p // 21 times or once more: so does every epoch take each exactly once."""
+def test_no_sample_repeats_before_all_were_used(resized: Path) -> None:
+    """Check that after p samples each was used p // 21 or p // 21 + 1 times: exactly once per epoch."""
     taken: Counter[int] = Counter()
     for line in history(resized):
         taken.update(line["samples"])
@@ -138,7 +138,7 @@ def test_no_sample_is_taken_again_before_all_have_been_taken(resized: Path) -> N
     assert taken == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
 
 
-def test_every_step_trains_as_in_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+def test_every_step_trains_as_in_the_fixed_size_run(undisturbed: Path, resized: Path) -> None:
     expected = {line["step"]: line for line in lines(undisturbed)}
     for line in lines(resized):
         one = expected[line["step"]]
@@ -147,7 +147,7 @@ def test_every_step_trains_as_in_the_undisturbed_run(undisturbed: Path, resized:
         assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-def test_weights_moments_and_average_end_as_in_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+def test_final_weights_moments_and_average_equal_the_fixed_size_run(undisturbed: Path, resized: Path) -> None:
     expected, found = (tensors(load_checkpoint(folder, STEPS)) for folder in (undisturbed, resized))
     assert {name.split("/")[1] for name in expected} == {"model", "optimizer", "ema"}
     assert found.keys() == expected.keys()
@@ -157,7 +157,7 @@ def test_weights_moments_and_average_end_as_in_the_undisturbed_run(undisturbed: 
 
 
 def tensors(values: Any, name: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint by the way that leads to each."""
+    """Return the tensors of a checkpoint, by their path in the state."""
     if isinstance(values, Tensor):
         return {name: values}
     if not isinstance(values, dict):

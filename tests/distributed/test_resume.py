@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL and started again in fresh processes is the run that was never killed."""
+"""A run killed with SIGKILL and restarted in fresh processes, compared with an uninterrupted run."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data = tmp_path_factory.mktemp("data") / "tokens.parquet"
     torchrun.write_tokens(data, rows=64, length=32, vocab=TINY["vocab_size"])
     return raw_spec(
-        # Dropout, so that the generators of every rank must come back too.
+        # Dropout, so that the generators of every rank must be restored too.
         model={"config": TINY | {"attention_dropout": 0.1, "tie_word_embeddings": True}, "dtype": "fp32"},
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": STEPS, "global_batch_size": 4, "audit_samples": True, "weight_decay": 0.1},
@@ -53,7 +53,7 @@ def numbers(line: dict[str, Any]) -> list[Any]:
     return [line[name] for name in ("loss", "grad_norm", "lr", "tokens", "samples")]
 
 
-def test_resumes_from_the_last_committed_step_and_replays_the_rest(resumed: Path) -> None:
+def test_run_resumes_from_the_last_committed_step_and_replays_the_rest(resumed: Path) -> None:
     starts = [e for e in read_lines(RunDir(resumed).attempt(1).events) if e["event"] == "training_started"]
     assert [event["resumed_from"] for event in starts] == [0, 4]
     assert starts[1]["replayed"] >= 2
@@ -63,14 +63,12 @@ def test_every_line_is_bit_equal_to_the_uninterrupted_run(uninterrupted: Path, r
     expected = {line["step"]: numbers(line) for line in torchrun.lines(uninterrupted)}
     found = torchrun.lines(resumed)
     assert {line["step"] for line in found} == set(range(1, STEPS + 1))
-    assert len(found) > STEPS, "no step was replayed, so nothing was proven"
+    assert len(found) > STEPS, "expected a replayed step"
     for line in found:
         assert numbers(line) == expected[line["step"]], f"step {line['step']}"
 
 
-def test_mean_loss_of_a_line_counts_the_steps_before_the_checkpoint_that_was_resumed(
-    spec: dict[str, Any], tmp_path: Path
-) -> None:
+def test_mean_loss_of_a_line_includes_steps_before_the_resumed_checkpoint(spec: dict[str, Any], tmp_path: Path) -> None:
     some = spec | {"training": spec["training"] | {"logging_steps": 3, "audit_samples": False}}
     run(some, tmp_path / "run", 2)
     shutil.rmtree(RunDir(tmp_path / "run").checkpoint(STEPS))
@@ -81,7 +79,7 @@ def test_mean_loss_of_a_line_counts_the_steps_before_the_checkpoint_that_was_res
     assert [line["loss"] for line in found[2:4]] == [line["loss"] for line in found[4:]]
 
 
-def test_the_final_checkpoint_is_bit_equal(uninterrupted: Path, resumed: Path) -> None:
+def test_final_checkpoint_is_bit_equal(uninterrupted: Path, resumed: Path) -> None:
     expected, found = (torchrun.load_checkpoint(run_dir, STEPS) for run_dir in (uninterrupted, resumed))
     for name, weight in expected["model"].items():
         assert torch.equal(found["model"][name], weight), name
@@ -100,9 +98,7 @@ def test_only_the_newest_checkpoints_stay_and_they_verify(resumed: Path) -> None
     assert {path.name for path in run_dir.checkpoints.iterdir()} == {"step-00000008", "step-00000010"}
 
 
-def test_a_damaged_checkpoint_is_reported_and_passed_over(
-    spec: dict[str, Any], uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(spec: dict[str, Any], uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "damaged"
     run(spec, run_dir, 2)
     shard = next(RunDir(run_dir).checkpoint(STEPS).glob("__1_*"))
@@ -119,7 +115,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(
     assert numbers(torchrun.lines(run_dir)[-1]) == numbers(torchrun.lines(uninterrupted)[-1])
 
 
-def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any], tmp_path: Path) -> None:
+def test_stop_request_ends_the_run_with_a_checkpoint(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
     long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "checkpoint": {"every_steps": None}}
     process = WarmRun(long, run_dir, 2)
@@ -152,7 +148,7 @@ def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], 
     assert (newest.epoch, rejected) == (2, {})
 
 
-def test_an_attempt_that_was_fenced_off_commits_nothing(spec: dict[str, Any], tmp_path: Path) -> None:
+def test_fenced_attempt_commits_nothing(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "fenced"
     RunDir(run_dir).write_fence(2)
     process = WarmRun(spec, run_dir, 2)

@@ -1,4 +1,4 @@
-"""The loop runs where neither Ray nor anything of the service is installed."""
+"""The training loop without Ray and without the service's packages."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tests.support.warm_runs import WarmRun, run
 from train_loop.run_dir import Outcome, RunDir, read_lines
 
 ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")
-# Python runs it at its start, before anything of ours: every finder of modules goes blind for some names.
+# Python runs this at startup, before Trainshed's code: all module finders reject some names.
 SITECUSTOMIZE = f"""
 import sys
 
@@ -31,7 +31,7 @@ class Blind:
 sys.meta_path[:] = map(Blind, sys.meta_path)
 """
 OUR_TRACEBACK = 'train_loop/run.py", line'
-"""torchrun prints one of its own."""
+"""Part of a traceback of Trainshed; torchrun prints its own traceback."""
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def a_spec(data: Path, **training: int) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("without_ray_and_service")
-def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
+def test_loop_runs_without_ray_and_the_service(tmp_path: Path) -> None:
     for name in ABSENT:
         found = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False)
         assert f"No module named '{name}'" in found.stderr
@@ -62,7 +62,7 @@ def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
     assert [line["step"] for line in torchrun.lines(tmp_path / "run")] == [1, 2]
 
 
-def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path: Path) -> None:
+def test_user_error_is_reported_as_not_retryable(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
     spec = a_spec(tmp_path / "d.parquet")
     assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
@@ -70,11 +70,11 @@ def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path:
     reasons = {str(line["reason"]) for line in read_lines(attempt.events) if line["event"] == "training_ended"}
     assert attempt.outcome() in [Outcome(result="failed", code="data_error", reason=reason) for reason in reasons]
     for reason in reasons:
-        # The tokens are bad rows, which preparing tells of.
+        # The tokens are invalid rows, which the prepare step reports.
         assert f"{tmp_path}/d.parquet is not prepared in " in reason
 
 
-def test_a_spec_that_is_wrong_is_answered_by_what_is_wrong(tmp_path: Path) -> None:
+def test_invalid_spec_is_rejected_with_its_problems(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     spec = a_spec(tmp_path / "d.parquet")
     spec["training"] |= {"max_step": 6}
@@ -85,7 +85,7 @@ def test_a_spec_that_is_wrong_is_answered_by_what_is_wrong(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Path) -> None:
+def test_run_in_the_directory_of_another_job_leaves_it_unchanged(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     torchrun.write_tokens(tmp_path / "bad.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
     run(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 2)
@@ -98,7 +98,7 @@ def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Pat
     assert (attempt.outcome(), list(read_lines(attempt.events))) == before
 
 
-def test_another_number_of_ranks_than_the_spec_says_is_no_fault_to_try_again(tmp_path: Path) -> None:
+def test_wrong_number_of_ranks_is_not_retryable(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     assert WarmRun(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 1).wait(timeout=240) == 1
     assert RunDir(tmp_path / "run").attempt(1).outcome() == Outcome(

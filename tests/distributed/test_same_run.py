@@ -1,4 +1,4 @@
-"""What a strategy moves about changes no bit of a run: clipping, optimizer steps, averages and checkpoints included."""
+"""Strategies that must not change any bit of a run, including clipping, optimizer steps, averages and checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def train_all(folder: Path) -> None:
     for optimizer, strategy in CASES + [(optimizer, "plain") for optimizer in OPTIMIZERS]:
         job = spec(
             data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-            # Every step is clipped.
+            # Clipping applies in every step.
             training={"optimizer": optimizer, "max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3}
             | {"weight_decay": 0.1, "ema_decay": 0.9},
             strategy=STRATEGIES[strategy],
@@ -62,10 +62,10 @@ def flat(values: Any, name: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("optimizer", "strategy"), CASES)
-def test_every_step_and_all_that_is_saved_is_the_same(runs: Path, optimizer: str, strategy: str) -> None:
+def test_every_step_and_the_saved_state_are_bit_equal(runs: Path, optimizer: str, strategy: str) -> None:
     plain, moved = runs / f"{optimizer} plain", runs / f"{optimizer} {strategy}"
     assert len(numbers(plain)) == STEPS
-    assert min(norm for _, _, norm, _ in numbers(plain)) > 0.3, "a step was not clipped"
+    assert min(norm for _, _, norm, _ in numbers(plain)) > 0.3, "expected clipping in every step"
     assert numbers(moved) == numbers(plain)
     expected, found = (flat(load_checkpoint(folder, STEPS)) for folder in (plain, moved))
     tensors = {name for name, value in expected.items() if isinstance(value, torch.Tensor)}

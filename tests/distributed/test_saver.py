@@ -1,4 +1,4 @@
-"""Saving beside the loop: a checkpoint holds the values of its step, whatever training does meanwhile."""
+"""Concurrent saves: a checkpoint contains the values of its step, regardless of further training."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ from train_loop.telemetry.timers import StepTimer
 
 
 def a_run(folder: Path) -> Run:
-    """A run of one tiny model over all ranks."""
+    """Return a run of one tiny model over all ranks."""
     job = spec(
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
         scaling={"num_workers": dist.get_world_size()},
@@ -50,7 +50,7 @@ def a_saver(run: Run, mode: SaveMode = "thread") -> Saver:
 
 
 def whole(run: Run) -> dict[str, Tensor]:
-    """All weights, gathered."""
+    """Return all weights, gathered."""
     parameters = run.state.model.named_parameters()
     return {name: p.full_tensor().clone() if isinstance(p, DTensor) else p.clone() for name, p in parameters}
 
@@ -61,7 +61,7 @@ def save_at(run: Run, saver: Saver, step: int) -> None:
 
 
 def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
-    """The weights that were saved as step 7, to which a resume came back."""
+    """Save step 7, zero the weights, save step 8; resume from each and return the weights of step 7."""
     run = a_run(folder)
     before = whole(run)
     layout.FILE_BYTES = file_bytes
@@ -70,7 +70,7 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     with torch.no_grad():
         for parameter in run.state.model.parameters():
             parameter.zero_()
-    # The second save fills the same memory again.
+    # The second save reuses the same memory.
     save_at(run, saver, 8)
     saver.close()
     zeroed, other = a_run(folder), a_run(folder)
@@ -89,20 +89,20 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
 
 @pytest.mark.parametrize("file_bytes", [layout.FILE_BYTES, 100_000], ids=["a file a rank", "several files"])
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode, file_bytes: int) -> None:
+def test_checkpoint_contains_the_values_of_its_step(tmp_path: Path, mode: SaveMode, file_bytes: int) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     weights, _ = on_ranks(2, save_and_train_on, tmp_path, mode, file_bytes)
-    # DCP's own reader reads it too.
+    # DCP's own reader can read it too.
     found = load_checkpoint(tmp_path / "run", 7)["model"]
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     (manifest,) = RunDir(tmp_path / "run").manifests().values()
     sizes = [file.size for name, file in manifest.files.items() if name.endswith(".distcp")]
     assert len(sizes) == 2 if file_bytes == layout.FILE_BYTES else len(sizes) > 4
-    assert max(sizes) <= file_bytes + 10_000, "tensors up to the limit, and generators behind the last"
+    assert max(sizes) <= file_bytes + 10_000, "expected tensors up to the limit and generators at the end"
 
 
 def save_and_fail_to_close(folder: Path) -> int:
-    """The step that is committed, though nothing of the saver can be closed."""
+    """Return the committed step, although closing each part of the saver fails."""
     run = a_run(folder)
     saver = a_saver(run, "thread")
     save_at(run, saver, 7)
@@ -118,13 +118,13 @@ def fail() -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_saver_that_cannot_be_closed_fails_no_run_whose_last_save_is_committed(tmp_path: Path) -> None:
+def test_saver_close_error_does_not_fail_a_run_with_a_committed_last_save(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     assert on_ranks(1, save_and_fail_to_close, tmp_path) == [7]
 
 
 def save_on_a_full_disk(folder: Path, mode: SaveMode) -> list[Any]:
-    """Rank 1 may write no large files at the first save and the third; what the second save and the end say."""
+    """Let the first and third saves fail on rank 1; return the results of the second save and of the end."""
     run = a_run(folder)
     saver = a_saver(run, mode)
     save.PATIENCE = 0.0
@@ -151,7 +151,7 @@ def _no_large_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
-def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path: Path, mode: SaveMode) -> None:
+def test_failed_save_is_reported_on_every_rank_and_the_next_succeeds(tmp_path: Path, mode: SaveMode) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     for first, second, third, last in on_ranks(2, save_on_a_full_disk, tmp_path, mode):
         assert "checkpoint of step 1 was not committed: rank 1: OSError: [Errno 27] File too large" in first
@@ -162,11 +162,11 @@ def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path:
     assert sorted(run_dir.manifests()) == [2]
     events = [(event["event"], event["step"]) for event in read_lines(run_dir.attempt(1).events)]
     assert events == [("checkpoint_failed", 1), ("checkpoint_committed", 2), ("checkpoint_failed", 3)]
-    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "what failed was left behind"
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "files of a failed save remain"
 
 
 def resume_from_unreadable(folder: Path) -> list[str]:
-    """What comes of resuming where rank 1 cannot read: for a moment, for good, or because the disk is broken."""
+    """Resume while rank 1 cannot read: briefly, permanently, or because of a disk error."""
     run = a_run(folder)
     saver = a_saver(run, "sync")
     for step in (1, 2):
@@ -188,7 +188,7 @@ def resume_from_unreadable(folder: Path) -> list[str]:
 
 
 def unreadable(number: int, times: int) -> Callable[..., list[str]]:
-    """Verifying that fails so often on rank 1, where it looks at step 2."""
+    """Let verification of step 2 fail on rank 1 the given number of times."""
     left = iter(range(times))
 
     def verify_or_fail(path: Path, manifest: Manifest, names: list[str]) -> list[str]:
@@ -199,7 +199,7 @@ def unreadable(number: int, times: int) -> Callable[..., list[str]]:
     return verify_or_fail
 
 
-def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_temporary_read_error_is_not_taken_for_damage(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     assert on_ranks(2, resume_from_unreadable, tmp_path) == [["step 2", "PermissionError", "step 1"]] * 2
     (rejected,) = (e for e in read_lines(RunDir(tmp_path / "run").attempt(1).events) if e["event"].endswith("rejected"))
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path) -> Non
 
 
 def resume_with_an_unused_parameter(folder: Path) -> bool:
-    """Save after a step in which one weight had no gradient, so that its optimizer has no state of it; then resume."""
+    """Save after a step in which one weight had no gradient, and thus no optimizer state; then resume."""
     run = a_run(folder)
     (optimizer,) = run.state.optimizers
     for name, weight in run.state.model.named_parameters():
@@ -229,6 +229,6 @@ def resume_with_an_unused_parameter(folder: Path) -> bool:
 UNUSED = "model.norm.weight"
 
 
-def test_a_weight_that_was_never_used_does_not_make_a_checkpoint_unloadable(tmp_path: Path) -> None:
+def test_checkpoint_with_an_unused_weight_can_be_loaded(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     assert on_ranks(2, resume_with_an_unused_parameter, tmp_path) == [True, True]

@@ -1,4 +1,4 @@
-"""When a run saves, what becomes of saves that fail, and who may still save: whole runs on two ranks."""
+"""Saves of whole runs on two ranks: their times, failed saves, and fenced attempts."""
 
 import errno
 import resource
@@ -38,7 +38,7 @@ DEADLINE = 2e9
 
 @contextmanager
 def unwritable(*, seconds: float | None = None) -> Iterator[None]:
-    """The last rank can write no large file, as on a full disk; for so long, or to the end."""
+    """Prevent the last rank from writing large files, as on a full disk, temporarily or to the end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     timer = threading.Timer(seconds or 0, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -53,7 +53,7 @@ def unwritable(*, seconds: float | None = None) -> Iterator[None]:
 
 
 def forbid(context: pytest.MonkeyPatch) -> None:
-    """Every rank may write no file at its first two tries."""
+    """Let the first two writes of every rank fail."""
     write_file, tries = writer.write_file, iter(range(2))
 
     def refuse_and_write(path: Path, pieces: Any) -> Any:
@@ -65,7 +65,7 @@ def forbid(context: pytest.MonkeyPatch) -> None:
 
 
 def said_by(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], None]) -> str:
-    """What a run ends with."""
+    """Return the final error of a run."""
     with pytest.MonkeyPatch.context() as context:
         patch(context)
         try:
@@ -76,7 +76,7 @@ def said_by(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], No
 
 
 def all_runs(folder: Path) -> dict[str, Any]:
-    """Every run of this file on the same ranks, because starting ranks is what takes the time."""
+    """Run every case of this file on the same ranks, because starting ranks takes most of the time."""
     data, said = folder / "d.parquet", dict[str, Any]()
 
     def patience(context: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
@@ -109,7 +109,7 @@ def all_runs(folder: Path) -> dict[str, Any]:
 
 
 def hold_first_write(context: pytest.MonkeyPatch) -> list[int]:
-    """Let the first file wait until a step has been logged that began after it; how many writes ran at once."""
+    """Hold the first write until a step that began after it was logged; count concurrent writes."""
     written, at_once, now = writer.write_file, [], 0
 
     def wait_and_write(path: Path, pieces: Any) -> Any:
@@ -138,12 +138,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 Runs = tuple[Path, list[dict[str, Any]]]
 
 
-def test_every_save_on_the_way_says_that_there_is_something_to_go_on_from(runs: Runs) -> None:
+def test_every_intermediate_save_calls_on_checkpoint(runs: Runs) -> None:
     _, said = runs
     assert [one["restarts expected"] for one in said] == [STEPS, STEPS]
 
 
-def test_saves_that_fail_in_a_row_end_the_attempt_within_a_step(runs: Runs) -> None:
+def test_consecutive_failed_saves_end_the_attempt_within_a_step(runs: Runs) -> None:
     folder, said = runs
     for rank in said:
         assert rank["failing"].startswith("CheckpointError: 2 checkpoints in a row were not committed: ")
@@ -152,12 +152,12 @@ def test_saves_that_fail_in_a_row_end_the_attempt_within_a_step(runs: Runs) -> N
     assert [(e["step"], e["in_a_row"]) for e in events(folder / "failing", "checkpoint_failed")] == [(1, 1), (2, 2)]
     end, *_ = events(folder / "failing", "training_ended")
     assert (end["result"], end["code"], end["retryable"]) == ("failed", "checkpoint_failed", True)
-    # The save of step 2 fails beside step 3, before which its failure is heard of at the latest.
+    # The save of step 2 fails during step 3; the run learns of it before step 4 at the latest.
     assert lines(folder / "failing")[-1]["step"] <= 3
 
 
 @pytest.mark.parametrize(("name", "error"), [("delayed", "File too large"), ("forbidden", "Permission denied")])
-def test_storage_that_comes_back_costs_no_checkpoint(runs: Runs, name: str, error: str) -> None:
+def test_storage_outage_costs_no_checkpoint(runs: Runs, name: str, error: str) -> None:
     folder, said = runs
     assert [rank[name] for rank in said] == ["", ""]
     assert any(error in event["reason"] for event in events(folder / name, "checkpoint_delayed"))
@@ -167,13 +167,13 @@ def test_storage_that_comes_back_costs_no_checkpoint(runs: Runs, name: str, erro
     assert (newest.step, rejected) == (6, {})
 
 
-def test_by_time_all_ranks_save_at_the_same_steps(runs: Runs) -> None:
+def test_all_ranks_save_at_the_same_steps_by_time(runs: Runs) -> None:
     folder, _ = runs
     assert sorted(RunDir(folder / "by time").manifests()) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_every_mode_commits_what_verifies(runs: Runs, mode: str) -> None:
+def test_every_save_mode_commits_checkpoints_that_verify(runs: Runs, mode: str) -> None:
     folder, _ = runs
     run_dir = RunDir(folder / mode)
     newest, rejected = newest_verified(run_dir)
@@ -181,21 +181,21 @@ def test_every_mode_commits_what_verifies(runs: Runs, mode: str) -> None:
     assert (sorted(run_dir.manifests()), newest.step, rejected) == ([3, 6], 6, {})
 
 
-def test_word_of_a_pre_emption_is_answered_by_one_checkpoint(runs: Runs) -> None:
+def test_preemption_notice_causes_one_checkpoint(runs: Runs) -> None:
     folder, _ = runs
     (notice,) = events(folder / "preempted", "preemption_notice")
     assert (notice["ranks"], notice["deadline"]) == ([1], DEADLINE)
     assert sorted(RunDir(folder / "preempted").manifests()) == [2]
 
 
-def test_training_goes_on_while_a_file_is_written_and_never_two_at_once(runs: Runs) -> None:
+def test_training_continues_during_a_write_and_writes_never_overlap(runs: Runs) -> None:
     folder, said = runs
     assert [max(rank["held"]) for rank in said] == [1, 1]
     assert [event["step"] for event in events(folder / "held", "checkpoint_committed")] == [2, 4, 6]
     assert sorted(RunDir(folder / "held").manifests()) == [4, 6]
 
 
-def test_the_best_by_a_metric_of_its_step_stays(runs: Runs) -> None:
+def test_best_checkpoint_by_the_metric_of_its_step_stays(runs: Runs) -> None:
     folder, _ = runs
     norms = {line["step"]: line["grad_norm"] for line in lines(folder / "best")}
     best = max(norms, key=lambda step: norms[step])
@@ -217,14 +217,14 @@ def endless(folder: Path, attempt: int, steps: int) -> str:
     except FencedError as error:
         return str(error)
     except RuntimeError:
-        # The other rank has seen the fence first, and has ended.
+        # The other rank saw the fence first and has exited.
         with pytest.raises(FencedError) as fenced:
             check_fence(RunDir(folder / "shared"), Fence(attempt))
         return str(fenced.value)
     return ""
 
 
-def test_of_two_attempts_alive_at_once_only_the_newer_commits(tmp_path: Path) -> None:
+def test_only_the_newer_of_two_live_attempts_commits(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     run_dir = RunDir(tmp_path / "shared")
     with ThreadPoolExecutor(1) as other:
@@ -236,7 +236,7 @@ def test_of_two_attempts_alive_at_once_only_the_newer_commits(tmp_path: Path) ->
         assert on_ranks(2, endless, tmp_path, 2, resumed + 5) == ["", ""]
         assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which stops"] * 2
     committed = [e for e in read_lines(run_dir.attempt(1).events) if e["event"] == "checkpoint_committed"]
-    # A commit that had looked at the fence before it was written may still be told of.
+    # A commit that checked the fence before it was raised may still be reported.
     assert sum(event["time"] > fenced for event in committed) <= 1
     assert {m.attempt for step, m in run_dir.manifests().items() if step >= resumed} == {2}
     assert newest_verified(run_dir)[1] == {}
@@ -260,7 +260,7 @@ def assert_paused(run_dir: RunDir) -> None:
     assert sorted(run_dir.manifests()) == [outcome.step]
 
 
-def test_sigterm_to_torchrun_pauses_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_pauses_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     process = torchrun.start(endless_spec(tmp_path / "d.parquet"), run_dir.root, 2)
@@ -272,7 +272,7 @@ def test_sigterm_to_torchrun_pauses_the_run_after_its_step_with_a_checkpoint(tmp
     assert_paused(run_dir)
 
 
-def test_sigint_to_every_rank_pauses_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigint_to_every_rank_pauses_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     process = WarmRun(endless_spec(tmp_path / "d.parquet"), run_dir.root, 2)
@@ -283,7 +283,7 @@ def test_sigint_to_every_rank_pauses_the_run_after_its_step_with_a_checkpoint(tm
 
 
 def pause_and_damage(data: Path, folder: Path) -> None:
-    """A pause whose checkpoint is damaged as soon as it is committed: every rank hears of it, not only its reader."""
+    """Pause with a checkpoint that is damaged right after its commit; every rank must get the error."""
     RunDir(folder).write_stop(Stop(mode="pause", attempt=1))
     close = train.close
 
@@ -305,10 +305,10 @@ def pause_and_damage(data: Path, folder: Path) -> None:
 
 
 def after_three_steps(folder: Path) -> Callable[[coordination.StopSignal], Stop | None]:
-    """A stop sign that is seen once three steps are done."""
+    """Return a stop signal that is set once three steps are done."""
     return lambda sign: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
 
 
-def test_checkpoint_of_a_pause_is_read_once_more(tmp_path: Path) -> None:
+def test_checkpoint_of_a_pause_is_verified_again(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=40, length=LENGTH, vocab=TINY["vocab_size"])
     on_ranks(2, pause_and_damage, tmp_path / "d.parquet", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What the strategy's settings make of FSDP2: units, and what each gathers, keeps and offloads."""
+"""FSDP2 units for a strategy's settings: their parameters, gathers, resharding and offloading."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every unit by name, with what FSDP2 has been told of it, for which it has no public question."""
+    """Return every unit by name with its FSDP2 settings, which have no public getters."""
     config = TINY | {"tie_word_embeddings": False}
     model, *_ = build(spec(model={"config": config}, strategy=strategy, scaling={"num_workers": dist.get_world_size()}))
     states = {n: m._get_fsdp_state() for n, m in model.named_modules() if isinstance(m, FSDPModule)}
@@ -64,7 +64,7 @@ def all_cases() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def on_their_way(policy: dict[str, bool]) -> list[str]:
-    """The units whose parameters are being gathered when a step asks for its first micro-batch."""
+    """Return the units whose gathers run when a step requests its first micro-batch."""
     job = spec(strategy={"wrap_policy": policy}, scaling={"num_workers": dist.get_world_size()})
     model, loss, mesh = build(job)
     batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=True), mesh)
@@ -86,7 +86,7 @@ def both_policies() -> list[list[str]]:
     return [on_their_way({}), on_their_way({"wrap_embeddings": True})]
 
 
-def test_what_a_forward_pass_needs_first_is_gathered_while_its_masks_are_made() -> None:
+def test_first_units_are_gathered_while_masks_are_built() -> None:
     assert on_ranks(2, both_policies)[0] == [[""], ["", EMBEDDINGS]]
 
 
@@ -106,12 +106,12 @@ def found() -> dict[str, dict[str, dict[str, Any]]]:
         ("norms", ["", *NORMS, "model.norm"]),
     ],
 )
-def test_units_are_what_the_wrap_policy_says(found: Any, case: str, units: list[str]) -> None:
+def test_units_follow_the_wrap_policy(found: Any, case: str, units: list[str]) -> None:
     assert list(found[case]) == units
 
 
 @pytest.mark.parametrize(("case", "units"), [("prefetch", LAYERS), ("prefetch finer", HALVES)])
-def test_each_unit_gathers_the_next_two_ahead_whatever_the_units_are(found: Any, case: str, units: list[str]) -> None:
+def test_each_unit_prefetches_the_next_two(found: Any, case: str, units: list[str]) -> None:
     for place, name in enumerate(units):
         assert found[case][name]["forward"] == units[place + 1 : place + 3]
         assert found[case][name]["backward"] == units[max(place - 2, 0) : place][::-1]
@@ -120,16 +120,16 @@ def test_each_unit_gathers_the_next_two_ahead_whatever_the_units_are(found: Any,
 @pytest.mark.parametrize(
     ("case", "ranks"), [("plain", 4), ("reshard true", 4), ("reshard false", None), ("reshard to 2", 2)]
 )
-def test_layers_stay_gathered_after_forward_as_asked(found: Any, case: str, ranks: int | None) -> None:
+def test_layers_stay_gathered_after_forward_on_request(found: Any, case: str, ranks: int | None) -> None:
     assert {found[case][layer]["spread after forward over"] for layer in LAYERS} == {ranks}
 
 
 @pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])
-def test_every_unit_is_offloaded_or_none(found: Any, case: str, offloaded: bool) -> None:
+def test_all_units_or_none_are_offloaded(found: Any, case: str, offloaded: bool) -> None:
     assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
 
 
-def test_a_rank_alone_is_spared_the_division_of_its_gradients_by_one(found: Any) -> None:
-    # FSDP2 divides them out of place where nothing is reduced and there is a factor.
+def test_single_rank_does_not_divide_its_gradients(found: Any) -> None:
+    # FSDP2 divides them out of place if it reduces nothing and a factor is set.
     assert {unit["gradients divided by"] for unit in on_ranks(1, describe, {})[0].values()} == {None}
     assert {unit["gradients divided by"] for unit in found["plain"].values()} == {1.0}

@@ -1,6 +1,6 @@
-"""A run on a network file system on a bad day, and on object storage, is the run on a local disk.
+"""Runs on a failing network file system and on object storage, compared with a run on a local disk.
 
-What a run does on a local disk is tested in test_kills, test_resume and test_saver.
+test_kills, test_resume and test_saver test runs on a local disk.
 """
 
 import threading
@@ -43,7 +43,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and a run on a local disk to compare with."""
+    """Return a folder with data, and a reference run on a local disk."""
     folder = tmp_path_factory.mktemp("runs")
     write_tokens(folder / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     on_ranks(2, train, folder, RunDir(folder / "local"), "thread")
@@ -52,7 +52,7 @@ def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["nfs", "s3"])
 def place(request: pytest.FixtureRequest, folder: Path) -> Place:
-    """Where run directories are, by name."""
+    """Return the location of run directories, by name."""
     if request.param == "s3":
         return run_dir_on_s3
     return lambda name: RunDir(folder / str(request.param) / name)
@@ -75,7 +75,7 @@ def weights(run_dir: RunDir, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same(run_dir: RunDir, local: RunDir) -> None:
-    """The newest checkpoint is the local run's, and so is every line, however often its step was done."""
+    """Check that the newest checkpoint and every line equal the local run's, despite repeated steps."""
     newest, rejected = newest_verified(run_dir)
     assert newest is not None
     assert (newest.step, rejected) == (STEPS, {})
@@ -86,14 +86,14 @@ def assert_same(run_dir: RunDir, local: RunDir) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_a_run_is_the_run_on_a_disk(folder: Path, place: Place, mode: str) -> None:
+def test_run_equals_the_run_on_a_local_disk(folder: Path, place: Place, mode: str) -> None:
     run_dir = place(f"whole-{mode}")
     on_ranks(2, train, folder, run_dir, mode)
     assert sorted(run_dir.manifests()) == [3, 6]
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_killed_amid_a_save_it_resumes_and_nothing_is_left_behind(folder: Path, place: Place) -> None:
+def test_run_killed_during_a_save_resumes_and_leaves_nothing(folder: Path, place: Place) -> None:
     run_dir = place("killed")
     with ranks_to_kill(2, train, folder, run_dir, "thread") as ranks:
         wait_for(lambda: list(run_dir.checkpoints.glob("step-00000006*/*")), "a file of the second save")
@@ -107,7 +107,7 @@ def test_killed_amid_a_save_it_resumes_and_nothing_is_left_behind(folder: Path, 
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_an_outage_delays_a_save_and_is_told(folder: Path, server: S3Server) -> None:
+def test_outage_delays_a_save_and_is_reported(folder: Path, server: S3Server) -> None:
     run_dir = run_dir_on_s3("outage")
 
     def be_out() -> None:
@@ -125,8 +125,8 @@ def test_an_outage_delays_a_save_and_is_told(folder: Path, server: S3Server) -> 
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_an_outage_is_no_word_about_a_checkpoint(folder: Path, server: S3Server) -> None:
-    """Neither to whoever resumes, nor to whoever verifies: what cannot be asked for now is not missing."""
+def test_outage_does_not_make_a_checkpoint_invalid(folder: Path, server: S3Server) -> None:
+    """Check both resume and verification: unavailable files are not missing files."""
     run_dir = run_dir_on_s3("asked-in-vain")
     on_ranks(2, train, folder, run_dir, "thread")
     manifest = run_dir.manifests()[STEPS]
@@ -145,14 +145,14 @@ def test_an_outage_is_no_word_about_a_checkpoint(folder: Path, server: S3Server)
 
 
 def refuse_for(server: S3Server, seconds: float) -> None:
-    """Refuse from now on until somebody has been refused for so long."""
+    """Refuse requests until refusals have lasted the given time."""
     before = server.refused
     with server.refuse():
         wait_for(lambda: server.refused > before, "a request is refused")
         time.sleep(seconds)
 
 
-def test_what_is_damaged_is_passed_over_with_an_event(folder: Path, place: Place) -> None:
+def test_damaged_checkpoint_is_skipped_with_an_event(folder: Path, place: Place) -> None:
     run_dir = place("damaged")
     on_ranks(2, train, folder, run_dir, "thread")
     shard = next(iter(run_dir.checkpoint(6).glob("__1_*")))
@@ -169,7 +169,7 @@ def test_what_is_damaged_is_passed_over_with_an_event(folder: Path, place: Place
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_it_stops_when_it_is_asked_to(folder: Path, place: Place) -> None:
+def test_stop_request_ends_the_run(folder: Path, place: Place) -> None:
     run_dir = place("stopped")
 
     def ask() -> None:
@@ -185,7 +185,7 @@ def test_it_stops_when_it_is_asked_to(folder: Path, place: Place) -> None:
     assert max(run_dir.manifests()) == end["step"]
 
 
-def test_the_service_reads_it(folder: Path, place: Place) -> None:
+def test_service_reads_the_run(folder: Path, place: Place) -> None:
     run_dir, dirs = place("whole-thread"), LocalRunDirs()
     uri = str(run_dir.root)
     reader = Reader(dirs, uri, LogSource("metrics"))
@@ -206,7 +206,7 @@ def test_the_service_reads_it(folder: Path, place: Place) -> None:
     assert [(entry.text, entry.after) for entry in tail.entries] == [("two", ports.LogOffset(1, 8))]
 
 
-def test_its_checkpoints_are_exported(folder: Path, place: Place) -> None:
+def test_checkpoints_of_the_run_are_exported(folder: Path, place: Place) -> None:
     run_dir = place("whole-thread")
     run_dir.write_spec(job_of(folder / "d.parquet", 2))
     exported = export(run_dir, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)

@@ -1,4 +1,4 @@
-"""From which step on Ray Data delivers the rows of ranks that are not at the same step."""
+"""The first step for which Ray Data delivers rows, if ranks are at different steps."""
 
 import threading
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def plan_of(folder: Path) -> StreamPlan:
 
 
 def take(folder: Path, before: tuple[int, ...]) -> tuple[list[list[int]], list[int]]:
-    """The samples of all steps, if ranks have taken so many when Ray Data is started; and where it began."""
+    """Return the samples of all steps, and the start of Ray Data after each rank took its number of steps."""
     rank, began = dist.get_rank(), list[int]()
 
     def streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> Iterator[Rows | None]:
@@ -46,7 +46,7 @@ def take(folder: Path, before: tuple[int, ...]) -> tuple[list[list[int]], list[i
         patch.object(ray_data._Takeover, "begin", lambda takeover, after: takeovers.append(takeover)),
     ):
         rows = ray_data.ray_stream(plan_of(folder), MESH, rank)
-        # A step counts as taken once the next one is asked for.
+        # A step counts as taken once the next one is requested.
         received = [next(rows) for _ in range(before[rank] + 1)]
         dist.barrier()
         begin(takeovers[0], after=0.0)
@@ -61,4 +61,4 @@ def test_ranks_at_different_steps_get_each_row_once(tmp_path: Path, before: tupl
     plan = plan_of(tmp_path)
     for rank, (samples, began) in enumerate(on_ranks(2, take, tmp_path, before)):
         assert samples == [plan.order.step(8 + step * 4)[rank].tolist() for step in range(STEPS)]
-        assert began == [8 + before[0] * 4], "the rank of the coordinator decides"
+        assert began == [8 + before[0] * 4], "expected the step of the coordinator's rank"

@@ -1,4 +1,4 @@
-"""The whole loop gives the same losses, norms and tokens at every mesh, and resumes on the data it began with."""
+"""The whole loop: equal losses, norms and tokens at every mesh, and resumes on the original data."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 
 
 
 LONG = {"fsdp": 20, "sp": 20}
-"""Equal data: every rank its own sequences, and all ranks each sequence, give the same losses for 20 steps."""
+"""Steps on equal data: separate sequences per rank (fsdp) and shared ones (sp) give equal losses for 20 steps."""
 
 
 def a_spec(data: Path, fsdp: int, sp: int, *, steps: int = STEPS, **model: str) -> JobSpec:
@@ -43,7 +43,7 @@ def a_session(folder: Path) -> Session:
 
 
 def train_all(data: Path, folder: Path, meshes: dict[str, tuple[int, int]]) -> None:
-    """A run for every mesh, each in a folder of its name."""
+    """Train a run for every mesh, each in a folder of that name."""
     for name, (fsdp, sp) in meshes.items():
         steps = LONG.get(name, 20 if name == "one rank" else STEPS)
         job = a_spec(data, fsdp, sp, steps=steps, gradient_checkpointing="full" if name == "hsdp" else "none")
@@ -84,18 +84,18 @@ def test_bf16_trains_near_the_fp32_run_with_fp32_master_weights(runs: Path) -> N
     assert len(lines(runs / "bf16")) == STEPS
     for one, many in zip(lines(runs / "one rank"), lines(runs / "bf16"), strict=False):
         assert many["loss"] == pytest.approx(one["loss"], rel=0.01)
-        assert many["loss"] != one["loss"], "it was computed in fp32"
+        assert many["loss"] != one["loss"], "expected bf16 computation"
     weights = load_checkpoint(runs / "bf16", STEPS)["model"]
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
 
 
-def test_tokens_are_counted_once_and_padding_is_not_counted(runs: Path) -> None:
+def test_tokens_are_counted_once_without_padding(runs: Path) -> None:
     rows = find_dataset(a_spec(runs / "d.parquet", 0, 1), runs)
     assert 0 < lines(runs / "hsdp")[-1]["tokens"] < STEPS * 8 * rows.sequence_length
 
 
 def resume_on_other_data(data: Path, folder: Path) -> str:
-    """What a run says whose files were changed behind its back."""
+    """Return the error of a resumed run whose files were changed."""
     job = a_spec(data, 0, 1)
     train(job, a_session(folder), find_dataset(job, folder))
     write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
@@ -106,13 +106,13 @@ def resume_on_other_data(data: Path, folder: Path) -> str:
     return ""
 
 
-def test_a_run_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path) -> None:
+def test_run_does_not_resume_on_other_data(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
     (said,) = on_ranks(1, resume_on_other_data, tmp_path / "d.parquet", tmp_path / "run")
     assert said.startswith(f"the checkpoint of step {STEPS} was trained on dataset")
 
 
-def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: Path) -> None:
+def test_files_read_directly_must_not_change_during_a_run(tmp_path: Path) -> None:
     data, run_dir = tmp_path / "d.parquet", RunDir(tmp_path / "run")
     write_tokens(data, rows=40, length=32, vocab=TINY["vocab_size"])
     job = a_spec(data, 0, 1)
@@ -126,7 +126,7 @@ def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: P
 
 
 def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:
-    """The checkpoints left by a run that keeps one, after the newest was damaged before a resume."""
+    """Return the checkpoints of a run that keeps one, after a resume with a damaged newest checkpoint."""
     job = a_spec(data, 0, 1)
     train(job, a_session(folder), find_dataset(job, folder))
     run_dir = RunDir(folder)
@@ -138,7 +138,7 @@ def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:
     return sorted(run_dir.manifests())
 
 
-def test_a_rejected_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+def test_rejected_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
     assert on_ranks(1, resume_past_a_bad_checkpoint, tmp_path / "d.parquet", tmp_path / "run") == [[STEPS]]
     assert [p.name for p in RunDir(tmp_path / "run").checkpoints.glob("*.rejected-*")] == [

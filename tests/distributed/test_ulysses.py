@@ -1,4 +1,4 @@
-"""Sequence parallel attention: the exchange is its own inverse, and a model that bypasses it is found out."""
+"""Sequence parallel attention: the exchange inverts itself, and models that bypass it are detected."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from train_loop.telemetry.timers import ComputeTimer
 
 
 def exchange() -> dict[str, bool]:
-    """Facts about the exchange of [B, H, T/P, D] = [2, 4, 3, 5] slices over two ranks."""
+    """Return facts about the exchange of [B, H, T/P, D] = [2, 4, 3, 5] slices over two ranks."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     whole = torch.randn(2, 4, 3 * ranks, 5, generator=torch.Generator().manual_seed(0))
@@ -42,12 +42,12 @@ def facts() -> list[dict[str, bool]]:
 
 
 @pytest.mark.parametrize("fact", ["whole sequence, some heads", "there and back", "gradients come back too"])
-def test_the_exchange(facts: list[dict[str, bool]], fact: str) -> None:
+def test_exchange_swaps_sequence_and_heads_and_inverts_itself(facts: list[dict[str, bool]], fact: str) -> None:
     assert [rank[fact] for rank in facts] == [True, True]
 
 
 def partly_frozen(checkpointing: str) -> float:
-    """The loss of a step whose lower layer has no backward pass, and so exchanges less than the others."""
+    """Return the loss of a step whose lower layer has no backward pass, and thus fewer exchanges."""
     parts = {
         "config": TINY | {"num_hidden_layers": 3},
         "freeze_module_prefix": ["model.embed_tokens", "model.layers.0"],
@@ -61,12 +61,12 @@ def partly_frozen(checkpointing: str) -> float:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_layers_without_a_backward_pass_are_no_bypass(checkpointing: str) -> None:
+def test_layers_without_a_backward_pass_do_not_count_as_bypass(checkpointing: str) -> None:
     assert all(loss > 0 for loss in on_ranks(2, partly_frozen, checkpointing))
 
 
 def bypassed() -> str:
-    """What the check says of a model whose attention never came through the exchange."""
+    """Return the error of the check for a model whose attention bypassed the exchange."""
     group = dist.group.WORLD
     assert group is not None
     ulysses = apply_ulysses(build_model(spec(model={"config": TINY}).model), group, ComputeTimer(torch.device("cpu")))
@@ -78,7 +78,7 @@ def bypassed() -> str:
     return ""
 
 
-def test_a_model_that_bypasses_the_registry_is_refused() -> None:
+def test_model_that_bypasses_the_registry_is_rejected() -> None:
     said: list[Any] = on_ranks(2, bypassed)
     assert all(
         "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in said

@@ -1,4 +1,4 @@
-"""Settings that move memory, communication or computation about, and must change no number."""
+"""Settings for memory, communication or computation that must not change results."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def job(parts: Parts, sp: int, tied: bool) -> JobSpec:
 
 
 def run_all(variants: dict[str, Parts]) -> dict[tuple[str, int, bool], Result]:
-    """Every variant of every model."""
+    """Run every variant of every model."""
     train_loop.plan.memory.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
     rows = random_rows(SAMPLES, LENGTH, vocab=TINY["vocab_size"], packed=True)
     found = {
@@ -86,7 +86,7 @@ def found() -> dict[tuple[str, int, bool], Result]:
 
 @pytest.mark.parametrize(("sp", "tied"), MODELS)
 @pytest.mark.parametrize("name", BIT_EQUAL)
-def test_changes_no_bit(found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool) -> None:
+def test_variant_is_bit_equal(found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool) -> None:
     (loss, gradients), (expected_loss, expected) = found[name, sp, tied], found["plain", sp, tied]
     assert loss == expected_loss
     assert gradients.keys() == expected.keys()
@@ -95,7 +95,9 @@ def test_changes_no_bit(found: dict[tuple[str, int, bool], Result], name: str, s
 
 @pytest.mark.parametrize(("sp", "tied"), MODELS)
 @pytest.mark.parametrize("name", EQUAL)
-def test_changes_no_number(found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool) -> None:
+def test_variant_is_numerically_equal(
+    found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool
+) -> None:
     (loss, gradients), (expected_loss, expected) = found[name, sp, tied], found["plain", sp, tied]
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert gradients.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Where the data weighs tokens the loss is their weighted mean, at every mesh; weights of one are none, to the bit."""
+"""Token weights: the loss is the weighted mean at every mesh, and weights of one equal no weights bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def run(data: Path, folder: Path, *, weight: str | None, parts: dict[str, Any]) -> None:
-    """A run that trains and evaluates on the same rows, which weigh what a column says."""
+    """Train and evaluate a run on the same rows, with weights from a column."""
     files = {"path": str(data)}
     columns = {"input_ids": "ids", "weight": weight}
     job = spec(
@@ -47,14 +47,14 @@ def run(data: Path, folder: Path, *, weight: str | None, parts: dict[str, Any]) 
 
 
 def run_alone(folder: Path) -> None:
-    """The run that all meshes must equal, one whose weights are all alike, and one without weights."""
+    """Train the reference run, a run with equal weights, and a run without weights."""
     run(folder / "d.parquet", folder / "one rank", weight="drawn", parts={})
     run(folder / "d.parquet", folder / "one rank, threes", weight="threes", parts={})
     run(folder / "d.parquet", folder / "one rank, plain", weight=None, parts={})
 
 
 def run_all(folder: Path) -> None:
-    """A run for every mesh, and for one of them a run with weights of one and a run without any."""
+    """Train a run for every mesh, and for one mesh a run with weights of one and a run without weights."""
     for name, parts in MESHES.items():
         run(folder / "d.parquet", folder / name, weight="drawn", parts=parts)
     run(folder / "d.parquet", folder / "ones", weight="ones", parts=MESHES["fsdp x sp"])
@@ -90,26 +90,26 @@ def test_every_mesh_trains_the_same_weighted_run(runs: Path, mesh: str) -> None:
     assert found[-1]["eval_tokens"] == expected[-1]["eval_tokens"]
 
 
-def test_weights_change_what_is_learned_and_not_what_was_seen(runs: Path) -> None:
+def test_weights_change_the_training_but_not_the_token_counts(runs: Path) -> None:
     for weighed, plain in zip(lines(runs / "one rank"), lines(runs / "one rank, plain"), strict=True):
         assert weighed["tokens"] == plain["tokens"]
         assert weighed["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-2)
 
 
-def test_weights_that_are_all_alike_change_nothing(runs: Path) -> None:
+def test_equal_weights_change_nothing(runs: Path) -> None:
     for threes, plain in zip(lines(runs / "one rank, threes"), lines(runs / "one rank, plain"), strict=True):
         for name in {"loss", "grad_norm", "eval_loss"} & plain.keys():
             assert threes[name] == pytest.approx(plain[name], rel=1e-5), name
 
 
-def test_weights_of_one_are_none_to_the_bit(runs: Path) -> None:
+def test_weights_of_one_equal_no_weights_bit_for_bit(runs: Path) -> None:
     same = ("loss", "grad_norm", "tokens", "eval_loss", "eval_tokens")
     for ones, plain in zip(lines(runs / "ones"), lines(runs / "plain"), strict=True):
         assert [ones.get(name) for name in same] == [plain.get(name) for name in same]
 
 
 def one_weight(weight: float, sp: int) -> tuple[tuple[float, Gradients], ...]:
-    """A step in which one token has a weight, and a step without weights in which no other is trained."""
+    """Compare a step in which one token has a weight with an unweighted step that trains only that token."""
     rows = random_rows(4, 32, vocab=VOCAB, packed=False)
     weights = np.zeros(rows.labels.shape, np.float32)
     weights[3, -1] = weight
@@ -122,7 +122,7 @@ def every_weight(cases: list[tuple[float, int]]) -> list[Any]:
     return [one_weight(*case) for case in cases]
 
 
-def test_the_divisor_is_a_small_weight_as_it_is_and_none_is_legal() -> None:
+def test_divisor_may_be_a_small_weight_or_zero() -> None:
     cases = [(0.25, 1), (0.25, 2), (0.0, 2)]
     for (weight, _), ((loss, found), (expected_loss, expected)) in zip(
         cases, on_ranks(2, every_weight, cases)[0], strict=True

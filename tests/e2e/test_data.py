@@ -1,4 +1,4 @@
-"""Preparing on real Ray: no token is lost or repeated, and what is wrong is told."""
+"""Data preparation on real Ray: no token is lost or repeated, and errors are reported."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
 
 
 def heard() -> tuple[list[str], Any]:
-    """A list, and a report function that writes the names of events into it."""
+    """Return a list, and a report function that appends the names of events to it."""
     names: list[str] = []
     return names, lambda name, **fields: names.append(name)
 
@@ -42,7 +42,7 @@ def text_spec(path: Path, **data: Any) -> JobSpec:
 
 
 def documents(rows: Rows) -> list[list[int]]:
-    """The documents of rows, found by the places where positions restart."""
+    """Return the documents of rows, split where positions restart."""
     found = []
     for ids, places, length in zip(rows.input_ids, rows.position_ids, rows.lengths, strict=True):
         starts = [*np.flatnonzero(places[:length] == 0), length]
@@ -63,7 +63,7 @@ def test_no_token_of_any_file_is_lost_or_repeated(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(dataset.tokenizer)
     expected = [ids[start : start + 16] for ids in tokenizer.encode(texts) for start in range(0, len(ids), 16)]
     found = documents(read_rows(dataset, np.arange(dataset.samples)))
-    assert sorted(found) == sorted(expected), "a document is cut that fits, or sees the one before it"
+    assert sorted(found) == sorted(expected), "a fitting document is cut, or attends to the previous one"
     assert dataset.tokens == sum(map(len, expected))
     assert dataset.utilisation == dataset.tokens / (16 * dataset.samples)
 
@@ -83,7 +83,7 @@ def test_jsonl_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
     assert both[0].fingerprint != both[1].fingerprint
 
 
-def test_a_second_job_takes_what_the_first_has_prepared(tmp_path: Path) -> None:
+def test_second_job_reuses_prepared_samples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
     names, report = heard()
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report)
@@ -94,7 +94,7 @@ def test_a_second_job_takes_what_the_first_has_prepared(tmp_path: Path) -> None:
     assert longer.fingerprint != first.fingerprint
 
 
-def test_a_cache_that_was_never_committed_is_not_read(tmp_path: Path) -> None:
+def test_uncommitted_cache_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
     folder = tmp_path / "_cache" / first.fingerprint
@@ -104,7 +104,7 @@ def test_a_cache_that_was_never_committed_is_not_read(tmp_path: Path) -> None:
     assert names == ["preparing", "prepare_progress"]
 
 
-def test_eval_data_are_tokenised_as_the_training_data(tmp_path: Path) -> None:
+def test_eval_data_is_tokenised_like_the_training_data(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(words(80))
     (tmp_path / "eval.jsonl").write_text(json.dumps({"text": "other " + words(20)}))
     sources = {"train": {"path": str(tmp_path / "train.txt")}, "eval": {"path": str(tmp_path / "eval.jsonl")}}
@@ -127,7 +127,7 @@ def test_eval_data_are_tokenised_as_the_training_data(tmp_path: Path) -> None:
     assert prepare(again, cache, heard()[1]).fingerprint != evaluation.fingerprint
 
 
-def test_tokenised_parquet_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_tokenised_parquet_is_read_directly(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1] * 16, [2] * 16, [3] * 9]}), tmp_path / "a.parquet")
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
     dataset = prepare(plain, tmp_path / "_cache", heard()[1])
@@ -153,7 +153,7 @@ def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
         (b"", "holds no tokens; an empty dataset cannot be trained on"),
     ],
 )
-def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
@@ -161,10 +161,10 @@ def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: b
     assert (outcome.code, outcome.retryable) == ("data_error", False)
     assert str(tmp_path / "a.txt") in str(outcome.reason)
     left = [path.name for path in (tmp_path / "_cache").iterdir() if path.suffix != ".lock"]
-    assert all(name.startswith("tokenizer-") and ".tmp-" not in name for name in left), "a torn cache was left behind"
+    assert all(name.startswith("tokenizer-") and ".tmp-" not in name for name in left), "an incomplete cache remains"
 
 
-def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_model_folder_provides_its_tokenizer(tmp_path: Path) -> None:
     folder, texts = write_model(tmp_path / "m"), ["ab", "c"]
     write_tokenizer(folder)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -176,7 +176,7 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     assert read_rows(dataset, np.arange(1)).input_ids.tolist() == [tokens]
 
 
-def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> None:
+def test_invalid_rows_are_rejected_by_line_or_skipped_and_listed(tmp_path: Path) -> None:
     rows = [json.dumps({"text": words(n)}) for n in (5, 9, 3)]
     (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "oops", "", rows[1], '{"text": null}', rows[2]]))
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> 
     assert dataset.tokens == sum(map(len, expected))
 
 
-def test_long_and_untrained_rows_are_dropped_and_counted_and_no_answer_loses_its_question(tmp_path: Path) -> None:
+def test_long_and_untrained_rows_are_dropped_and_counted_and_answers_keep_their_questions(tmp_path: Path) -> None:
     rows = [{"q": words(2), "a": words(3)}, {"q": words(40), "a": words(1)}, {"q": "", "a": ""}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = {"prompt": "q", "response": "a"}
@@ -226,7 +226,7 @@ def test_long_and_untrained_rows_are_dropped_and_counted_and_no_answer_loses_its
         prepared(None)
 
 
-def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_path: Path) -> None:
+def test_sources_of_different_formats_are_mixed_and_prepared_once_each(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(300))
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"q": words(3), "a": words(9), "w": 2}) for _ in range(40)))
     answers = {"path": str(tmp_path / "b.jsonl"), "columns": {"prompt": "q", "response": "a", "weight": "w"}}
@@ -255,7 +255,7 @@ def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_pat
         length = rows.lengths[row]
         assert (rows.labels[row][:length] == -100).any() != whole
         assert set(rows.weights[row][:length].tolist()) == ({1.0} if whole else {2.0})
-    # Other weights are another run of the same samples.
+    # Other weights give another run of the same samples.
     again = prepare(mixed(1, 1), tmp_path / "_cache", report)
     assert len(names) == 5
     assert again.parts == dataset.parts
@@ -263,7 +263,7 @@ def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_pat
     assert find_dataset(mixed(1, 3), tmp_path / "_cache") == dataset
 
 
-def test_a_file_that_changes_while_it_is_prepared_is_under_no_name(tmp_path: Path) -> None:
+def test_file_changed_during_preparation_is_not_committed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(9)}))
 
     def report(event: str, **fields: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_under_no_name(tmp_path: Pat
     assert not list((tmp_path / "_cache").glob("*/dataset.json"))
 
 
-def test_a_tokenizer_that_changes_while_it_is_used_is_under_no_name(tmp_path: Path) -> None:
+def test_tokenizer_changed_during_use_is_not_committed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(9)}))
 
@@ -289,7 +289,7 @@ def test_a_tokenizer_that_changes_while_it_is_used_is_under_no_name(tmp_path: Pa
     assert not list((tmp_path / "_cache").glob("*/dataset.json"))
 
 
-def test_half_a_character_is_a_bad_row_to_a_tokenizer_too(tmp_path: Path) -> None:
+def test_lone_surrogate_is_an_invalid_row_to_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n' + json.dumps({"text": words(9)}))
     with pytest.raises(DataError, match=r"a.jsonl, line 1: column 'text' holds text that is not Unicode"):
         prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="fail"), tmp_path / "_cache", heard()[1])
@@ -297,7 +297,7 @@ def test_half_a_character_is_a_bad_row_to_a_tokenizer_too(tmp_path: Path) -> Non
     assert dataset.parts[0].bad_rows == 1
 
 
-def test_tokenised_rows_are_treated_alike_whether_much_or_little(tmp_path: Path) -> None:
+def test_small_tokenised_data_follows_the_same_rules(tmp_path: Path) -> None:
     ids = [[1] * 16, [2] * 20, [], [3] * 9]
     pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet")
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
@@ -312,7 +312,7 @@ def test_tokenised_rows_are_treated_alike_whether_much_or_little(tmp_path: Path)
             prepare(plain, tmp_path / "_cache", heard()[1])
 
 
-def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None:
+def test_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
     Path(first.parts[0].files[0].path).write_bytes(b"cut short")

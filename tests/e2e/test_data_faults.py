@@ -1,4 +1,4 @@
-"""Preparing and streaming on real Ray while storage and processes fail: still every sample exactly once."""
+"""Data preparation and streaming on real Ray during storage and process failures: every sample exactly once."""
 
 import gzip
 import itertools
@@ -42,13 +42,13 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def address(s3: S3Server) -> Iterator[str]:
-    """A Ray whose workers find the S3 server."""
+    """Return the address of a Ray cluster whose workers find the S3 server."""
     with own_ray(store_bytes=200_000_000, environment=s3.environment()) as address:
         yield address
 
 
 def silent(event: str, **fields: object) -> None:
-    """Reports to nobody."""
+    """Ignore a report."""
 
 
 def texts(count: int) -> list[str]:
@@ -71,13 +71,13 @@ def assert_same_samples(one: Dataset, other: Dataset) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """What the text gives that lies on no other storage than the local disk."""
+    """Return the samples prepared from the same text on the local disk."""
     folder = tmp_path_factory.mktemp("local")
     (folder / "a.jsonl").write_bytes(json_lines(400))
     return prepare(text_spec(folder / "a.jsonl"), folder / "_cache", silent)
 
 
-def test_storage_that_refuses_for_a_while_changes_nothing(s3: S3Server, tmp_path: Path, expected: Dataset) -> None:
+def test_temporary_storage_refusal_changes_nothing(s3: S3Server, tmp_path: Path, expected: Dataset) -> None:
     s3.put("data/text/a.jsonl.gz", gzip.compress(json_lines(400)))
     before = s3.refused
     with ThreadPoolExecutor(1) as pool:
@@ -88,7 +88,7 @@ def test_storage_that_refuses_for_a_while_changes_nothing(s3: S3Server, tmp_path
 
 
 def prepare_alone(job: Path, cache: Path, address: str) -> "subprocess.Popen[str]":
-    """`python -m train_loop.prepare` on our Ray, in a process of its own."""
+    """Run `python -m train_loop.prepare` on the test's Ray, in a separate process."""
     command = [sys.executable, "-m", "train_loop.prepare", str(job), "--cache", str(cache)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"RAY_ADDRESS": address}, text=True
@@ -96,13 +96,13 @@ def prepare_alone(job: Path, cache: Path, address: str) -> "subprocess.Popen[str
 
 
 def written(folder: Path, path: object) -> Path:
-    """A file with the spec of the text at a path."""
+    """Write a spec for the text at a path and return its file."""
     job = raw_spec(data={"train": {"path": str(path)}, "columns": {"text": "text"}, "sequence_length": 64})
     (folder / "spec.yaml").write_text(yaml.safe_dump(job))
     return folder / "spec.yaml"
 
 
-def test_two_jobs_that_prepare_the_same_do_the_work_once(address: str, tmp_path: Path, expected: Dataset) -> None:
+def test_concurrent_jobs_prepare_the_same_data_once(address: str, tmp_path: Path, expected: Dataset) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(400))
     job = written(tmp_path, tmp_path / "a.jsonl")
     both = [prepare_alone(job, tmp_path / "_cache", address) for _ in range(2)]
@@ -114,11 +114,11 @@ def test_two_jobs_that_prepare_the_same_do_the_work_once(address: str, tmp_path:
     assert_same_samples(find_dataset(parse(yaml.safe_load(job.read_text())), tmp_path / "_cache"), expected)
 
 
-def test_preparing_that_was_killed_leaves_nothing_that_is_read(
+def test_killed_preparation_leaves_nothing_readable(
     s3: S3Server, address: str, tmp_path: Path, expected: Dataset
 ) -> None:
     s3.put("data/killed/a.jsonl", json_lines(400))
-    # The tokenizer is there, so that it is the samples in the middle of which it dies.
+    # The tokenizer exists already, so the process dies while it writes the samples.
     job = text_spec("s3://data/killed/a.jsonl")
     assert expected.tokenizer is not None
     job = job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": expected.tokenizer})})
@@ -132,14 +132,14 @@ def test_preparing_that_was_killed_leaves_nothing_that_is_read(
         process.kill()
         process.communicate(timeout=30)
     left = [path for path in (tmp_path / "_cache").iterdir() if path.is_dir()]
-    assert all(".tmp-" in path.name for path in left), "killed in the middle, it has committed"
+    assert all(".tmp-" in path.name for path in left), "the killed process has committed"
     assert left
     assert_same_samples(prepare(job, tmp_path / "_cache", silent), expected)
 
 
 @pytest.fixture(scope="module")
 def numbered(s3: S3Server) -> Dataset:
-    """200 samples in small row groups on S3; sample i holds the number i."""
+    """Return 200 samples in small row groups on S3; sample i contains the number i."""
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"ids": [[i] * 4 for i in range(200)]}), sink, row_group_size=16)
     s3.put("data/numbered/rows.parquet", sink.getvalue().to_pybytes())
@@ -148,7 +148,7 @@ def numbered(s3: S3Server) -> Dataset:
 
 
 def drain_all(plan: StreamPlan) -> "list[Future[list[Rows]]]":
-    """The rows of every data rank, drained side by side."""
+    """Return the rows of every data rank, read concurrently."""
     splits = open_splits(plan, plan.start, plan.steps)
     pool = ThreadPoolExecutor(len(splits))
     futures = [pool.submit(list, by_step(split, plan.order.per_rank)) for split in splits]
@@ -167,7 +167,7 @@ def assert_exact(plan: StreamPlan, futures: "list[Future[list[Rows]]]") -> None:
 
 
 def reading_workers() -> list[psutil.Process]:
-    """Processes of Ray that are reading blocks at this moment."""
+    """Return the processes of Ray that read blocks now."""
     family = psutil.Process().children(recursive=True)
     return [process for process in family if "_read_block" in " ".join(_command(process))]
 
@@ -179,7 +179,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_a_data_worker_that_is_slow_and_dies_costs_no_sample(s3: S3Server, numbered: Dataset) -> None:
+def test_slow_and_killed_data_worker_costs_no_sample(s3: S3Server, numbered: Dataset) -> None:
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=10**6), 2, 4)
     plan = StreamPlan(numbered, deal, 40, 48)
     before = s3.refused
@@ -194,13 +194,13 @@ def test_a_data_worker_that_is_slow_and_dies_costs_no_sample(s3: S3Server, numbe
 
 
 def plasma_bytes() -> float:
-    """What Ray's object store holds."""
+    """Return the size of the objects in Ray's object store, in bytes."""
     (line,) = [line for line in memory_summary(stats_only=True).splitlines() if line.startswith("Plasma memory usage")]
     return float(line.split()[3]) * 2**20
 
 
 def resting_bytes() -> float:
-    """What the object store holds once it holds the same for a second."""
+    """Return the size of the object store once it is stable for a second."""
     seen = [plasma_bytes()]
 
     def rests() -> bool:
@@ -211,8 +211,8 @@ def resting_bytes() -> float:
     return seen[-1]
 
 
-def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data more than ten times larger than what may wait for two ranks that take their time."""
+def test_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data is over ten times larger than the read-ahead limit of two slow ranks."""
     rows, length = 4096, 2048
     # Small blocks, so that there are many of them.
     monkeypatch.setattr("train_loop.data.stream.ray_data._BLOCK_STEPS", 8)

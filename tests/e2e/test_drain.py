@@ -1,4 +1,4 @@
-"""A node that is drained on a real Ray cluster of two: a run that trains there saves before it is taken away."""
+"""A drained node of a real Ray cluster of two: the run on it saves before the node is removed."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from train_loop.run_dir import RunDir, Stop, read_lines
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[str, str]]:
-    """The address of a cluster, and the id of its node `spot`, on which workers are placed."""
+    """Return the address of a cluster, and the id of its node `spot`, which holds the workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -36,7 +36,7 @@ def two_nodes() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
+def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     run_dir = RunDir(tmp_path / "default" / "run")
     run_dir.write_spec(
@@ -56,7 +56,7 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
         command += ["--run-dir", str(run_dir.root), "--attempt", "1"]
         driver = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
-            # Ray Data has not started: on a node that is drained nothing is placed any more.
+            # Ray Data has not started: Ray places nothing on a draining node.
             wait_for(lambda: any(line["step"] > 30 for line in read_lines(run_dir.attempt(1).metrics)), "step 31")
             drain = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", address, "--node-id", spot]
             drain += [
@@ -74,7 +74,7 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
             assert isinstance(notice["deadline"], float)
             assert 0 < notice["deadline"] - asked < 700
             assert sorted(run_dir.manifests()) == [committed["step"]]
-            # The run goes on where it is, for as long as the node lasts, also when Ray Data cannot start there.
+            # The run continues while the node exists, even if Ray Data cannot start there.
             (started,) = (line["time"] for line in events("training_started"))
             after = float(str(started)) + ray_data._WORTH_IT + 10
             metrics = run_dir.attempt(1).metrics

@@ -1,4 +1,4 @@
-"""An elastic job on a real Ray cluster whose nodes come and go."""
+"""An elastic job on a real Ray cluster whose nodes join and leave."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ from tests.support.live import LiveService
 from tests.support.waiting import wait_for
 
 STEPS = 4000
-"""More than are done before the nodes have come and gone."""
+"""More steps than are trained before the nodes have joined and left."""
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head with the driver, and places for workers on nodes of their own."""
-    # Drivers on a cluster that is not ours are started as `python`.
+    """Return a head with the driver, and separate nodes for the workers."""
+    # On an external cluster, the service starts drivers as `python`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -33,7 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(300)
-def test_it_shrinks_with_the_cluster_and_grows_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_elastic_job_shrinks_and_grows_with_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     first, _ = (cluster.add_node(num_cpus=1, resources={"place": 1}) for _ in range(2))
     cluster.wait_for_nodes()
     service = LiveService(
@@ -53,7 +53,7 @@ def test_it_shrinks_with_the_cluster_and_grows_again(cluster: Cluster, tmp_path:
             scaling={"num_workers": {"min": 1, "max": 3}, "resources_per_worker": {"CPU": 0.5, "place": 1}},
         )
         job = service.client.job(job_id)
-        assert job.sizes == (1, 2), "a step of 4 sequences cannot be shared out to 3"
+        assert job.sizes == (1, 2), "expected no size 3: it does not divide 4 sequences"
         service.wait_for_step(job_id, 25)
         assert service.client.job(job_id).scaling.world == 2
 
@@ -69,7 +69,7 @@ def test_it_shrinks_with_the_cluster_and_grows_again(cluster: Cluster, tmp_path:
         assert [attempt.workers for attempt in job.attempts] == [2, 1, 2]
         assert [attempt.result for attempt in job.attempts] == ["resized", "resized", None], job.attempts[0].reason
         starts = service.events(job_id, "training_started")
-        # What shrank went on from its latest checkpoint, and what grew from the one that it took for it.
+        # The smaller attempt resumed from the latest checkpoint, the larger one from that saved for the resize.
         assert (starts[-2]["resumed_from"] % 20, starts[-1]["replayed"]) == (0, 0)
         service.wait_for_step(job_id, starts[-1]["resumed_from"] + 5)
         service.client.cancel(job_id, checkpoint=False)
@@ -78,6 +78,6 @@ def test_it_shrinks_with_the_cluster_and_grows_again(cluster: Cluster, tmp_path:
         taken = [sample for samples in last.values() for sample in samples]
         assert sorted(last) == list(range(1, len(last) + 1))
         assert len(taken) == 4 * len(last)
-        assert len(set(taken[:400])) == min(len(taken), 400), "an epoch takes every sample once"
+        assert len(set(taken[:400])) == min(len(taken), 400), "expected every sample once per epoch"
     finally:
         service.stop()

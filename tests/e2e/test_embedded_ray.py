@@ -1,4 +1,4 @@
-"""Embedded Ray head: start, takeover after the service was killed, replacement and clean stop."""
+"""The embedded Ray head: start, takeover after a service kill, replacement and clean stop."""
 
 import errno
 import os
@@ -91,7 +91,7 @@ def listen_addresses(head: RayHead) -> set[str]:
 
 
 def assert_closed_to_others(head: RayHead) -> None:
-    """Check that another user cannot reach any of Ray's files; if run as root, try it as such a user."""
+    """Check that another user cannot access any of Ray's files; if run as root, try it as such a user."""
     paths = [head.temp_dir, *(str(path) for path in Path(head.temp_dir).rglob("*"))]
     assert any(path.endswith("/sockets/dash_JobHead") for path in paths)
     assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""docs/get-started/first-hour.md, run as a new user types it: each command works and prints what the page shows."""
+"""docs/get-started/first-hour.md, run as a new user types it: its commands must print the page's output."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ PAGE = Path("docs/get-started/first-hour.md")
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell of somebody who has nothing yet but the commands; its service is gone afterwards."""
+    """Return a new user's shell with only the commands; its service is stopped afterwards."""
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TRAINSHED_HOME": str(tmp_path / "home"),
@@ -25,7 +25,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         "COLUMNS": "200",
     }
     with Shell(environment) as shell:
-        # Where nothing is but the examples, so that what is written does not stay in the source.
+        # The folder contains only the examples, so that no output ends up in the source tree.
         (tmp_path / "examples").symlink_to(Path("examples").absolute())
         shell.type(f"cd {tmp_path}; unset TRAINSHED_URL TRAINSHED_KEY")
         yield shell
@@ -33,7 +33,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(900)
-def test_the_first_hour_goes_as_its_page_says(shell: Shell) -> None:
+def test_first_hour_matches_its_page(shell: Shell) -> None:
     commands = typed_in(PAGE)
     verbs = {one.command.split("trainshed ")[1].split()[0] for one in commands if "trainshed " in one.command}
     assert verbs >= {"up", "submit", "watch", "pause", "resume", "clone", "export", "doctor"}

@@ -1,4 +1,4 @@
-"""Jobs over HTTP on real Ray, with everything killed that can be killed."""
+"""Jobs over HTTP on real Ray, with kills of every process."""
 
 import gzip
 import json
@@ -57,15 +57,15 @@ def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def reference(service: LiveService) -> str:
-    """A job that nobody disturbed."""
+    """Return the metrics of an undisturbed job."""
     job_id = service.submit(labels={"team": "tests"})
     service.wait_for_state(job_id, JobState.SUCCEEDED)
     return job_id
 
 
-def test_a_doctor_finds_all_in_order_and_leaves_nothing(service: LiveService) -> None:
+def test_doctor_finds_no_faults_and_leaves_nothing(service: LiveService) -> None:
     (service.home / "data").mkdir(exist_ok=True)
-    # Embedded Ray is on its way for some seconds.
+    # Embedded Ray takes some seconds to start.
     found = wait_for(lambda: well(service.client.doctor()), "a healthy service", seconds=240)
     assert {one.verdict.value for one in found.findings if one.check != "data_cpus"} == {"ok"}, found
     assert {one.check for one in found.findings} >= {"storage.shared", "clock", "versions"}
@@ -81,7 +81,7 @@ def well(found: ExaminationOut) -> ExaminationOut | None:
 
 
 def assert_whole(service: LiveService, job_id: str, reference: str) -> None:
-    """Every step has the samples, loss and norm of the undisturbed run, however often it was done; so has the end."""
+    """Check every step's samples, loss and norm, and the end, against the undisturbed run, despite repeated steps."""
     numbers = ("samples", "loss", "grad_norm", "tokens")
     expected = {line["step"]: [line[name] for name in numbers] for line in service.metrics(reference)}
     lines = service.metrics(job_id)
@@ -96,12 +96,12 @@ def assert_whole(service: LiveService, job_id: str, reference: str) -> None:
 
 
 def processes_of(job_id: str) -> list[psutil.Process]:
-    """Processes that were started for a job."""
+    """Return the processes that were started for a job."""
     return [p for p in psutil.process_iter(["cmdline"]) if job_id in " ".join(p.info["cmdline"] or [])]
 
 
-# The first test: it finds the service before its Ray is up.
-def test_service_killed_while_a_job_is_queued_while_it_starts_and_while_it_runs(
+# This is the first test: the service's Ray has not started yet.
+def test_service_killed_while_a_job_is_queued_starting_and_running_does_not_disturb_it(
     service: LiveService, request: pytest.FixtureRequest
 ) -> None:
     job_id = service.submit()
@@ -153,18 +153,20 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     assert texts["utilisation"] > 0.9
     trained = service.metrics(job_id)
     for line in trained:
-        assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, "of the 4 samples of a step"
+        assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, (
+            "expected counts of the 4 samples of a step"
+        )
     assert trained[-2]["tokens"] < 1000 <= trained[-1]["tokens"]
     assert [line["step"] for line in trained if "eval_loss" in line] == [5, len(trained)]
     assert trained[-1]["eval_loss"] < trained[4]["eval_loss"]
     assert job.progress.of == len(trained)
 
 
-def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: str) -> None:
+def test_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: str) -> None:
     lines = service.metrics(reference)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     samples = [sample for line in lines for sample in line["samples"]]
-    assert sorted(samples) == sorted(set(samples)), "a sample was trained twice within an epoch"
+    assert sorted(samples) == sorted(set(samples)), "a sample was repeated within an epoch"
     job = service.client.job(reference)
     assert (job.attempt, job.restarts, job.lost_work.steps) == (1, 0, 0)
     assert (job.progress.step, job.progress.of, job.progress.percent) == (STEPS, STEPS, 100.0)
@@ -172,7 +174,7 @@ def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, r
     page = service.client.metrics(job.id, limit=STEPS)
     assert page.data == lines
     log = service.client.logs(job.id, rank=1, limit=1000)
-    assert log.data, "rank 1 left no log"
+    assert log.data, "the log of rank 1 is missing"
     steps, losses = zip(*shown(service.run_dir(job.id).tensorboard), strict=True)
     assert list(steps) == [line["step"] for line in lines]
     assert losses == pytest.approx([line["loss"] for line in lines])
@@ -180,7 +182,7 @@ def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, r
     assert job.dashboard_url.endswith(f"/#/jobs/{job.id}-1")
 
 
-def test_ray_s_dashboard_names_the_attempt_and_has_its_train_run(service: LiveService, reference: str) -> None:
+def test_ray_dashboard_names_the_attempt_and_shows_its_train_run(service: LiveService, reference: str) -> None:
     job, head = service.client.job(reference), read_head(service.home / "ray.json")
     assert head is not None
     token = (service.home / "ray.token").read_text().strip()
@@ -196,8 +198,8 @@ def test_ray_s_dashboard_names_the_attempt_and_has_its_train_run(service: LiveSe
     assert any(run_name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
 
 
-def test_one_worker_then_all_then_the_driver_killed(service: LiveService, reference: str) -> None:
-    """At random steps: two restarts within an attempt, then a second attempt, and the run is as if undisturbed."""
+def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, reference: str) -> None:
+    """Kill one worker, all workers, then the driver, at random steps: two restarts, then a second attempt."""
     chance, job_id = random.Random(7), service.submit()
 
     def workers_at(step: int) -> list[psutil.Process]:
@@ -225,7 +227,7 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
     assert_whole(service, job_id, reference)
 
 
-def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(service: LiveService) -> None:
+def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> None:
     job_id = service.submit(
         training={"max_steps": 100_000}, checkpoint={"every_steps": None}, scaling={"num_workers": 2}
     )
@@ -241,7 +243,7 @@ def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(s
         for start in (1, 2):
             with memory_group() as group:
                 group.add(wait_for_event("training_started", start)["workers"][1]["pid"])
-                # The heartbeats' process looks once a second which group its rank is in.
+                # The heartbeat process checks once a second which group its rank is in.
                 wait_for_steps(until=time.time() + 2.5)
                 group.allow(2**16)
                 wait_for_event("out_of_memory", start)
@@ -260,7 +262,7 @@ def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(s
     assert len(service.events(job_id, "training_started")) == 2
 
 
-def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:
+def test_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:
     job_id = service.submit(
         training={"max_steps": 100_000},
         checkpoint={"every_steps": None},
@@ -277,7 +279,7 @@ def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> 
     wait_for(lambda: not processes_of(job_id), "the driver's end")
 
 
-def test_a_paused_job_goes_on_at_another_size(service: LiveService, reference: str) -> None:
+def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
     job_id = service.submit()
     service.wait_for_state(job_id, JobState.STARTING)
     service.client.pause(job_id)
@@ -302,7 +304,7 @@ def test_a_paused_job_goes_on_at_another_size(service: LiveService, reference: s
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
 
 
-def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService, reference: str) -> None:
+def test_clone_continues_from_the_checkpoint_of_another_job(service: LiveService, reference: str) -> None:
     with pytest.raises(ApiError) as refused:
         service.client.clone(reference, overrides={"model": {"config": {"hidden_size": 64}}, "training": MORE})
     (problem,) = refused.value.problem.errors or []
@@ -325,7 +327,7 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService
     assert jobs[1].goodput < 1
 
 
-def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveService) -> None:
+def test_invalid_data_fails_at_once_with_an_actionable_reason(service: LiveService) -> None:
     path = service.home / "data" / "bad.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"ids": [[1] * 32] * 30 + [None]}), path)
@@ -338,9 +340,7 @@ def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveSer
     assert told in job.reason.message
 
 
-def test_link_that_takes_the_place_of_data_after_the_submit_is_not_trained_on(
-    service: LiveService, tmp_path: Path
-) -> None:
+def test_link_that_replaces_data_after_the_submit_is_not_trained_on(service: LiveService, tmp_path: Path) -> None:
     path, outside = service.home / "data" / "link.parquet", tmp_path / "outside.parquet"
     for place in (path, outside):
         write_tokens(place, rows=64, length=32, vocab=TINY["vocab_size"])
@@ -353,10 +353,10 @@ def test_link_that_takes_the_place_of_data_after_the_submit_is_not_trained_on(
     assert f"{path.as_uri()} lies outside the allowed storage roots" in job.reason.message
 
 
-def test_schedule_that_the_prepared_data_is_too_short_for_ends_the_job_and_loses_no_worker(
+def test_too_short_data_for_the_schedule_fails_the_job_without_lost_workers(
     service: LiveService,
 ) -> None:
-    # How many steps text gives is known only when it is prepared.
+    # The number of steps of text data is known only after preparation.
     data = {
         "train": {"path": "stdlib://json/*.py"},
         "sequence_length": 4096,
@@ -382,7 +382,7 @@ def test_schedule_that_the_prepared_data_is_too_short_for_ends_the_job_and_loses
     assert service.events(job_id, "workers_lost") == []
 
 
-def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:
+def test_invalid_input_is_rejected_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:
     outside = {"train": {"path": f"{tmp_path}/x.parquet"}}
     misspelled = {"config": {"model_type": "qwen3", "hiden_size": 32}}
     with pytest.raises(ApiError) as caught:
@@ -394,7 +394,7 @@ def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: Live
     assert found["/model/config"] == "Qwen3Config has no field hiden_size; did you mean hidden_size?"
 
 
-def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
+def test_job_too_large_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
     job_id = service.submit(training={"global_batch_size": 16}, scaling={"num_workers": 16})
     reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
     assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU (the cluster has 3)")

@@ -1,4 +1,4 @@
-"""A backup taken while a job runs: restored where it was, and on an empty machine, the service goes on with the job."""
+"""Backup during a job: after a restore, in place or on an empty machine, the service continues the job."""
 
 import os
 import subprocess
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def a_service(home: Path, shared: Path) -> LiveService:
-    """On a machine of its own, with storage that outlives it."""
+    """Return a service on a separate machine, with storage that outlives it."""
     home.mkdir()
     environment = {"TRAINSHED_RUNS": (shared / "runs").as_uri()}
     return LiveService(home, environment=environment, roots=((shared / "data").as_uri(),))
 
 
 def trainshed(home: Path, *arguments: str) -> None:
-    """As an operator types it."""
+    """Run a command as an operator types it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
     environment["TRAINSHED_HOME"] = str(home)
     command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
@@ -32,11 +32,11 @@ def trainshed(home: Path, *arguments: str) -> None:
 
 
 def newest_step(service: LiveService, job_id: str) -> int:
-    """The last one that was trained."""
+    """Return the last trained step."""
     return int(service.metrics(job_id)[-1]["step"])
 
 
-def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> None:
+def test_restored_backup_continues_the_jobs(tmp_path: Path) -> None:
     shared, backup = tmp_path / "shared", tmp_path / "backup.tar"
     first, second = a_service(tmp_path / "first", shared), a_service(tmp_path / "second", shared)
     try:
@@ -48,7 +48,7 @@ def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> 
         trainshed(first.home, "backup", str(backup))
         first.wait_for_step(job_id, newest_step(first, job_id) + 10)
 
-        # The process and its database are lost, and the machine is not: the run never noticed.
+        # The process and its database are lost, but not the machine: the run is not affected.
         first.kill()
         (first.home / "trainshed.db").unlink()
         trainshed(first.home, "restore", str(backup), "--force")
@@ -57,8 +57,8 @@ def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> 
         first.wait_for_step(job_id, newest_step(first, job_id) + 10)
         assert len(first.client.job(job_id).attempts) == 1
 
-        # Nothing of the machine is left but the backup and the storage.
-        # Its jobs save before it ends.
+        # Only the backup and the storage of the machine are left.
+        # Its jobs save before it stops.
         first.stop()
         reached = newest_step_on(shared, job_id)
         assert newest_checkpoint_on(shared, job_id) == reached
@@ -75,19 +75,19 @@ def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> 
 
 
 def newest_step_on(shared: Path, job_id: str) -> int:
-    """The last one that was trained, while no service runs."""
+    """Return the last trained step, while the service is stopped."""
     (run_dir,) = (shared / "runs").glob(f"*/{job_id}")
     return int(max(line["step"] for line in read_lines(run_dir / "attempts" / "1" / "metrics.jsonl")))
 
 
 def newest_checkpoint_on(shared: Path, job_id: str) -> int:
-    """The step of the newest checkpoint, while no service runs."""
+    """Return the step of the newest checkpoint, while the service is stopped."""
     (run_dir,) = (shared / "runs").glob(f"*/{job_id}")
     return max(RunDir(run_dir).manifests())
 
 
 def assert_trained_once(service: LiveService, job_id: str) -> None:
-    """Every step has its samples, those that were done again the same ones."""
+    """Check that every step has its samples, and a repeated step the same ones."""
     samples = dict[int, list[int]]()
     for line in service.metrics(job_id):
         assert samples.setdefault(line["step"], line["samples"]) == line["samples"], line

@@ -1,4 +1,4 @@
-"""Real Ray puts each worker on the node that the plan names, on nodes of several sizes."""
+"""Worker placement by real Ray on nodes of several sizes, compared with the plan."""
 
 import tempfile
 import time
@@ -24,7 +24,7 @@ from train_loop.ray_train.placement import Nodes, Placement
 from train_loop.spec import ScalingSpec
 
 SIZES = (1, 2, 3, 4)
-"""CPUs of the nodes; a test that wants fewer fills or avoids the others."""
+"""CPUs of the nodes; a test that needs fewer fills or avoids the others."""
 TRAIN = SimpleNamespace(scaling_config=SimpleNamespace(use_tpu=False), run_config=SimpleNamespace())
 
 
@@ -70,17 +70,17 @@ def place(workers: int, strategy: Any, sizes: Sequence[int], group: int) -> list
         return [int(total[worker.metadata.node_id]["CPU"]) for worker in ranked]
     finally:
         handle.shutdown()
-        # Ray takes a moment to return the resources.
+        # Ray takes a moment to release the resources.
         wait_for(lambda: all_free(*raylet.usable()))
 
 
 def all_free(total: Nodes, free: Nodes) -> bool:
-    """Report whether no worker holds a CPU."""
+    """Return True if no worker holds a CPU."""
     return all(free[node].get("CPU") == has.get("CPU") for node, has in total.items())
 
 
 def metadata(node: str) -> ActorMetadata:
-    """What a worker on a node tells Ray Train; all raylets of a test share one address, unlike hosts."""
+    """Return a worker's metadata for Ray Train; all raylets of a test share one address, unlike hosts."""
     return ActorMetadata(hostname=node, node_id=node, node_ip=node, pid=0, accelerator_ids={})
 
 
@@ -103,7 +103,7 @@ def test_ray_places_ranks_as_planned(strategy: Any, group: int) -> None:
             assert splits(ranges, group) == splits(planned, group)
 
 
-def test_node_is_idle_unless_a_placement_group_holds_something_there() -> None:
+def test_node_is_idle_unless_a_placement_group_holds_resources_there() -> None:
     everywhere = set(raylet.usable()[0])
     busy = ray.remote(num_cpus=4)(lambda: time.sleep(600)).remote()
     wait_for(lambda: not all_free(*raylet.usable()), "a task on the largest node")

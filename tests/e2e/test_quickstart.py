@@ -1,4 +1,4 @@
-"""The quickstart's model learns its data alike whether its weights, its sequences or both are split."""
+"""The quickstart's model: equal learning with split weights, split sequences, or both."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def quickstart(strategy: dict[str, Any], *, world: int) -> dict[str, Any]:
 
 
 def learn(folder: Path, meshes: dict[str, dict[str, Any]]) -> None:
-    """The quickstart's first steps at every mesh."""
+    """Train the quickstart's first steps at every mesh."""
     for name, strategy in meshes.items():
         job = parse(quickstart(strategy, world=dist.get_world_size()))
         session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder / name), local_stream)
@@ -49,7 +49,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         prepare, check=True, capture_output=True, timeout=180, env=os.environ | {"RAY_AUTH_MODE": "disabled"}
     )
     packed = find_dataset(parse(quickstart({}, world=4)), folder / "cache")
-    assert packed.utilisation >= 0.97, "samples that are filled up with padding"
+    assert packed.utilisation >= 0.97, "expected padded samples"
     on_ranks(1, learn, folder, {"one rank": {}})
     on_ranks(4, learn, folder, MESHES)
     return {
@@ -61,5 +61,5 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_reaches_the_same_loss(losses: dict[str, list[float]], mesh: str) -> None:
     assert len(losses[mesh]) == STEPS
-    assert losses["one rank"][-1] < losses["one rank"][0] - 1, "it must have learned something"
+    assert losses["one rank"][-1] < losses["one rank"][0] - 1, "expected a lower loss"
     assert losses[mesh] == pytest.approx(losses["one rank"], rel=0.01)

@@ -1,4 +1,4 @@
-"""Spare processes on real Ray: a worker that is started again takes one, with its imports done; nobody else does."""
+"""Spare processes on real Ray: only a restarted worker takes one, with its imports done."""
 
 import os
 import sys
@@ -27,9 +27,9 @@ SLOWEST_IMPORT = "train_loop.ray_train.worker"
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        # Set for all tests, it would hide what a spare has read of it before its time.
+        # If set for all tests, it would hide what a spare reads before it is assigned.
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        # Each test begins when the workers of its driver would have been started.
+        # Each test starts at the time when the workers of its driver would have been started.
         for module in (ray_env, prestart):
             patch.setattr(module, "AHEAD_SECONDS", -1.0)
         with own_ray(store_bytes=100_000_000):
@@ -37,7 +37,7 @@ def cluster() -> Iterator[None]:
 
 
 class Worker:
-    """What Ray Train's workers are here: an actor that may take a spare."""
+    """An actor that may take a spare, as Ray Train's workers are."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -51,7 +51,7 @@ class Worker:
         return torch.get_num_threads()
 
     def task(self) -> int:
-        """The process of a task of its own."""
+        """Return the process of a separate task."""
         task = ray.remote(num_cpus=0.1, runtime_env=task_environment())(lambda: os.getpid())
         return int(ray.get(task.remote()))
 
@@ -76,7 +76,7 @@ def write_pid(config: dict[str, str]) -> None:
 
 
 def spares() -> list[int]:
-    """Processes that nobody has taken and that have got to their largest import."""
+    """Return the unassigned processes that have reached their largest import."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -85,10 +85,10 @@ def spares() -> list[int]:
     return found
 
 
-def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> None:
+def test_restarted_worker_takes_its_spare_and_a_task_does_not() -> None:
     environment = worker_environment(cpus=1)
     first = start(environment)
-    assert not ray.get(first.is_ready.remote()), "a process that was taken at once has imported for nobody"
+    assert not ray.get(first.is_ready.remote()), "expected no imports in a process taken at once"
     ray.get(first.ask.remote())
     (kept,) = wait_for(spares, "a spare with its imports")
     assert ray.get(first.task.remote()) != kept
@@ -101,7 +101,7 @@ def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> 
     assert spares() == []
 
 
-def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_older_run_requests_spares(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     monkeypatch.setattr(prestart, "_start_here", asked.append)
     young, none, grown = Standby(2), Standby(0), Standby(2)
@@ -111,18 +111,14 @@ def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> 
     wait_for(lambda: asked == [2], "the grown run asks")
 
 
-def test_where_ray_knows_no_such_call_a_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_prestart_call_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("train_loop.ray_train.raylet.NodeManagerServiceStub", lambda channel: object())
     start_ahead(scaling(1), worker_environment(cpus=1))
     wait_for(lambda: "workers will wait for imports" in caplog.text, "a warning")
     assert "no attribute 'PrestartWorkers'" in caplog.text
 
 
-def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (ray_env, prestart):
         monkeypatch.setattr(module, "AHEAD_SECONDS", 60.0)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
@@ -139,7 +135,7 @@ def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
     assert sorted(int(file.name) for file in tmp_path.glob("[0-9]*")) == sorted(ahead)
 
 
-def test_nothing_is_started_ahead_before_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_prestarted_without_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, looks = list[Mapping[str, int]](), list[int]()
     usable = raylet.usable
 
@@ -150,7 +146,7 @@ def test_nothing_is_started_ahead_before_there_is_room(monkeypatch: pytest.Monke
     monkeypatch.setattr(prestart, "_LOOK_FOR_ROOM", 0.01)
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(counts))
     prestart._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
-    assert asked == [], "there is no room at all"
+    assert asked == [], "expected no start without capacity"
     monkeypatch.setattr(raylet, "usable", look)
     monkeypatch.setattr(prestart, "AHEAD_SECONDS", 60.0)
     prestart._start_ahead(scaling(1), worker_environment(cpus=1))

@@ -1,4 +1,4 @@
-"""Streaming on real Ray: every rank gets its samples once, in order, from any start, and little else is read."""
+"""Streaming on real Ray: every rank gets its samples once, in order, from any start, with little read amplification."""
 
 import itertools
 import threading
@@ -40,7 +40,7 @@ def tokens_spec(path: Path, **data: Any) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """200 samples; sample i holds the number i."""
+    """Return 200 samples; sample i contains the number i."""
     path = tmp_path_factory.mktemp("numbered") / "rows.parquet"
     pq.write_table(pa.table({"ids": [[i] * 4 for i in range(200)]}), path, row_group_size=16)
     return find_dataset(tokens_spec(path, packing=False, sequence_length=4), path.parent)
@@ -71,7 +71,7 @@ def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone."""
+    """Start a process group of this process only."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -81,13 +81,11 @@ ALONE = MeshPlan(ddp=1, fsdp=1, sp=1)
 
 
 def first_rows_are_there() -> bool:
-    """Whether the thread that starts Ray Data has ended."""
+    """Return True if the thread that starts Ray Data has ended."""
     return "first-rows" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_run_that_ends_before_ray_data_is_worth_it_starts_none(
-    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_run_starts_no_ray_data(numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_data, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
     start, per_rank = 8, 4
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + 40 * per_rank), 1, per_rank)
@@ -99,7 +97,7 @@ def test_a_run_that_ends_before_ray_data_is_worth_it_starts_none(
 
 
 @pytest.mark.parametrize(("before", "late"), [(0, 0), (0, 1), (7, 10), (16, 24), (39, 1)])
-def test_until_ray_data_has_started_the_ranks_read_on_themselves(
+def test_ranks_read_directly_until_ray_data_has_started(
     numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, before: int, late: int
 ) -> None:
     """`before`: steps before Ray Data is started; `late`: steps while it starts."""
@@ -124,7 +122,7 @@ def test_until_ray_data_has_started_the_ranks_read_on_themselves(
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=168), 1, 4)
     rows = ray_stream(StreamPlan(numbered, deal, 8, 40), ALONE, 0)
     received = list(itertools.islice(rows, before))
-    # A generator starts with its first row, and counts that once the next is asked for.
+    # A generator starts with its first row, and counts it once the next is requested.
     received += itertools.islice(rows, 1)
     begin(takeovers[0], after=0.0)
     assert begins.wait(60)
@@ -138,7 +136,7 @@ def test_until_ray_data_has_started_the_ranks_read_on_themselves(
     assert own == list(itertools.chain(*told[: before + 1 + late]))
 
 
-def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_taken(
+def test_error_during_the_start_of_ray_data_is_raised_to_the_reader(
     numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> list[DataIterator]:
@@ -153,8 +151,8 @@ def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_take
         next(rows)
 
 
-def test_ranks_together_read_hardly_more_than_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read amplification, 1.2 at most: bytes that Data workers take from files for each byte of the samples."""
+def test_all_ranks_together_have_little_read_amplification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the read amplification: at most 1.2 bytes read by Data workers per byte of the samples."""
     length, count, read_block = 4096, 512, ray_data._read_block
     table = pa.table({"ids": [np.full(length, i % 300, np.int32) for i in range(count)]})
     pq.write_table(table, tmp_path / "rows.parquet")

@@ -1,4 +1,4 @@
-"""Test hosts for every test of this folder; without root and iproute2 they are skipped, with the reason."""
+"""Test hosts for every test in this folder; tests are skipped with a reason without root and iproute2."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from tests.support.hosts import why_no_hosts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need hosts where there can be none."""
+    """Skip tests that need hosts on machines that cannot create them."""
     why = why_no_hosts()
     for item in items:
         if Path(__file__).parent not in item.path.parents:
@@ -25,14 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
-    """The storage that all hosts share; not on a memory file system, which has no room for logs."""
+    """Return the storage that all hosts share; not a memory file system, which has too little room for logs."""
     with tempfile.TemporaryDirectory(prefix="shared-", dir="/var/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the newest events of the jobs to the report of a test that failed."""
+    """Add the newest events of the jobs to the report of a failed test."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and isinstance(cluster, HostCluster):

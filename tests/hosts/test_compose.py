@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: every service that can run here does, on a host of its own, and a job trains."""
+"""deploy/compose.yaml: every service that can run here runs on a separate host, and a job trains."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ WORKERS = 2
 
 @dataclass
 class Stack:
-    """The services that run, by the names of their hosts."""
+    """The running services, by the names of their hosts."""
 
     lab: Lab
     services: dict[str, Service]
@@ -47,7 +47,7 @@ def stack(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     with lab(hosts, shared=shared) as made:
         made_up = {name: Service(name, here[name.rstrip("12")], host, secrets) for name, host in made.hosts.items()}
         for name, service in made_up.items():
-            # As Docker's DNS has it; it answers for all replicas.
+            # As in Docker's DNS, the name resolves to all replicas.
             service.host.run("sh", "-c", f"echo {made.hosts['worker1'].address} worker >> /etc/hosts")
             service.prepare()
             if name in ("head", "worker1", "worker2"):
@@ -59,7 +59,7 @@ def stack(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 def start_all(services: dict[str, Service], secrets: Path) -> None:
-    """Start services in the order of their conditions, each once those that it waits for are healthy or done."""
+    """Start services in dependency order, each once its dependencies are healthy or done."""
     started = set[str]()
     while len(started) < len(services):
         for name, service in services.items():
@@ -79,12 +79,12 @@ def start_all(services: dict[str, Service], secrets: Path) -> None:
 
 
 def run_to_its_end(service: Service) -> None:
-    """Run a service that prepares something."""
+    """Run a one-off service to its end."""
     run(service.host, service.container(), seconds=120)
 
 
 def start_postgres(service: Service, secrets: Path) -> None:
-    """What the entrypoint of Postgres' image does with its variables."""
+    """Initialise Postgres from its variables, as the image's entrypoint does."""
     told, host = service.raw["environment"], service.host
     data = "/var/lib/postgresql/data"
     password = told["POSTGRES_PASSWORD_FILE"]
@@ -120,7 +120,7 @@ def test_every_health_check_passes(stack: Stack) -> None:
             wait_for(service.healthy, f"{name} to be healthy", seconds=90)
 
 
-def test_published_ports_are_answered(stack: Stack) -> None:
+def test_published_ports_respond(stack: Stack) -> None:
     found = {name: list(ports(service.raw)) for name, service in stack.services.items()}
     assert {name: numbers for name, numbers in found.items() if numbers} == {"service": [8000], "head": [8265]}
     for name, numbers in found.items():
@@ -145,7 +145,7 @@ def test_job_trains_on_the_workers(stack: Stack, shared: Path) -> None:
 
 
 def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path) -> None:
-    """Nothing sets OMP_NUM_THREADS here: neither the service's nor the supervisor's own number reaches the workers."""
+    """OMP_NUM_THREADS is unset here: the numbers of the service and the supervisor must not reach the workers."""
     scaling = {"num_workers": 1, "resources_per_worker": {"CPU": 2}}
     job = host_job(shared, training={"max_steps": 100_000}, strategy={"ulysses_size": 1}, scaling=scaling)
     api = stack.client.api
@@ -184,7 +184,7 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, shared:
     assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
     assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
     job_id = stack.client.api.submit(yaml.safe_dump(host_job(shared, training={"max_steps": 100_000}))).id
-    # Prometheus would rename a label `job` of ours.
+    # Prometheus would rename a label `job` of Trainshed's series.
     assert wait_for(lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{job_id}"}})'), "the job", seconds=90)
     stack.client.api.cancel(job_id)
     command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
@@ -193,7 +193,7 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, shared:
     assert "Ray answers: 1 series" in told.stdout
 
 
-def test_secrets_are_in_no_file_of_the_stack(stack: Stack) -> None:
+def test_no_file_of_the_stack_contains_secrets(stack: Stack) -> None:
     text = Path("deploy/compose.yaml").read_text()
     for file in stack.secrets.iterdir():
         secret = file.read_text().strip().rpartition("=")[2]
@@ -202,4 +202,6 @@ def test_secrets_are_in_no_file_of_the_stack(stack: Stack) -> None:
     assert stack.secrets.stat().st_mode & 0o777 == 0o700
     before = {file.name: file.read_text() for file in stack.secrets.iterdir()}
     subprocess.run(["sh", "deploy/secrets.sh", str(stack.secrets)], check=True, capture_output=True, timeout=30)
-    assert before == {file.name: file.read_text() for file in stack.secrets.iterdir()}, "secrets are created once"
+    assert before == {file.name: file.read_text() for file in stack.secrets.iterdir()}, (
+        "expected one creation of secrets"
+    )

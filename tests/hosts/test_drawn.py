@@ -1,4 +1,4 @@
-"""Faults drawn from a seed, one after the other; `HOSTS_SEEDS=7,8,9 make hosts` draws others."""
+"""Random faults from a seed, one after the other; `HOSTS_SEEDS=7,8,9 make hosts` sets other seeds."""
 
 import os
 import random
@@ -31,7 +31,7 @@ def kill_rank(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
 
 
 def outage(begin: Callable[[Host], None], end: Callable[[Host], None], *, longest: float) -> Fault:
-    """Return a fault that begins on the host of a drawn rank and ends after 1 to `longest` seconds."""
+    """Return a fault that begins on the host of a random rank and ends after 1 to `longest` seconds."""
 
     def fault(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
         host = cluster.hosts_of(job_id)[draw.randrange(4)]
@@ -54,7 +54,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_sample_is_trained_whatever_happens_to_the_hosts(cluster: HostCluster, seed: int) -> None:
+def test_every_sample_is_trained_despite_random_host_faults(cluster: HostCluster, seed: int) -> None:
     draw = random.Random(seed)
     job_id = cluster.start_long_job()
     for _ in range(FAULTS):

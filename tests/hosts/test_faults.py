@@ -25,7 +25,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d[T ][\d:]{8})(?:[.,]\d+Z?)? (.*)")
-"""A line of a log: when, and what."""
+"""A log line: its time and text."""
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def cluster(shared: Path) -> Iterator[HostCluster]:
 
 @pytest.fixture(scope="module")
 def job_id(cluster: HostCluster) -> str:
-    """A long job of four ranks on two of the three hosts."""
+    """Return a long job of four ranks on two of the three hosts."""
     return cluster.start_long_job()
 
 
 def lost_after(cluster: HostCluster, job_id: str, epoch: int) -> dict[str, object]:
-    """The event that reports the loss of the group of this epoch."""
+    """Return the event that reports the loss of this epoch's group."""
     found = wait_for(
         lambda: [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == epoch], "a loss", seconds=60
     )
@@ -49,7 +49,7 @@ def lost_after(cluster: HostCluster, job_id: str, epoch: int) -> dict[str, objec
     return found[0]
 
 
-def test_doctor_names_the_two_hosts_that_cannot_communicate(cluster: HostCluster) -> None:
+def test_doctor_names_two_hosts_that_cannot_communicate(cluster: HostCluster) -> None:
     one, other = cluster.nodes[1:]
     one.block(other)
     try:
@@ -61,13 +61,13 @@ def test_doctor_names_the_two_hosts_that_cannot_communicate(cluster: HostCluster
     assert cluster.nodes[0].address not in network.seen
 
 
-def test_job_starts_on_hosts_whatever_their_names_resolve_to(cluster: HostCluster, job_id: str) -> None:
+def test_job_starts_on_hosts_with_any_name_resolution(cluster: HostCluster, job_id: str) -> None:
     assert len(set(cluster.hosts_of(job_id).values())) == 2
     groups = [{cluster.hosts_of(job_id)[rank].name for rank in ranks} for ranks in ((0, 1), (2, 3))]
     assert all(len(names) == 1 for names in groups), "a Ulysses group crosses hosts"
 
 
-def test_killed_rank_is_named_with_its_host_and_signal(cluster: HostCluster, job_id: str) -> None:
+def test_killed_rank_is_reported_with_host_and_signal(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[2]
     cluster.kill_rank(job_id, 2)
     loss = lost_after(cluster, job_id, epoch)
@@ -79,7 +79,7 @@ def test_killed_rank_is_named_with_its_host_and_signal(cluster: HostCluster, job
     assert wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear")
 
 
-def test_stopped_rank_is_named_by_those_that_wait_for_it(cluster: HostCluster, job_id: str) -> None:
+def test_stopped_rank_is_reported_by_waiting_ranks(cluster: HostCluster, job_id: str) -> None:
     epoch = cluster.epoch_of(job_id)
     cluster.kill_rank(job_id, 3, "STOP")
     stopped = time.monotonic()
@@ -93,7 +93,7 @@ def test_stopped_rank_is_named_by_those_that_wait_for_it(cluster: HostCluster, j
     assert cluster.epoch_of(job_id) == epoch
 
 
-def test_host_that_is_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, job_id: str) -> None:
+def test_host_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     host.freeze()
     time.sleep(5)
@@ -105,7 +105,7 @@ def test_host_that_is_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, 
 
 
 @pytest.mark.more
-def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: HostCluster, job_id: str) -> None:
+def test_disconnected_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     pids = [one["pid"] for one in cluster.events(job_id, "training_started")[-1]["workers"] if one["host"] == host.name]
     cut = time.time()
@@ -113,7 +113,7 @@ def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: Hos
     assert lost_at(cluster, job_id, host) - cut <= 15
     cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
-    # Storage is not cut: the ranks there see the newer group within five seconds.
+    # Storage stays connected: the ranks there see the newer group within five seconds.
     wait_for(lambda: not any(alive(host, pid) for pid in pids), "the end of the superseded ranks", seconds=10)
     host.heal()
     cluster.wait_for_nodes(3, seconds=60)
@@ -123,14 +123,14 @@ def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: Hos
 
 
 def lost_at(cluster: HostCluster, job_id: str, host: Host) -> float:
-    """When the job's newest loss of a host was told, in Unix seconds; it must be this host."""
+    """Return the Unix time of the job's newest host loss, which must be of this host."""
     (*_, lost) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host", seconds=30)
     assert lost["host"] == host.name
     return float(lost["time"])
 
 
 def reason_of(cluster: HostCluster, job_id: str) -> str:
-    """The job's reason, once it has one."""
+    """Wait for the job's reason and return it."""
 
     def message() -> str | None:
         reason = cluster.client.job(job_id).reason
@@ -143,7 +143,7 @@ def alive(host: Host, pid: int) -> bool:
     return bool(host.run("sh", "-c", f"kill -0 {pid} 2>/dev/null && echo yes || true").strip())
 
 
-def test_frozen_host_is_lost_within_fifteen_seconds_and_commits_nothing_once_it_thaws(
+def test_frozen_host_is_lost_within_fifteen_seconds_and_commits_nothing_once_resumed(
     cluster: HostCluster, job_id: str
 ) -> None:
     host, frozen = cluster.hosts_of(job_id)[0], time.time()
@@ -151,7 +151,7 @@ def test_frozen_host_is_lost_within_fifteen_seconds_and_commits_nothing_once_it_
     assert lost_at(cluster, job_id, host) - frozen <= 15
 
 
-def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_point(
+def test_unmounted_storage_is_retried_and_nothing_is_written_to_its_mount_point(
     cluster: HostCluster, job_id: str
 ) -> None:
     host, epoch = cluster.hosts_of(job_id)[0], cluster.epoch_of(job_id)
@@ -171,7 +171,7 @@ def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_poi
     assert away[-1]["root"].startswith("/srv/trainshed")
 
 
-def test_outage_of_the_storage_of_service_and_driver_costs_nothing(cluster: HostCluster, job_id: str) -> None:
+def test_storage_outage_of_service_and_driver_causes_no_restart(cluster: HostCluster, job_id: str) -> None:
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
 
     def told() -> JobOut | None:
@@ -181,7 +181,7 @@ def test_outage_of_the_storage_of_service_and_driver_costs_nothing(cluster: Host
     cluster.head.unmount()
     job = wait_for(told, "a reason", seconds=20)
     assert job.state is JobState.RUNNING
-    assert job.progress.age_seconds is not None, "it is told from the database"
+    assert job.progress.age_seconds is not None, "expected an answer from the database"
     assert cluster.head.run("ls", "-A", "/srv/trainshed").strip() == ""
     cluster.head.mount()
     wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear", seconds=30)
@@ -190,7 +190,7 @@ def test_outage_of_the_storage_of_service_and_driver_costs_nothing(cluster: Host
     assert len(cluster.client.job(job_id).attempts) == 1
 
 
-def test_head_that_does_not_answer_is_named_while_training_goes_on(cluster: HostCluster, job_id: str) -> None:
+def test_unresponsive_head_is_reported_while_training_continues(cluster: HostCluster, job_id: str) -> None:
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
     cluster.head.run("pkill", "-STOP", "-x", "gcs_server")
     stopped = time.time()
@@ -207,7 +207,7 @@ def test_head_that_does_not_answer_is_named_while_training_goes_on(cluster: Host
     assert cluster.epoch_of(job_id) == epoch
 
 
-def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
+def test_job_leaves_a_drained_host_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
     cluster.wait_for_nodes(3)
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     cluster.drain(host, seconds=60)
@@ -220,7 +220,9 @@ def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: 
     assert started["time"] < notice["deadline"]
 
 
-def test_job_without_room_names_what_is_missing_and_is_cancelled_at_once(cluster: HostCluster, job_id: str) -> None:
+def test_job_without_capacity_reports_what_is_missing_and_is_cancelled_at_once(
+    cluster: HostCluster, job_id: str
+) -> None:
     holding = set(cluster.hosts_of(job_id).values())
     lost = [host for host in cluster.nodes if host not in holding] + [cluster.hosts_of(job_id)[3]]
     for host in lost:
@@ -240,7 +242,7 @@ def test_job_without_room_names_what_is_missing_and_is_cancelled_at_once(cluster
     cluster.wait_for_nodes(3)
 
 
-def test_every_sample_was_trained_once_and_lost_work_is_told(cluster: HostCluster, job_id: str) -> None:
+def test_every_sample_was_trained_once_and_lost_work_is_reported(cluster: HostCluster, job_id: str) -> None:
     audit = cluster.client.audit_job(job_id)
     assert audit.clean, audit
     job = cluster.client.job(job_id)
@@ -262,13 +264,13 @@ def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None
         repeated = [
             line
             for (at, line), (later, following) in pairwise(timed)
-            # A host may be silent twice.
+            # A host may become silent twice.
             if line == following and (later - at).total_seconds() < 5
         ]
         assert repeated == []
 
 
-def test_job_that_trains_all_steps_succeeds_on_the_hosts_of_its_plan(cluster: HostCluster) -> None:
+def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCluster) -> None:
     planned = cluster.client.plan(yaml.safe_dump(host_job(cluster.lab.shared))).nodes
     job_id = cluster.submit(training={"max_steps": 12})
     cluster.wait_for_state(job_id, JobState.SUCCEEDED)

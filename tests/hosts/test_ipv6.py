@@ -1,4 +1,4 @@
-"""A job on hosts that know each other by IPv6 addresses alone."""
+"""A job on hosts that have only IPv6 addresses."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Faults of a job whose run directory is on object storage: what differs from shared folders."""
+"""Faults of a job whose run directory is on object storage: differences from shared folders."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,18 +20,18 @@ def cluster(shared: Path) -> Iterator[HostCluster]:
 
 @pytest.fixture(scope="module")
 def job_id(cluster: HostCluster) -> str:
-    """A long job on two of the three hosts."""
+    """Return a long job on two of the three hosts."""
     return cluster.start_long_job()
 
 
-# `make test` has the protocol on objects (test_fencing_protocol) and the frozen host on folders (test_faults).
+# `make test` covers the protocol on objects (test_fencing_protocol), and test_faults the frozen host on folders.
 @pytest.mark.more
-def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
+def test_resumed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
     assert cluster.late_saves_of_thawed_host(job_id) == []
 
 
 @pytest.mark.more
-def test_storage_that_is_cut_off_is_waited_for(cluster: HostCluster, job_id: str) -> None:
+def test_disconnected_storage_is_retried(cluster: HostCluster, job_id: str) -> None:
     assert cluster.objects is not None
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
     cluster.objects.cut()
@@ -49,7 +49,7 @@ def test_storage_that_is_cut_off_is_waited_for(cluster: HostCluster, job_id: str
 
 
 @pytest.mark.more
-def test_host_that_is_killed_costs_no_sample(cluster: HostCluster, job_id: str) -> None:
+def test_killed_host_costs_no_sample(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     host.kill()
     cluster.wait_for_newer_group(job_id, epoch)

@@ -1,4 +1,4 @@
-"""The chart's pods on hosts, under Kubernetes' strictest policy: no user entry, a read-only root, no rights."""
+"""The chart's pods on hosts, under Kubernetes' strictest policy: no user entry, a read-only root, no privileges."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def pods(shared: Path) -> Iterator[PodSet]:
 
 
 @pytest.mark.parametrize("name", ["api", "ray-head", "ray-worker-1"])
-def test_pods_may_do_nothing_but_their_work(pods: PodSet, name: str) -> None:
+def test_pods_have_no_unneeded_privileges(pods: PodSet, name: str) -> None:
     host = pods[name].host
     look = "id -u; grep -E 'CapBnd|NoNewPrivs' /proc/self/status; echo $HOME"
     said = run(host, Container("look", ("sh", "-c", look)))
@@ -41,8 +41,8 @@ def test_pods_may_do_nothing_but_their_work(pods: PodSet, name: str) -> None:
         assert "Read-only file system" in denied or "Permission denied" in denied, place_
 
 
-def test_probes_by_the_address_of_the_pod_are_answered(pods: PodSet) -> None:
-    """As a kubelet makes them: from outside, with the pod's address as the Host."""
+def test_probes_at_the_pod_address_succeed(pods: PodSet) -> None:
+    """Probe as a kubelet does: from outside, with the pod's address as the Host header."""
     api = pods["api"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = api.container[probe]["httpGet"]
@@ -53,14 +53,14 @@ def test_probes_by_the_address_of_the_pod_are_answered(pods: PodSet) -> None:
 
 
 def answer(outside: Host, url: str) -> str | None:
-    """What a URL answers to somebody on another host; None if it does not."""
+    """Return the response of a URL to a client on another host, or None if the request fails."""
     try:
         return run(outside, Container("probe", ("wget", "-q", "-O", "-", url)))
     except AssertionError:
         return None
 
 
-def test_job_of_helm_test_succeeds(pods: PodSet, shared: Path) -> None:
+def test_helm_test_job_succeeds(pods: PodSet, shared: Path) -> None:
     said = pods["test"].run(seconds=240)
     assert "SUCCEEDED  10/10" in said
     (job_id,) = set(re.findall(r"\bjob-\w+", said))
@@ -68,13 +68,13 @@ def test_job_of_helm_test_succeeds(pods: PodSet, shared: Path) -> None:
     assert {path.stat().st_uid for path in (root, *root.rglob("*"))} == {10001}
 
 
-def test_every_port_of_a_pod_is_listened_to(pods: PodSet) -> None:
+def test_every_port_of_a_pod_accepts_connections(pods: PodSet) -> None:
     ports = {f"{pod.name} {one['name']}": (pod, one) for pod in pods for one in pod.container.get("ports", [])}
     assert [name for name, (pod, one) in ports.items() if not listens(pod.host, one["containerPort"])] == []
 
 
 def listens(host: Host, port: int) -> bool:
-    """Whether somebody listens on a port of a host. The forwarder closes a connection that leads nowhere."""
+    """Return True if a host listens on a port. The forwarder closes connections to closed ports."""
     with socket.create_connection(("127.0.0.1", host.forward(port)), timeout=10) as made:
         made.settimeout(0.5)
         try:
@@ -83,14 +83,14 @@ def listens(host: Host, port: int) -> bool:
             return True
 
 
-def test_doctor_finds_that_pods_share_user_and_storage(pods: PodSet) -> None:
+def test_doctor_confirms_that_pods_share_user_and_storage(pods: PodSet) -> None:
     report = json.loads(pods["test"].run("trainshed", "doctor", "--json", seconds=120))
     found = {one["check"]: one["verdict"] for one in report["findings"]}
     assert {name: verdict for name, verdict in found.items() if verdict == "failed"} == {}
     assert {found["user"], found["storage.shared"], found["versions"], found["network"]} == {"ok"}, report
 
 
-def test_metrics_key_of_the_release_opens_the_metrics(pods: PodSet) -> None:
+def test_metrics_key_of_the_release_gives_access_to_metrics(pods: PodSet) -> None:
     key = (pods["api"].rendered.of("Secret", "demo-trainshed-metrics"))["data"]["metrics.key"]
     get = f'wget -q -O - --header "Authorization: Bearer $(echo {key} | base64 -d)" http://demo-trainshed:8000/metrics'
     assert "trainshed_cluster_up 1.0" in pods["test"].run("sh", "-c", get)

@@ -1,4 +1,4 @@
-"""Hosts and the head that go and come back under their systemd units: nobody restarts anything by hand."""
+"""Hosts and a head that stop and return under their systemd units, without manual restarts."""
 
 import time
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ def cluster(shared: Path) -> Iterator[HostCluster]:
 
 @pytest.fixture(scope="module")
 def job_id(cluster: HostCluster) -> str:
-    """A long job that needs both hosts."""
+    """Return a long job that needs both hosts."""
     return cluster.start_long_job()
 
 
-def test_doctor_finds_that_the_hosts_can_communicate(cluster: HostCluster) -> None:
+def test_doctor_confirms_that_the_hosts_can_communicate(cluster: HostCluster) -> None:
     (network,) = [one for one in cluster.client.doctor().findings if one.check == "network"]
     assert network.verdict.value == "ok", network
 
 
-def test_rank_that_dies_while_its_group_starts_costs_no_attempt(cluster: HostCluster, job_id: str) -> None:
+def test_rank_that_dies_during_group_start_costs_no_attempt(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     cluster.kill_rank(job_id, 2)
     starting = wait_for(lambda: newer if (newer := cluster.epoch_of(job_id)) > epoch else None, "the next group")
@@ -41,7 +41,7 @@ def test_rank_that_dies_while_its_group_starts_costs_no_attempt(cluster: HostClu
     assert len(cluster.client.job(job_id).attempts) == 1
 
 
-def test_job_without_room_names_what_is_missing_and_which_host_left(cluster: HostCluster, job_id: str) -> None:
+def test_job_without_capacity_reports_what_is_missing_and_the_lost_host(cluster: HostCluster, job_id: str) -> None:
     host = cluster.hosts_of(job_id)[3]
     host.kill()
     killed = time.monotonic()
@@ -51,7 +51,7 @@ def test_job_without_room_names_what_is_missing_and_which_host_left(cluster: Hos
     assert time.monotonic() - killed < 30
 
 
-def test_host_that_comes_back_continues_the_job(cluster: HostCluster, job_id: str) -> None:
+def test_returning_host_continues_the_job(cluster: HostCluster, job_id: str) -> None:
     (host,) = [node for node in cluster.nodes if not node.is_on]
     best = cluster.newest_step(job_id)
     host.start()
@@ -61,7 +61,7 @@ def test_host_that_comes_back_continues_the_job(cluster: HostCluster, job_id: st
     assert cluster.client.job(job_id).progress.waits_for is None
 
 
-def test_new_head_is_joined_by_all_nodes_and_the_job_continues(cluster: HostCluster, job_id: str) -> None:
+def test_all_nodes_join_a_new_head_and_the_job_continues(cluster: HostCluster, job_id: str) -> None:
     best = cluster.newest_step(job_id)
     cluster.head.run("pkill", "-9", "-f", "gcs_server")
     wait_for(lambda: len(cluster.client.job(job_id).attempts) == 2, "a second attempt", seconds=120)
@@ -71,7 +71,7 @@ def test_new_head_is_joined_by_all_nodes_and_the_job_continues(cluster: HostClus
     assert cluster.client.audit_job(job_id).clean
 
 
-def test_cancel_of_a_job_without_workers_takes_effect_at_once(cluster: HostCluster, job_id: str) -> None:
+def test_job_without_workers_is_cancelled_at_once(cluster: HostCluster, job_id: str) -> None:
     host = cluster.hosts_of(job_id)[3]
     host.kill()
     wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)

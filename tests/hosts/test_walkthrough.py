@@ -1,4 +1,4 @@
-"""docs/operate/several-hosts.md, typed on two test hosts: what its commands answer is compared with the page."""
+"""docs/operate/several-hosts.md, run on two test hosts: its commands must print the page's output."""
 
 import re
 import subprocess
@@ -16,11 +16,11 @@ PAGE = Path("docs/operate/several-hosts.md")
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^(head|node1)\$ ", re.MULTILINE)
 _UNITS = {"node1": "trainshed-node"}
-"""What a host starts by itself when it is switched on."""
+"""The systemd unit that a host starts at boot."""
 
 
 def commands() -> Iterator[tuple[str, Typed]]:
-    """Each command of the page with its host, in order."""
+    """Return each command of the page with its host, in order."""
     for block in _BLOCK.findall(PAGE.read_text()):
         _, *parts = _PROMPT.split(block)
         for host, text in zip(parts[::2], parts[1::2], strict=True):
@@ -29,7 +29,7 @@ def commands() -> Iterator[tuple[str, Typed]]:
 
 
 class Operator:
-    """Types on the hosts of a lab, and does what needs hands or systemd."""
+    """A simulated operator who types commands on the hosts and performs manual and systemd steps."""
 
     def __init__(self, made: Lab, stack: ExitStack) -> None:
         self._lab = made
@@ -37,7 +37,7 @@ class Operator:
         self._shells: dict[str, Shell] = {}
 
     def type(self, name: str, command: str) -> tuple[str, int]:
-        """What a command says on a host, and its exit code."""
+        """Return the output and the exit code of a command on a host."""
         host = self._lab.hosts[name]
         match command.split():
             case ["scp", source, target]:
@@ -81,7 +81,7 @@ class Operator:
 
     def _shell(self, host: Host) -> Shell:
         if host.name not in self._shells:
-            # Nobody has the commands of the project before the page says how.
+            # Users have the commands of the project only after the page installs them.
             path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
             command = host.command("bash", "--norc", env={"COLUMNS": "200", "PATH": path})
             self._shells[host.name] = self._stack.enter_context(Shell({}, command=command))
@@ -89,15 +89,15 @@ class Operator:
 
 
 def let_all_users_in(host: Host) -> None:
-    """Open the way to the Python and to the project of this machine, which may lie in somebody's home."""
+    """Allow all users to read this machine's Python and the project, which may lie in a home directory."""
     for place in (Path(sys.executable).resolve(), REPOSITORY):
         host.run("chmod", "a+x", *map(str, [*place.parents][:-1]))
 
 
 @pytest.mark.more
 @pytest.mark.timeout(600)
-def test_walkthrough_of_several_hosts_goes_as_its_page_says(shared: Path) -> None:
-    # As a mounted file system has it.
+def test_walkthrough_of_several_hosts_matches_its_page(shared: Path) -> None:
+    # As on a mounted file system.
     shared.chmod(0o755)
     with lab(["head", "node1"], shared=shared, hosts_files=["debian"]) as made, ExitStack() as stack:
         for host in made.hosts.values():

@@ -1,4 +1,4 @@
-"""The chart on a real API server: installed into a restricted namespace, upgraded, removed."""
+"""The chart on a real API server: install into a restricted namespace, upgrade, and uninstall."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def server() -> Iterator[ApiServer]:
         yield made
 
 
-def test_server_takes_every_object_and_refuses_unknown_fields(server: ApiServer) -> None:
+def test_server_accepts_every_object_and_rejects_unknown_fields(server: ApiServer) -> None:
     rendered = render()
     for one in rendered.objects:
         answer = server.apply(one, namespace=NAMESPACE, dry_run=True)
@@ -33,7 +33,7 @@ def test_server_takes_every_object_and_refuses_unknown_fields(server: ApiServer)
     assert "selektor" in server.apply(service, namespace=NAMESPACE, dry_run=True).text
 
 
-def test_restricted_namespace_takes_every_pod(server: ApiServer) -> None:
+def test_restricted_namespace_accepts_every_pod(server: ApiServer) -> None:
     for name, template in render().pods():
         metadata = {**template["metadata"], "name": name.replace(" ", "-")}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}

@@ -1,4 +1,4 @@
-"""The chart: each variant renders to what an API server takes, restricted and labelled; bad values are named."""
+"""The chart: every variant renders to valid, restricted and labelled objects; invalid values are named."""
 
 import json
 import re
@@ -85,21 +85,21 @@ def rendered(request: pytest.FixtureRequest) -> Rendered:
     return render(VARIANTS[request.param])
 
 
-def test_objects_are_as_an_api_server_wants_them(rendered: Rendered) -> None:
+def test_objects_are_accepted_by_the_api_schema(rendered: Rendered) -> None:
     found = {f"{one['kind']} {one['metadata']['name']}": problems(one) for one in rendered.objects}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert len({(one["kind"], one["metadata"]["name"]) for one in rendered.objects}) == len(rendered.objects)
 
 
 @pytest.mark.skipif(ray_schema("RayCluster") is None, reason=f"{CRDS} names no folder with KubeRay's definitions")
-def test_definition_of_ray_clusters_refuses_unknown_fields() -> None:
+def test_ray_cluster_definition_rejects_unknown_fields() -> None:
     cluster = render().of("RayCluster")
     assert problems(cluster) == []
     cluster["spec"]["headGroupSpec"]["template"]["spec"]["contianers"] = []
     assert "contianers" in str(problems(cluster))
 
 
-def test_chart_has_no_lint(tmp_path: Path) -> None:
+def test_chart_passes_helm_lint(tmp_path: Path) -> None:
     found = helm.lint(str(CHART))
     assert found["errors"] == []
     assert [one for one in found["messages"] if one["severity"] > 1] == []
@@ -123,13 +123,13 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
             }, name
             assert not any("hostPort" in port for port in container.get("ports", [])), name
             assert "memory" in container["resources"]["limits"], name
-            # A read-only root needs a place for temporary files.
+            # A read-only root needs a volume for temporary files.
             assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}, name
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the runbook needs jq")
 @pytest.mark.parametrize("variant", ["defaults", "own keys", "OpenShift"])
-def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> None:
+def test_restore_pod_of_the_runbook_equals_the_service_pod(variant: str) -> None:
     (program,) = re.findall(r"jq '(\{apiVersion.+?)' \|", Path("docs/operate/runbook.md").read_text(), re.DOTALL)
     deployment = render(VARIANTS[variant]).of("Deployment")
     made = subprocess.run(["jq", program], input=json.dumps(deployment), capture_output=True, text=True, check=True)
@@ -146,7 +146,7 @@ def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> N
 
 
 @pytest.mark.parametrize("variant", ["defaults", "production"])
-def test_checks_at_once_fit_into_the_memory_of_the_pod(variant: str) -> None:
+def test_concurrent_checks_fit_into_the_pod_memory(variant: str) -> None:
     rendered = render(VARIANTS[variant])
     settings = rendered.of("ConfigMap", "demo-trainshed")["data"]
     checks = int(settings["TRAINSHED_PREFLIGHT_CHECKS"]) * int(settings["TRAINSHED_PREFLIGHT_MEMORY_BYTES"])
@@ -157,7 +157,7 @@ def test_checks_at_once_fit_into_the_memory_of_the_pod(variant: str) -> None:
     assert (768 << 20) + checks <= int(limit[1]) << 30
 
 
-def test_names_of_variables_occur_once(rendered: Rendered) -> None:
+def test_variable_names_are_unique(rendered: Rendered) -> None:
     for name, pod in rendered.pods():
         for container in pod["spec"]["containers"]:
             names = [one["name"] for one in container.get("env", [])]
@@ -173,19 +173,19 @@ def test_objects_have_the_standard_labels(rendered: Rendered) -> None:
         assert labels["helm.sh/chart"].startswith("trainshed-")
 
 
-def test_service_selects_the_pods_of_the_service_alone(rendered: Rendered) -> None:
+def test_service_selects_only_the_service_pods(rendered: Rendered) -> None:
     selector = rendered.of("Service")["spec"]["selector"]
     assert selector == rendered.of("Deployment")["spec"]["selector"]["matchLabels"]
     selected = [name for name, pod in rendered.pods() if selector.items() <= pod["metadata"]["labels"].items()]
     assert selected == ["api"]
     for name, pod in rendered.pods():
         if name.startswith("ray-"):
-            # KubeRay's head Service selects by its own values of these.
+            # KubeRay's head Service has its own values for these selectors.
             own = {"app.kubernetes.io/name", "app.kubernetes.io/created-by", "ray.io/identifier", "ray.io/cluster"}
             assert not own & pod["metadata"]["labels"].keys(), name
 
 
-def test_every_reference_leads_to_something(rendered: Rendered) -> None:
+def test_every_reference_resolves(rendered: Rendered) -> None:
     there = {(one["kind"], one["metadata"]["name"]) for one in rendered.objects}
     given = {"a", "m", "db", "s3", "token", "tls", "mine", "registry-login", "demo-trainshed-ray"}
     given |= {"trainshed-database", "trainshed-admin-key", "trainshed-metrics-key", "trainshed-s3", "trainshed-tls"}
@@ -202,7 +202,7 @@ def test_every_reference_leads_to_something(rendered: Rendered) -> None:
                 assert (kind, wanted) in there or wanted in given, (name, kind, wanted)
 
 
-def test_no_secret_is_anywhere_but_in_secrets(rendered: Rendered) -> None:
+def test_secrets_occur_only_in_secret_objects(rendered: Rendered) -> None:
     secrets = [value for one in rendered.objects if one["kind"] == "Secret" for value in one["data"].values()]
     others = json.dumps([one for one in rendered.objects if one["kind"] != "Secret"]) + rendered.notes
     assert all(secret not in others for secret in secrets)
@@ -212,7 +212,7 @@ def test_no_secret_is_anywhere_but_in_secrets(rendered: Rendered) -> None:
             assert not re.search("(?i)password|token|secret", told), name
 
 
-def test_what_uninstalling_keeps() -> None:
+def test_volumes_and_keys_are_kept_at_uninstall() -> None:
     rendered = render()
     kept = {
         (one["kind"], one["metadata"]["name"])
@@ -228,7 +228,7 @@ def test_what_uninstalling_keeps() -> None:
     assert "keeps its volumes and keys" in rendered.notes
 
 
-def test_notes_end_with_a_call_that_works() -> None:
+def test_notes_end_with_a_working_call() -> None:
     *_, forward, key, call = render().notes.strip().splitlines()
     assert forward == "kubectl port-forward --namespace ml service/demo-trainshed 8000:8000 &"
     assert "secret demo-trainshed-admin " in key
@@ -243,16 +243,16 @@ def test_callers_may_use_every_name_of_the_service() -> None:
     assert {"demo-trainshed.ml.svc", "t.example"} <= set(hosts)
 
 
-def test_policies_open_what_is_needed() -> None:
+def test_network_policies_allow_required_traffic() -> None:
     rendered = render(PRODUCTION)
     api = rendered.of("NetworkPolicy", "demo-trainshed-api")["spec"]
     assert [rule["ports"] for rule in api["ingress"]] == [[{"port": 8000}]]
     ports = [port["port"] for rule in api["egress"] for port in rule["ports"]]
     assert ports == [53, 53, 5353, 5353, 443, 8265, 5432]
-    # The code of users runs here, and need not reach the database.
+    # User code runs in these pods, and must not reach the database.
     worker = rendered.of("NetworkPolicy", "demo-trainshed-ray-worker")["spec"]
     assert 5432 not in [port["port"] for rule in worker["egress"] for port in rule.get("ports", [])], (
-        "users' code runs here"
+        "expected no access for user code"
     )
     head = rendered.of("NetworkPolicy", "demo-trainshed-ray-head")["spec"]
     dashboard = next(rule for rule in head["ingress"] if rule.get("ports") == [{"port": 8265}])
@@ -260,7 +260,7 @@ def test_policies_open_what_is_needed() -> None:
     assert dashboard["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_numbers_stay_whole() -> None:
+def test_integers_are_rendered_as_integers() -> None:
     rendered = render(VARIANTS["large numbers"])
     assert rendered.of("ConfigMap", "demo-trainshed")["data"]["TRAINSHED_MAX_BODY_BYTES"] == "10485760"
     text = rendered.files["trainshed/templates/deployment.yaml"]
@@ -268,8 +268,8 @@ def test_numbers_stay_whole() -> None:
     assert "fsGroup: 1000680000\n" in text
 
 
-def test_new_version_of_the_chart_leaves_the_ray_cluster_alone(tmp_path: Path) -> None:
-    """KubeRay replaces a cluster of which anything but a replica count has changed."""
+def test_new_chart_version_keeps_the_ray_cluster(tmp_path: Path) -> None:
+    """KubeRay replaces a cluster if anything but a replica count has changed."""
     pinned = {"image": {"tag": "a"}, "ray": {"image": {"tag": "a"}}}
     newer = tmp_path / "trainshed"
     shutil.copytree(CHART, newer)
@@ -278,8 +278,8 @@ def test_new_version_of_the_chart_leaves_the_ray_cluster_alone(tmp_path: Path) -
     assert render(pinned).of("RayCluster")["spec"] == render(pinned, chart=newer).of("RayCluster")["spec"]
 
 
-def test_files_of_the_chart_are_those_of_deploy() -> None:
-    """Copies, because tools that take a chart from Git leave links out."""
+def test_chart_files_equal_those_of_deploy() -> None:
+    """The chart has copies, because tools that read a chart from Git skip links."""
     for copy, source in (("dashboards", "deploy/grafana/dashboards"), ("alerts.yml", "deploy/prometheus/alerts.yml")):
         here, there = CHART / "files" / copy, Path(source)
         pairs = [(here / one.name, one) for one in there.iterdir()] if there.is_dir() else [(here, there)]
@@ -288,7 +288,7 @@ def test_files_of_the_chart_are_those_of_deploy() -> None:
             assert one.read_text() == other.read_text(), f"cp {other} {one}"
 
 
-def test_rendered_defaults_are_those_of_the_golden_file() -> None:
+def test_rendered_defaults_equal_the_golden_file() -> None:
     def stable(one: dict[str, Any]) -> dict[str, Any]:
         if one["kind"] == "Secret":
             one["data"] = dict.fromkeys(one["data"], "(random)")
@@ -299,10 +299,10 @@ def test_rendered_defaults_are_those_of_the_golden_file() -> None:
     golden = Path("tests/kubernetes/golden.yaml")
     if not golden.exists():
         golden.write_text(text)
-    assert text == golden.read_text(), "look at the difference, then remove the file and run this test again"
+    assert text == golden.read_text(), "check the difference, then delete the file and rerun this test"
 
 
-def test_versions_are_those_of_the_package() -> None:
+def test_versions_equal_that_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = re.search(r'^version = "(.+)"$', Path("pyproject.toml").read_text(), re.MULTILINE)
     ray = re.search(r"^ray==(.+)$", Path("constraints.txt").read_text(), re.MULTILINE)
@@ -312,7 +312,7 @@ def test_versions_are_those_of_the_package() -> None:
     assert yaml.safe_load((CHART / "values.yaml").read_text())["ray"]["version"] == ray[1]
 
 
-def test_test_pod_is_let_in(rendered: Rendered) -> None:
+def test_helm_test_pod_is_allowed_by_the_policies(rendered: Rendered) -> None:
     pod = next(one for one in rendered.objects if one["kind"] == "Pod")
     assert component(pod) == "test"
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"

@@ -1,4 +1,4 @@
-"""The images that `make images` built from this commit: who they run as, and that the service's command answers."""
+"""Images that `make images` built from this commit: their users and commands."""
 
 import json
 import shutil
@@ -19,12 +19,12 @@ TAG = "0.1.0"
 
 
 def output(*command: str) -> str:
-    """What a command prints. Raises CalledProcessError."""
+    """Return the output of a command. Raises CalledProcessError."""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 def why_no_images() -> str | None:
-    """Why there is nothing to test; None if the images of this commit are there."""
+    """Return the reason to skip these tests; None if the images of this commit exist."""
     for command in ("buildah", "debootstrap"):
         if shutil.which(command) is None:
             return f"needs {command} (Debian: {command})"
@@ -39,7 +39,7 @@ WORKER = "trainshed-worker"
 
 
 def config(name: str) -> dict[str, Any]:
-    """The configuration of an image."""
+    """Return the configuration of an image."""
     found: dict[str, Any] = json.loads(output("buildah", "inspect", "--type", "image", f"{name}:{TAG}"))["OCIv1"]
     inside: dict[str, Any] = found["config"]
     return inside
@@ -53,13 +53,13 @@ pytestmark = [
 
 @dataclass
 class Container:
-    """An image's files, mounted, and what its configuration says."""
+    """The mounted files of an image, and its configuration."""
 
     root: Path
     config: dict[str, Any]
 
     def command(self, *words: str, **environment: str) -> list[str]:
-        """The command line that runs words, or the image's own command, as the image's user."""
+        """Return the command line for the given words, or for the image's own command, as the image's user."""
         own = dict(pair.split("=", 1) for pair in self.config["Env"])
         told = [f"{name}={value}" for name, value in {**own, **environment}.items()]
         inside = list(words) or [*self.config["Entrypoint"], *self.config["Cmd"]]
@@ -68,7 +68,7 @@ class Container:
 
 @contextmanager
 def container(name: str) -> Iterator[Container]:
-    """An image, mounted."""
+    """Mount an image."""
     made = output("buildah", "from", f"{name}:{TAG}")
     try:
         yield Container(Path(output("buildah", "mount", made)), config(name))
@@ -76,7 +76,7 @@ def container(name: str) -> Iterator[Container]:
         subprocess.run(["buildah", "rm", made], capture_output=True, check=False, timeout=60)
 
 
-def test_command_of_the_service_image_answers() -> None:
+def test_service_image_runs_its_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with container("trainshed") as image:
@@ -91,14 +91,14 @@ def test_command_of_the_service_image_answers() -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether somebody answers with 200."""
+    """Return True if the service answers with 200."""
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def test_worker_image_has_what_ray_and_kuberay_start() -> None:
+def test_worker_image_contains_the_commands_of_ray_and_kuberay() -> None:
     with container(WORKER) as image:
         assert image.config["User"] == "10001:10001"
         imports = ["python", "-c", "import torchao, mlflow, train_loop.ray_train.worker; print('imported')"]

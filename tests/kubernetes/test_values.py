@@ -1,4 +1,4 @@
-"""Values of the chart: what is refused, by whom, and with which remedy."""
+"""Values of the chart: rejected ones, the rejecting guard, and the remedy."""
 
 import json
 import re
@@ -56,14 +56,14 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "said"), GUARDS, ids=[said for _, said in GUARDS])
-def test_contradictions_are_refused_with_the_remedy(values: dict[str, Any], said: str) -> None:
+def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any], said: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(said)):
         render(values)
 
 
 def test_every_guard_has_a_case() -> None:
     guards = (CHART / "templates/_guards.tpl").read_text().count("fail ")
-    # Two are about release names; a cluster without KubeRay cannot be played here: a render without one must pass.
+    # Two guards check release names. A cluster without KubeRay cannot be simulated here: a plain render must pass.
     assert guards == len(GUARDS) + 3
     for name in ("1demo", "my.release"):
         with pytest.raises(helm.HelmError, match="choose another release name"):
@@ -98,12 +98,12 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "said"), SCHEMA, ids=[said for _, said in SCHEMA])
-def test_values_of_the_wrong_kind_are_refused_by_name(values: dict[str, Any], said: str) -> None:
+def test_values_of_the_wrong_type_are_rejected_by_name(values: dict[str, Any], said: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(said)):
         render(values)
 
 
-def test_schema_knows_all_settings_and_all_values() -> None:
+def test_schema_covers_all_settings_and_values() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert schema["properties"]["settings"]["propertyNames"]["enum"] == sorted(Settings.model_fields)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -113,7 +113,7 @@ def test_schema_knows_all_settings_and_all_values() -> None:
             assert section["properties"].keys() == values[name].keys(), name
 
 
-def test_values_are_few_and_explained() -> None:
+def test_values_are_few_and_commented() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     assert len(lines) <= 250
     for line, before in zip(lines[1:], lines[:-1], strict=True):

@@ -23,7 +23,7 @@ ASSETS = "KUBEBUILDER_ASSETS"
 
 
 def why_no_api_server() -> str | None:
-    """Why there can be no API server here; None if there can."""
+    """Return the reason why no API server can run here; None if one can."""
     folder = os.environ.get(ASSETS)
     if not folder or not all((Path(folder) / name).exists() for name in ("etcd", "kube-apiserver")):
         return f"{ASSETS} names no folder with etcd and kube-apiserver"
@@ -38,7 +38,7 @@ class ApiServer:
     kubeconfig: Path
 
     def apply(self, one: Object, *, namespace: str | None = None, dry_run: bool = False) -> httpx.Response:
-        """Apply an object on the server's side; fields that it does not know are refused."""
+        """Apply an object server-side; unknown fields are rejected."""
         options = {"fieldManager": "tests", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         url = f"{self._url(one, namespace)}/{one['metadata']['name']}"
         headers = {"content-type": "application/apply-patch+yaml"}
@@ -57,14 +57,14 @@ class ApiServer:
 
 
 def free_port() -> int:
-    """A port of loopback that is free now."""
+    """Return a free port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         return int(one.getsockname()[1])
 
 
 @contextmanager
 def api_server() -> Iterator[ApiServer]:
-    """A server that knows KubeRay's definitions, for the length of a test."""
+    """Run a server with KubeRay's definitions for the length of a test."""
     assets, token = Path(os.environ[ASSETS]), secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as text, ExitStack() as stack:
         folder = Path(text)
@@ -98,7 +98,7 @@ def api_server() -> Iterator[ApiServer]:
             "--service-cluster-ip-range=10.0.0.0/24",
             "--authorization-mode=AlwaysAllow",
             f"--token-auth-file={folder}/tokens.csv",
-            # No controller makes the service accounts that pods would wait for.
+            # Without a controller, the service accounts that pods wait for are missing.
             "--disable-admission-plugins=ServiceAccount",
         )
         url, headers = f"https://127.0.0.1:{port}", {"authorization": f"Bearer {token}"}

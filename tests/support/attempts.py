@@ -1,4 +1,4 @@
-"""Jobs in the middle of an attempt, and one step of theirs."""
+"""Jobs in the middle of an attempt, and single reconcile steps for them."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def step(job: Job, seen: Observation, *, now: float = NOW) -> Decision:
 
 
 def live(state: JobState = JobState.RUNNING, *, submitted: bool = True, attempt: int = 1) -> Job:
-    """A job in the middle of an attempt."""
+    """Return a job in the middle of an attempt."""
     job = a_job()
     for number in range(1, attempt + 1):
         job = job.begin_attempt(now=0.0)

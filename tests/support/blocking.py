@@ -1,4 +1,4 @@
-"""The asynchronous client as a blocking one, so that one test body is for both."""
+"""The asynchronous client as a blocking one, so that one test body covers both."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from inspect import isawaitable
@@ -12,7 +12,7 @@ _WRAPPED = (AsyncApi, AsyncClient, AsyncJob)
 
 
 class Blocking:
-    """Each attribute of something asynchronous; whoever calls one waits for its answer."""
+    """A wrapper of an asynchronous object whose calls wait for their result."""
 
     def __init__(self, portal: BlockingPortal, whole: object) -> None:
         self._portal, self._whole = portal, whole

@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own engine, and what its objects say."""
+"""The chart, rendered by Helm's own engine, and its objects."""
 
 import json
 import os
@@ -16,28 +16,28 @@ from jsonschema import Draft202012Validator
 CHART = Path("helm/trainshed")
 NAMESPACE = "ml"
 CRDS = "TRAINSHED_TEST_CRDS"
-"""Names a folder with KubeRay's definitions of its resources."""
+"""Environment variable: a folder with KubeRay's resource definitions."""
 _OTHERS = ("gateway.networking.k8s.io", "monitoring.coreos.com")
-"""Groups whose definitions are not at hand."""
+"""Groups without available definitions."""
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What Helm would send to a cluster, and what it would print."""
+    """The objects that Helm would send to a cluster, and the notes that it would print."""
 
     objects: tuple[Object, ...]
     notes: str
     files: Mapping[str, str]
 
     def of(self, kind: str, name: str | None = None) -> Object:
-        """The one object of a kind, or that with a name."""
+        """Return the only object of a kind, or the one with a name."""
         found = [one for one in self.objects if one["kind"] == kind and name in (None, one["metadata"]["name"])]
         assert len(found) == 1, (kind, name, len(found))
         return found[0]
 
     def pods(self) -> Iterator[tuple[str, Object]]:
-        """Every pod and pod template, with the component that it is."""
+        """Yield every pod and pod template, with its component."""
         for one in self.objects:
             if one["kind"] == "Pod":
                 yield component(one), one
@@ -50,7 +50,7 @@ class Rendered:
 
 
 def component(one: Object) -> str:
-    """What an object calls itself."""
+    """Return the component label of an object."""
     return str(one["metadata"]["labels"].get("app.kubernetes.io/component", ""))
 
 
@@ -69,7 +69,7 @@ def render(values: Mapping[str, Any] | None = None, *, name: str = "demo", chart
 
 
 def problems(one: Object) -> list[str]:
-    """What a Kubernetes API server would find wrong with an object, unknown fields among it."""
+    """Return the problems that a Kubernetes API server would find in an object, including unknown fields."""
     group = one["apiVersion"].partition("/")[0]
     if group in _OTHERS:
         return []
@@ -78,7 +78,7 @@ def problems(one: Object) -> list[str]:
         errors = Draft202012Validator(schema).iter_errors(one) if schema else []
         return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
     try:
-        # Its schemas call for strings where Kubernetes takes numbers too.
+        # Its schemas require strings where Kubernetes accepts numbers too.
         kubernetes_validate.validate(json.loads(json.dumps(one)), "1.34", strict=True)
     except kubernetes_validate.ValidationError as error:
         return [f"{error.path}: {error.message}"]
@@ -87,7 +87,7 @@ def problems(one: Object) -> list[str]:
 
 @cache
 def ray_schema(kind: str) -> Object | None:
-    """KubeRay's definition of a kind, which refuses fields that it does not have; None if it is not at hand."""
+    """Return KubeRay's definition of a kind, with unknown fields forbidden; None if it is not available."""
     folder = os.environ.get(CRDS)
     if not folder:
         return None
@@ -99,7 +99,7 @@ def ray_schema(kind: str) -> Object | None:
 
 
 def _strict(schema: Any) -> Any:
-    """The same with unknown fields refused, where a definition lists them, and with Kubernetes' int-or-string."""
+    """Return the definition with unknown fields forbidden and with Kubernetes' int-or-string."""
     if isinstance(schema, list):
         return [_strict(one) for one in schema]
     if not isinstance(schema, dict):

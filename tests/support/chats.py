@@ -1,4 +1,4 @@
-"""Chat templates in the manner of those that models come with, and tokenizers that have them."""
+"""Chat templates modelled on those of published models, and tokenizers with them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 {% endfor %}"""
 
-# After Qwen3's: thoughts stay only behind the last question, and the last turn always has a place for them.
+# Like Qwen3's: thoughts stay only after the last question, and the last turn always has a thought block.
 QWEN = """{%- set ns = namespace(last_query=-1) %}
 {%- for message in messages if message.role == 'user' %}
     {%- set ns.last_query = messages.index(message) %}
@@ -76,7 +76,7 @@ GEMMA = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 
-# Thoughts stay only in the last answer, so that a later question changes what was said before.
+# Thoughts stay only in the last answer, so that a later question changes earlier text.
 FORGETFUL = """{% set last = messages | selectattr('role', 'eq', 'assistant') | list | last %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -87,11 +87,11 @@ FORGETFUL = """{% set last = messages | selectattr('role', 'eq', 'assistant') | 
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# After DeepSeek-R1's: the generation prompt begins a thought that no earlier turn shows.
+# Like DeepSeek-R1's: the generation prompt starts a thought that earlier turns do not show.
 PROMPTED = """{% for message in messages %}<|im_start|>{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"""
 
-# After Gemma 4's: a call's results stand in its own turn, and what is said beside it comes after them.
+# Like Gemma 4's: results of a call are part of its turn, and the turn's text comes after them.
 FOLDED = """{% for message in messages if message.role != 'tool' %}{{- '<start_of_turn>' + message.role + '\\n' }}
 {%- if message.tool_calls %}
     {{- '[call]' }}
@@ -102,7 +102,7 @@ FOLDED = """{% for message in messages if message.role != 'tool' %}{{- '<start_o
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>assistant\\n' }}{%- endif %}"""
 
-# After Command R's and GLM's: an answer has two markers at its end, and an empty one less space before it.
+# Like Command R's and GLM's: an answer ends with two markers, and an empty answer has one space less before it.
 DOUBLE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {%- if message.content %}{{- '\\n' + message.content }}{% endif %}</s><|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
@@ -147,7 +147,7 @@ def assistant(content: str, **more: Any) -> dict[str, Any]:
 def write_tokenizer(
     folder: Path, *, template: str | None, bos: str | None = None, eos: str = "</s>", trim: bool = False
 ) -> str:
-    """A tokenizer of single bytes and one word, with special tokens, as transformers writes it."""
+    """Write a tokenizer of single bytes and one word, with special tokens, as transformers does."""
     words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "Ġword", "or", "ord"]
     merges = [("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=merges))

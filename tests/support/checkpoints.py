@@ -1,4 +1,4 @@
-"""Small committed checkpoints, for what does not look into them."""
+"""Small committed checkpoints, for tests that do not read their content."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir
 
 
 def manifest(step: int, *, attempt: int = 1, epoch: int = 0, metrics: dict[str, float] | None = None) -> Manifest:
-    """A manifest without files."""
+    """Return a manifest without files."""
     return Manifest(
         step=step,
         tokens=step,
@@ -27,7 +27,7 @@ def manifest(step: int, *, attempt: int = 1, epoch: int = 0, metrics: dict[str, 
 
 
 def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Manifest:
-    """A save whose files are there; the manifest that would commit it."""
+    """Write the files of a save without the manifest that would commit it."""
     folder = open_store(run_dir, Fence(attempt, epoch)).workplace(step)
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -36,7 +36,7 @@ def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, 
 
 
 def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Path:
-    """A committed checkpoint of the given files."""
+    """Write a committed checkpoint of the given files."""
     draft = unfinished(run_dir, step, attempt=attempt, epoch=epoch, **files)
     open_store(run_dir, Fence(attempt, epoch)).commit(draft)
     return run_dir.checkpoint(step)

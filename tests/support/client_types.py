@@ -1,4 +1,4 @@
-"""What a type checker knows of the client: mypy reads these functions, nobody calls them."""
+"""Typed uses of the client: mypy checks these functions; they are never called."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import assert_type

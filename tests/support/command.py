@@ -1,4 +1,4 @@
-"""The `trainshed` command, in this process or in one of its own."""
+"""The `trainshed` command, in this process or in a separate one."""
 
 import subprocess
 import sys
@@ -11,13 +11,13 @@ from trainshed.cli.main import app
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    """A command line in this process."""
+    """Run a command line in this process."""
     return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that goes on, which ends here at the latest."""
+    """Run a command in a process that is stopped at the end of the block."""
     command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

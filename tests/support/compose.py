@@ -17,22 +17,22 @@ from tests.support.hosts import SHARED, Host
 FOLDER = Path("deploy")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 OURS = ("trainshed:", "trainshed-worker:")
-"""What images of ours are called."""
+"""Name prefix of Trainshed's images."""
 
 
 def read(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The file with its variables filled in and its anchors merged. Raises ValueError if it is no Compose file."""
+    """Read the file with its variables filled in and its anchors merged. Raises ValueError if it is invalid."""
     told = variables or {}
     text = _VARIABLE.sub(lambda match: told.get(match[1], match[2] or ""), (FOLDER / "compose.yaml").read_text())
     found: dict[str, Any] = yaml.safe_load(text)
-    # It knows no anchors: they are merged by now.
+    # The schema does not support anchors: they are merged by now.
     PyCompose.from_yaml(yaml.safe_dump(found)).validate()
     return found
 
 
 @dataclass
 class Service:
-    """One service of the file, on a host of its name."""
+    """One service of the file, on a host of the same name."""
 
     name: str
     raw: dict[str, Any]
@@ -41,7 +41,7 @@ class Service:
     """The folder that deploy/secrets.sh filled."""
 
     def environment(self) -> dict[str, str]:
-        """Its variables."""
+        """Return the service's variables."""
         found = {"HOME": "/tmp"}
         for file in self.raw.get("env_file", []):
             lines = (self.secrets / Path(file).name).read_text().splitlines()
@@ -50,12 +50,12 @@ class Service:
         return found
 
     def container(self, *words: str) -> Container:
-        """Its container, or one beside it that runs other words."""
+        """Return the service's container, or one next to it with another command."""
         entrypoint = ("prometheus",) if self.raw["image"].startswith("prom/prometheus") else ()
         return Container(self.name, words or (*entrypoint, *self.raw["command"]), self.environment())
 
     def prepare(self) -> None:
-        """Make the host's files those of the container."""
+        """Give the host the files of the container."""
         for secret in self.raw.get("secrets", []):
             self.host.write(f"/run/secrets/{secret}", (self.secrets / secret).read_text())
             # Bind mounts keep the mode of the file.
@@ -77,11 +77,11 @@ class Service:
                 self.host.run("install", "-d", "-o", str(UID), folder)
 
     def start(self) -> None:
-        """Start it; it writes to its log in the lab's folder."""
+        """Start the service; it writes to its log in the lab's folder."""
         start(self.host, self.container())
 
     def healthy(self) -> bool:
-        """What its health check says."""
+        """Return the result of the service's health check."""
         kind, *words = self.raw["healthcheck"]["test"]
         assert kind == "CMD"
         try:
@@ -92,7 +92,7 @@ class Service:
 
 
 def _without_dns(text: str) -> str:
-    """The same for hosts that have no name server: Prometheus asks one, and not /etc/hosts."""
+    """Replace DNS discovery with static targets: test hosts have no name server."""
     return re.sub(
         r"dns_sd_configs: \[\{names: \[head, worker\], type: A, port: (\d+), .*\}\]",
         r'static_configs: [{targets: ["head:\1", "worker:\1"]}]',
@@ -101,7 +101,7 @@ def _without_dns(text: str) -> str:
 
 
 def ports(raw: Mapping[str, Any]) -> Iterator[int]:
-    """The container's ports that the file publishes; only to this machine."""
+    """Return the published ports of the container; all bind to this machine only."""
     for port in raw.get("ports", []):
         address, _, inside = port.split(":")
         assert address == "127.0.0.1", port
@@ -109,6 +109,6 @@ def ports(raw: Mapping[str, Any]) -> Iterator[int]:
 
 
 def why_not(image: str) -> str | None:
-    """Why a service of somebody else's image cannot run here; None if it can."""
+    """Return the reason why a third-party image cannot run here; None if it can."""
     needed = {"postgres": "initdb", "prom/prometheus": "prometheus"}.get(image.partition(":")[0])
     return None if needed is not None and shutil.which(needed) else f"{image} has no program on this machine"

@@ -13,14 +13,14 @@ from pathlib import Path
 from tests.support.hosts import OPT, REPOSITORY, SHARED, Host
 
 UID = 10001
-"""The user of our images."""
+"""The user of Trainshed's images."""
 IMAGE = {"PATH": f"{OPT}/.venv/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-"""The environment that our images have."""
+"""The environment variables of Trainshed's images."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A command with all of its environment beside the image's, and folders of its own that it may write to."""
+    """A command with its environment in addition to the image's, and its writable folders."""
 
     name: str
     command: tuple[str, ...]
@@ -29,7 +29,7 @@ class Container:
 
 
 def restrict(host: Host, *writable: str, uid: int = UID) -> None:
-    """Make the host's file system read-only, but for its storage and new, empty folders that belong to a user."""
+    """Make the host's file system read-only, except its storage and new, empty folders of a user."""
     let_all_users_in(host)
     for folder in writable:
         host.run("mkdir", "-p", folder)
@@ -44,13 +44,13 @@ def restrict(host: Host, *writable: str, uid: int = UID) -> None:
 
 
 def let_all_users_in(host: Host) -> None:
-    """Open the way to the Python and to the project of this machine, which may lie in somebody's home."""
+    """Allow all users to read this machine's Python and the project, which may lie in a home directory."""
     for place in (Path(sys.executable).resolve(), REPOSITORY):
         host.run("chmod", "a+x", *map(str, [*place.parents][:-1]))
 
 
 def command_of(host: Host, container: Container, *, uid: int = UID) -> list[str]:
-    """The command line that runs a container's command on a host."""
+    """Return the command line that runs a container's command on a host."""
     words = [f"{name}={value}" for name, value in {**IMAGE, **container.environment}.items()]
     drop = ["--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all", "--no-new-privs"]
     who = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *drop]
@@ -63,7 +63,7 @@ def start(host: Host, container: Container) -> "subprocess.Popen[bytes]":
 
 
 def run(host: Host, container: Container, *, seconds: float = 60) -> str:
-    """Run a container to its end; what it printed. Raises AssertionError if it fails."""
+    """Run a container to its end and return its output. Raises AssertionError if it fails."""
     done = subprocess.run(
         command_of(host, container),
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""What a crash can leave of a folder: the writes of a real program, cut and reordered as far as fsync allows.
+"""Crash states of a folder: the writes of a real program, cut and reordered as far as fsync allows.
 
-A `Trace` records, in each process that writes, what it does to the files below a folder. `States` replays the traces of
-all of them on a model of a disk, and makes real folders of what could be found on it after a crash.
+A `Trace` records, in each writing process, its operations on the files below a folder. `states` replays all traces
+on a model of a disk, and creates real folders of the states that a crash could leave.
 """
 
 import os
@@ -15,35 +15,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _DRAWS = 3
-"""States that are drawn for an instant, again and again until there are enough different ones."""
+"""Number of states drawn per instant, repeated until there are enough different states."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Op(NamedTuple):
-    """One thing done to the disk."""
+    """One operation on the disk."""
 
     at: int
     """Nanoseconds of a clock that all processes share."""
     kind: str
-    """mkdir, create, sync, rename, unlink or rmdir; or `told`, which promises that a step is durable."""
+    """mkdir, create, sync, rename, unlink or rmdir; or `told`, the report that a step is durable."""
     path: str
     target: str = ""
     content: bytes = b""
 
 
 class Trace:
-    """Records what this process does below a folder, from now on to its end: audit hooks cannot be removed."""
+    """A record of this process's operations below a folder, until the process ends: audit hooks cannot be removed."""
 
     def __init__(self, root: Path) -> None:
         self.ops: list[Op] = []
         self._root = os.path.realpath(root)
         self._sync = os.fsync
         sys.addaudithook(self._hear)
-        # The only write to a disk that Python does not announce to audit hooks, and that counts here.
+        # The only relevant disk write that Python does not report to audit hooks.
         os.fsync = self._hear_sync  # type: ignore[assignment]
 
     def tell(self, step: int) -> None:
-        """Say that somebody was promised this step."""
+        """Record that a step was reported as durable."""
         self._add("told", str(step))
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -69,7 +69,7 @@ class Trace:
         self._add("sync", path, content=content)
 
     def _place(self, path: Any, folder: int = -1) -> str:
-        """The path below the root; empty for what lies elsewhere."""
+        """Return the path below the root; empty for paths elsewhere."""
         whole = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(path)) if folder >= 0 else path
         place = os.path.relpath(os.path.abspath(whole), self._root)
         return "" if place.startswith("..") else place
@@ -81,13 +81,13 @@ class Trace:
 
 @dataclass
 class File:
-    """A file of the model: what is on the disk for sure, or what is yet to be."""
+    """A file of the model: its durable content, or the content still to be synced."""
 
     content: bytes = b""
     synced: bool = False
 
     def remains(self, chance: random.Random) -> bytes:
-        """What of it a crash leaves."""
+        """Return the content that a crash leaves."""
         if self.synced:
             return self.content
         whole = self.content
@@ -96,24 +96,24 @@ class File:
 
 
 Change = list[tuple[str, "File | Folder | None"]]
-"""Names that appear or disappear at one stroke."""
+"""Atomic changes of names."""
 
 
 @dataclass
 class Folder:
-    """A folder of the model: names that are on the disk for sure, and changes that may be."""
+    """A folder of the model: durable names, and pending changes of names."""
 
     now: "dict[str, File | Folder]" = field(default_factory=dict)
     durable: "dict[str, File | Folder]" = field(default_factory=dict)
     pending: list[Change] = field(default_factory=list)
 
     def change(self, names: Change) -> None:
-        """Change names; nothing of it is durable yet."""
+        """Change names; the change is not durable yet."""
         _apply(self.now, names)
         self.pending.append(names)
 
     def remains(self, chance: random.Random, kept: float) -> "dict[str, File | Folder]":
-        """The names that a crash leaves, where it keeps this share of the changes that were not synced."""
+        """Return the names after a crash that keeps this share of the unsynced changes."""
         names = dict(self.durable)
         for change in self.pending:
             if chance.random() < kept:
@@ -130,14 +130,14 @@ def _apply(names: "dict[str, File | Folder]", change: Change) -> None:
 
 
 class Disk:
-    """The model: operations happen in order, and what is not synced may or may not survive."""
+    """The model: operations happen in order, and unsynced ones may or may not survive."""
 
     def __init__(self) -> None:
         self.root = Folder()
         self.promised: set[str] = set()
 
     def do(self, op: Op, final: bytes | None) -> None:
-        """Do one thing; `final` is what a file that is created will hold when it is synced."""
+        """Apply an operation; `final` is the content of a created file once it is synced."""
         if op.kind == "told":
             self.promised.add(op.path)
             return
@@ -176,9 +176,9 @@ class Disk:
 
 
 def states(traces: Iterable[Iterable[Op]], seed: int, *, at_least: int = 0) -> "Iterator[State]":
-    """What can be found after a crash: at every instant nothing, all or some of what was not synced by then.
+    """Yield the states after a crash: at every instant, nothing, everything or a part of the unsynced data survives.
 
-    How many states differ depends on how the processes took turns: more are drawn until there are enough.
+    The number of different states depends on the interleaving of the processes: more are drawn until there are enough.
     """
     ops = sorted(op for trace in traces for op in trace)
     seen = set[tuple[object, ...]]()
@@ -190,7 +190,7 @@ def states(traces: Iterable[Iterable[Op]], seed: int, *, at_least: int = 0) -> "
 
 
 def _draw(ops: list[Op], seed: int, variants: range, seen: set[tuple[object, ...]]) -> "Iterator[State]":
-    """So many draws at every instant, without those seen before."""
+    """Draw a number of states at every instant, without those seen before."""
     finals = _finals(ops)
     disk = Disk()
     for count, op in enumerate(ops, start=1):
@@ -200,7 +200,7 @@ def _draw(ops: list[Op], seed: int, variants: range, seen: set[tuple[object, ...
             kept = (0.0, 1.0)[variant] if variant < 2 else chance.random()
             content = dict(_remains(disk.root, chance, kept))
             promised = frozenset(map(int, disk.promised))
-            # Each state once, however many instants and draws lead to it.
+            # Yield each state once, regardless of the number of instants and draws that lead to it.
             mark = (promised, *sorted((path, hash(blob)) for path, blob in content.items()))
             if mark not in seen:
                 seen.add(mark)
@@ -210,7 +210,7 @@ def _draw(ops: list[Op], seed: int, variants: range, seen: set[tuple[object, ...
 
 
 def _remains(folder: Folder, chance: random.Random, kept: float, below: str = "") -> Iterator[tuple[str, bytes | None]]:
-    """What a crash leaves of a folder: the content of every file by its path, and None for a folder."""
+    """Return the content of a folder after a crash, by path; None for a folder."""
     for name, node in folder.remains(chance, kept).items():
         if isinstance(node, Folder):
             yield below + name, None
@@ -220,7 +220,7 @@ def _remains(folder: Folder, chance: random.Random, kept: float, below: str = ""
 
 
 def _finals(ops: list[Op]) -> dict[int, bytes]:
-    """For each file that is created, by number of operation, what it holds when it is synced."""
+    """Return the synced content of each created file, by number of operation."""
     found: dict[int, bytes] = {}
     created: dict[str, int] = {}
     for number, op in enumerate(ops):
@@ -233,18 +233,18 @@ def _finals(ops: list[Op]) -> dict[int, bytes]:
 
 @dataclass
 class State:
-    """One thing that can be found after a crash."""
+    """One state after a crash."""
 
     content: dict[str, bytes | None]
-    """Of every file by its path; None for a folder."""
+    """The content of every file by its path; None for a folder."""
     promised: frozenset[int]
-    """Steps that somebody had been told are durable."""
+    """Steps that had been reported as durable."""
     name: str
     kept: float
-    """The share of the changes of names that outlived the crash, of those that were not synced."""
+    """The share of the unsynced name changes that survived the crash."""
 
     def make(self, root: Path) -> None:
-        """A real folder of it."""
+        """Create the state as a real folder."""
         root.mkdir()
         for path, content in self.content.items():
             if content is None:

@@ -11,7 +11,7 @@ from service.adapters.sql.tables import metadata
 
 @contextmanager
 def emptied(url: str) -> Iterator[Engine]:
-    """A database that others find as empty as it was."""
+    """Yield a database, and delete all its rows at the end."""
     engine = open_database(url)
     yield engine
     with engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""Hooks of schemathesis (SCHEMATHESIS_HOOKS): examples of what is there, and a note of every answer."""
+"""Hooks of schemathesis (SCHEMATHESIS_HOOKS): examples of existing objects, and a log of every response."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Examples = dict[str, dict[str, Any]]
 
 @schemathesis.hook
 def before_load_schema(context: schemathesis.HookContext, raw_schema: dict[str, Any]) -> None:
-    """Say which values make a call succeed; random ones seldom do."""
+    """Set examples with which a call succeeds; random values seldom do."""
     examples: Examples = json.loads(Path(os.environ[EXAMPLES]).read_bytes())
     for path, methods in raw_schema["paths"].items():
         for method, operation in methods.items():
@@ -31,13 +31,13 @@ def before_load_schema(context: schemathesis.HookContext, raw_schema: dict[str, 
             if "body" in known:
                 for content in operation["requestBody"]["content"].values():
                     content["example"] = known["body"]
-    # One reader reads both, and submit is sent YAML.
+    # One reader reads both, and submit receives YAML.
     del raw_schema["paths"]["/jobs/plan"]["post"]["requestBody"]["content"]["application/yaml"]
 
 
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any], kwargs: dict[str, Any]) -> None:
-    """Let a chain of calls begin with a body that succeeds, so that it has something to go on with."""
+    """Start a chain of calls with a valid body, so that later calls can continue it."""
     if case.meta is None or case.meta.phase.name != "stateful" or case.meta.generation.mode.is_negative:
         return
     known = json.loads(Path(os.environ[EXAMPLES]).read_bytes()).get(_call(case), {})
@@ -49,7 +49,7 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any],
 def after_call(
     context: schemathesis.HookContext, case: schemathesis.Case[Any], response: schemathesis.Response
 ) -> None:
-    """Write down what came of a call."""
+    """Log the result of a call."""
     with Path(os.environ[ANSWERS]).open("a") as file:
         print(response.status_code, _call(case), file=file)
 

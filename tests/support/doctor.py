@@ -1,4 +1,4 @@
-"""A cluster and a storage that a doctor finds as a test wants them."""
+"""Fake clusters and storage for tests of the doctor."""
 
 import os
 import time
@@ -14,7 +14,7 @@ GREETING = ProbeReply(Reachability.ANSWERS, "http://ray", "Ray 2.60.0", (-0.5, 0
 
 
 def a_node(name: str = "n1", **changes: object) -> NodeReport:
-    """A node on which all is in order."""
+    """Return a node without faults."""
     node = NodeReport(
         node=name,
         address="10.0.0.1",
@@ -34,7 +34,7 @@ def a_visit(
     left_out: int = 0,
     failed: dict[str, str] | None = None,
 ) -> ClusterVisit:
-    """A visit to these nodes, or to one; `failed` are the pairs between which an all-reduce fails."""
+    """Return a report on these nodes, or on one; `failed` lists the pairs whose all-reduce fails."""
     network = NetworkVisit(nodes=len(nodes), failed=failed or {}) if len(nodes) > 1 else None
     return ClusterVisit(
         nodes=list(nodes or (a_node(),)), cpus=cpus, free_cpus=free_cpus, left_out=left_out, network=network
@@ -43,7 +43,7 @@ def a_visit(
 
 @dataclass
 class FakeClusterProbe:
-    """Answers with what it holds, raises it, or hangs."""
+    """A probe that returns its value, raises it, or hangs."""
 
     greeting: ProbeReply = GREETING
     alive: int = 1
@@ -53,15 +53,15 @@ class FakeClusterProbe:
     folder: str | None = None
 
     def greet(self) -> ProbeReply:
-        """How it answers."""
+        """Return the configured greeting."""
         return self.greeting
 
     def nodes(self) -> int:
-        """How many are alive."""
+        """Return the number of live nodes."""
         return self.alive
 
     def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
-        """What a test put there."""
+        """Return the configured report."""
         self.visits += 1
         self.folder = folder
         if self.hangs:
@@ -73,7 +73,7 @@ class FakeClusterProbe:
 
 @dataclass
 class FakeStorageProbe:
-    """Storage on which all is well but for the calls named in `faults`, which raise, and in `hanging`."""
+    """Storage whose calls succeed, except that those in `faults` raise and those in `hanging` hang."""
 
     faults: dict[str, Exception] = field(default_factory=dict)
     hanging: tuple[str, ...] = ()
@@ -98,12 +98,12 @@ class FakeStorageProbe:
         return TOKEN
 
     def answers(self, folder: str, token: str, nodes: Sequence[str]) -> frozenset[str]:
-        """All nodes have answered."""
+        """Return the answers of all nodes."""
         self._do("answers")
         return frozenset(nodes)
 
     def remove(self, folder: str) -> None:
-        """Remember what was removed."""
+        """Record the removed names."""
         self.removed.append(folder)
 
     def _do(self, call: str) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint of a model that was never trained, to be exported."""
+"""Checkpoints of an untrained model, for exports."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from train_loop.telemetry.timers import StepTimer
 
 
 def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint of step 3 of a model that has never been trained; its weights and their averages, by name."""
+    """Save a checkpoint of step 3 of an untrained model; return its weights and averages, by name."""
     return save_a_run_of(folder, run_dir, {"config": TINY | config, "dtype": "fp32"})
 
 
 def save_a_run_of(
     folder: Path, run_dir: RunDir, model: dict[str, object]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same of any model of a spec."""
+    """Save such a checkpoint of a spec's model."""
     job = spec(
         model=model,
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},

@@ -11,7 +11,7 @@ from tests.support.specs import TINY
 
 
 def write_model(folder: Path, *, file_size: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """A folder with random weights as transformers writes it, in several files where one would be over `file_size`."""
+    """Write a folder with random weights as transformers does, in several files above `file_size`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TINY | config)))
     model.to(dtype).save_pretrained(folder, max_shard_size=file_size)
@@ -19,7 +19,7 @@ def write_model(folder: Path, *, file_size: str = "1GB", dtype: torch.dtype = to
 
 
 def write_tokenizer(folder: Path, *, words: int = 300) -> None:
-    """A tokenizer of single bytes, padded to `words` words, as transformers writes it."""
+    """Write a tokenizer of single bytes, padded to `words` words, as transformers does."""
     names = [*pre_tokenizers.ByteLevel.alphabet(), "<end>", *(f"<extra {n}>" for n in range(words - 257))]
     tokenizer = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""One accumulated step of a spec on the ranks that there are: its loss and every gradient, whole."""
+"""One accumulated step of a spec on the existing ranks: its loss and every full gradient."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ _MESHES: dict[Any, Mesh] = {}
 
 
 def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int = 0) -> Rows:
-    """Samples with prompts that are not trained on, one with nothing to train, and several documents each if packed."""
+    """Return samples with untrained prompts, one fully untrained sample, and several documents each if packed."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(0, vocab, (count, length)).astype(np.int32)
     labels, positions = ids.copy(), np.zeros_like(ids)
@@ -40,21 +40,21 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
 
 
 def weigh(rows: Rows) -> Rows:
-    """The rows with a weight for every token, the same for a sample wherever it is read."""
+    """Return the rows with a weight per token, which depends only on the sample."""
     length = rows.input_ids.shape[1]
     drawn = [np.random.default_rng(sample + 1).choice([0, 0.25, 0.7, 1, 3], length) for sample in rows.samples]
     return replace(rows, weights=np.array(drawn, np.float32))
 
 
 def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
-    """The model of a spec on its mesh, with its weights, and its loss."""
+    """Build the model of a spec on its mesh, with its weights, and its loss."""
     mesh = mesh_of(job)
     sharded = build_sharded(job, plan_job(job, model_shape(job.model)), mesh)
     return sharded.model, sharded.loss, mesh
 
 
 def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
-    """The loss of all rows over all ranks, and the gradients that it leaves in the parameters."""
+    """Return the loss of all rows over all ranks, and the gradients in the parameters."""
     model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
@@ -63,7 +63,7 @@ def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
 
 
 def mesh_of(job: JobSpec) -> Mesh:
-    """The mesh of a spec; groups are made once for all specs with the same one."""
+    """Return the mesh of a spec; specs with the same mesh share its groups."""
     plan = plan_job(job, model_shape(job.model)).mesh
     if plan not in _MESHES:
         _MESHES[plan] = build_mesh(plan, torch.device("cpu"))
@@ -71,7 +71,7 @@ def mesh_of(job: JobSpec) -> Mesh:
 
 
 def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
-    """This rank's part of the rows."""
+    """Return this rank's part of the rows."""
     count = len(rows.samples) // mesh.plan.dp
     mine = rows.slice(mesh.data_rank * count, (mesh.data_rank + 1) * count)
     leads = mesh.sequence_rank == 0
@@ -80,20 +80,20 @@ def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
 
 
 def dataset_of(rows: Rows) -> Dataset:
-    """What a loop is told of data whose rows are these."""
+    """Return the dataset description of these rows."""
     weights = None if rows.weights is None else "weight"
     part = Part(fingerprint="x", files=(), tokens=0, weights=weights)
     return Dataset(fingerprint="x", parts=(part,), sequence_length=rows.input_ids.shape[1])
 
 
 def divisor(batch: StepBatch, mesh: Mesh) -> float:
-    """What the loss of all ranks is divided by."""
+    """Return the divisor of the loss over all ranks."""
     share = batch.divisor * (mesh.sequence_rank == 0)
     dist.all_reduce(share)
     return share.item()
 
 
 def whole(gradient: Tensor | None) -> Tensor:
-    """A gradient, gathered from its shards."""
+    """Return a gradient, gathered from its shards."""
     assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -26,7 +26,7 @@ _RAYS_OWN = {
     *("ray::DashboardAgent", "ray::RuntimeEnvAgent"),
     *("ray::TrainStateActor", "ray::_AutoscalingCoordinatorActor", "ray::_StatsActor"),
 }
-"""Processes of Ray that a cluster has one of, or one on each node, for all jobs."""
+"""Processes of Ray that exist once per cluster or once per node, for all jobs."""
 TOKEN = "0123456789abcdef" * 4
 SETTINGS = {
     "TRAINSHED_PORT": "8000",
@@ -36,16 +36,16 @@ SETTINGS = {
 
 
 class HostCluster:
-    """A head, nodes with two CPUs each, and the service on the head's host; by the systemd units alone.
+    """A head, nodes with two CPUs each, and the service on the head's host, started only by the systemd units.
 
-    Variables of the units that begin with one of `without` are left out.
+    Variables of the units whose name begins with one of `without` are left out.
     """
 
     def __init__(self, made: Lab, *, settings: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
         self.lab = made
         self._without = without
         self.objects = made.hosts.get("storage")
-        """The host with an S3 server, where run directories are then."""
+        """The host with the S3 server for run directories, if any."""
         self._stack = ExitStack()
         self.head = made.hosts["head"]
         self.nodes = [host for host in made.hosts.values() if host.name.startswith("node")]
@@ -65,7 +65,7 @@ class HostCluster:
         self.wait_for_nodes(len(self.nodes))
 
     def _start_objects(self, host: Host) -> None:
-        """Start the S3 server, and lead this process to it."""
+        """Start the S3 server, and configure this process for it."""
         folder = self.lab.folder / "s3"
         folder.mkdir()
         host.spawn("python", "-m", "tests.support.s3", str(folder), f"--port={_S3_PORT}", "--host=0.0.0.0", log="s3")
@@ -96,7 +96,7 @@ class HostCluster:
         self.connect((self.head.read("/var/lib/trainshed/admin.key") or "").strip())
 
     def connect(self, key: str) -> None:
-        """Make a client for the service, by way of a local port."""
+        """Create a client for the service, through a local port."""
         # The service listens on its host's loopback.
         port = self.head.forward(8000, address="127.0.0.1")
         self._client = Client(f"http://127.0.0.1:{port}", key)
@@ -131,7 +131,7 @@ class HostCluster:
         return self._client.api
 
     def alive(self) -> list[str]:
-        """Names of the Ray nodes that the head takes for alive, without the head."""
+        """Return the names of the Ray nodes that the head lists as alive, without the head."""
         try:
             answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100})
             answer.raise_for_status()
@@ -142,14 +142,14 @@ class HostCluster:
 
     @property
     def _dashboard(self) -> httpx.Client:
-        """A client for Ray's dashboard; a head that was switched on again needs another one."""
+        """Return a client for Ray's dashboard; a restarted head needs a new one."""
         if self._dashboard_client is None:
             url = f"http://127.0.0.1:{self.head.forward(8265)}"
             self._dashboard_client = httpx.Client(
                 base_url=url,
                 headers={"Authorization": f"Bearer {TOKEN}"},
                 timeout=10,
-                # The dashboard closes connections that are idle, and a call on one of them would fail.
+                # The dashboard closes idle connections, and a call on such a connection would fail.
                 limits=httpx.Limits(max_keepalive_connections=0),
             )
         return self._dashboard_client
@@ -160,7 +160,7 @@ class HostCluster:
 
     @property
     def ray_env(self) -> dict[str, str]:
-        """Variables with which a process on the head connects to Ray."""
+        """Return the variables with which a process on the head connects to Ray."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token",
@@ -168,11 +168,11 @@ class HostCluster:
         }
 
     def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
-        """Wait until so many nodes are alive."""
+        """Wait until this number of nodes is alive."""
         wait_for(lambda: len(self.alive()) == count, f"{count} nodes", seconds=seconds)
 
     def submit(self, **parts: dict[str, Any]) -> str:
-        """Submit a small job of four workers on two hosts; its id."""
+        """Submit a small job of four workers on two hosts and return its id."""
         job = host_job(self.lab.shared, **parts)
         if self.objects is not None:
             here, there = self.lab.shared / "data/tokens.parquet", f"s3://{_BUCKET}/data/tokens.parquet"
@@ -192,7 +192,7 @@ class HostCluster:
         return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
 
     def wait_for_step(self, job_id: str, step: int, *, seconds: float = 120) -> None:
-        """Wait until the job has done a step."""
+        """Wait until the job has trained a step."""
 
         def done() -> bool:
             job = self.client.job(job_id)
@@ -204,15 +204,15 @@ class HostCluster:
         wait_for(done, f"step {step}", seconds=seconds)
 
     def newest_step(self, job_id: str) -> int:
-        """The highest step that the job has done."""
+        """Return the highest step that the job has trained."""
         return max(int(line["step"]) for line in self.metrics(job_id))
 
     def epoch_of(self, job_id: str) -> int:
-        """The epoch of the job's newest worker group."""
+        """Return the epoch of the job's newest worker group."""
         return int(self.events(job_id, "group_started")[-1]["epoch"])
 
     def wait_for_newer_group(self, job_id: str, epoch: int) -> None:
-        """Wait until a newer group than this one has done a step that is new."""
+        """Wait until a newer group than this one has trained a new step."""
         best = max(line["step"] for line in self.metrics(job_id) if line["epoch"] <= epoch)
         wait_for(
             lambda: any(line["epoch"] > epoch and line["step"] > best for line in self.metrics(job_id)),
@@ -234,24 +234,24 @@ class HostCluster:
         return [one["event"] for one in late if one["event"].startswith("checkpoint")]
 
     def start_long_job(self) -> str:
-        """Submit a job that goes on until it is cancelled, and wait for its first checkpoint; its id."""
+        """Submit a job that runs until it is cancelled, wait for its first checkpoint, and return its id."""
         job_id = self.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": 10})
         self.wait_for_step(job_id, 12)
         return job_id
 
     def waits_for(self, job_id: str, code: str) -> str:
-        """What the job waits for, if the code of it is this one; otherwise nothing."""
+        """Return the message of what the job waits for if its code is this one, otherwise an empty string."""
         found = self.client.job(job_id).progress.waits_for
         return found.message if found is not None and found.code == code else ""
 
     def run_dir(self, job_id: str) -> RunDir:
-        """The job's run directory, seen from the test."""
+        """Return the job's run directory, as seen from the test."""
         if self.objects is not None:
             return RunDir.at(f"s3://{_BUCKET}/runs/default/{job_id}")
         return RunDir(self.lab.shared / "runs" / "default" / job_id)
 
     def hosts_of(self, job_id: str) -> dict[int, Host]:
-        """The host of each rank of the job's newest worker group."""
+        """Return the host of each rank of the job's newest worker group."""
         newest = self.events(job_id, "group_started")[-1]["hosts"]
         return {int(rank): self.lab.hosts[name] for rank, name in newest.items()}
 
@@ -261,7 +261,7 @@ class HostCluster:
         self.lab.hosts[worker["host"]].run("kill", f"-{signal}", str(worker["pid"]))
 
     def drain(self, host: Host, *, seconds: int) -> None:
-        """Give Ray notice that a host will be taken away in so many seconds, as a cloud does before it preempts one."""
+        """Send Ray a notice that a host will be removed after some seconds, as a cloud does before a preemption."""
         answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100}).json()
         (node,) = [
             one
@@ -273,10 +273,10 @@ class HostCluster:
         self.ray(*command, "--deadline-remaining-seconds", str(seconds))
 
     def leftovers(self, job_id: str) -> list[str]:
-        """What the job has left on the hosts: processes, shared memory, and folders that were never committed."""
+        """Return the job's leftovers on the hosts: processes, shared memory, and uncommitted folders."""
         found = [str(path) for path in self.run_dir(job_id).root.rglob("*.tmp-*")]
         for host in (self.head, *self.nodes):
-            # A test host has no init that would collect the dead.
+            # A test host has no init process that reaps zombies.
             processes = [one for one in host.run("ps", "-eo", "args=").splitlines() if "<defunct>" not in one]
             found += [f"{host.name}: {one}" for one in processes if "ray::" in one and one.strip() not in _RAYS_OWN]
             found += [f"{host.name}: {one}" for one in processes if job_id in one]
@@ -284,21 +284,21 @@ class HostCluster:
         return found
 
     def events(self, job_id: str, *names: str) -> list[dict[str, Any]]:
-        """The events of all attempts, or those of some kinds."""
+        """Return the events of all attempts, or those of some kinds."""
         lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
         return [line for line in lines if not names or line["event"] in names]
 
     def newest_events(self, *, count: int) -> list[str]:
-        """The newest events of all jobs, a short line each."""
+        """Return the newest events of all jobs, one short line each."""
         found = [line for job_id in self._submitted for line in self.events(job_id)]
         return [str(line)[:300] for line in sorted(found, key=lambda line: float(line["time"]))[-count:]]
 
     def metrics(self, job_id: str) -> list[dict[str, Any]]:
-        """The metrics lines of all attempts."""
+        """Return the metrics lines of all attempts."""
         return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
 
     def story(self, job_id: str) -> str:
-        """Events and the ends of all logs."""
+        """Return events and the ends of all logs."""
         logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
         return "\n".join(
             [*map(str, self.events(job_id)), *(f"--- {path}\n{path.read_text()[-3000:]}" for path in logs)]
@@ -315,7 +315,7 @@ def host_cluster(
     s3: bool = False,
     ipv6: bool = False,
 ) -> Iterator[HostCluster]:
-    """A running cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
+    """Run a cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
     names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
     with lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made:
         cluster = HostCluster(made, settings=settings)
@@ -327,7 +327,7 @@ def host_cluster(
 
 
 def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
-    """A tiny Qwen3 on random tokens: four workers, Ulysses groups of two, a checkpoint every twenty steps."""
+    """Return a tiny Qwen3 job on random tokens: four workers, Ulysses groups of two, a checkpoint every 20 steps."""
     data = shared / "data" / "tokens.parquet"
     if not data.exists():
         data.parent.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,9 @@ from tests.support.namespaces import Namespace, PortForwarder
 
 REPOSITORY = Path(__file__).parents[2]
 OPT, SHARED = "/opt/trainshed", "/srv/trainshed"
-"""Where every host has the project, and the shared storage."""
+"""The path of the project and of the shared storage on every host."""
 HostsFile = Literal["real", "debian", "none"]
-"""What /etc/hosts says of the host's own name: its address, 127.0.1.1, or nothing."""
+"""The entry of the host's own name in /etc/hosts: its address, 127.0.1.1, or none."""
 _NET, _NET6 = "10.77.0", "fd77:"
 _START = r"""
 set -e
@@ -51,7 +51,7 @@ exec chroot . /bin/sh -c 'echo ready; exec sleep infinity'
 
 
 def why_no_hosts() -> str | None:
-    """Why hosts cannot be created here; None if they can."""
+    """Return the reason why hosts cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "test hosts need root"
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
@@ -72,7 +72,7 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Switch the host on; nothing runs on it yet."""
+        """Switch the host on, without any processes."""
         (self.lab.folder / f"{self.name}.hosts").write_text(self._hosts_text())
         script = ["sh", "-c", _START, "sh", str(self.lab.folder), self.name, str(REPOSITORY), str(self.lab.shared)]
         flags = ["--net", "--mount", "--uts", "--pid", "--propagation", "private"]
@@ -87,16 +87,16 @@ class Host:
 
     @property
     def is_on(self) -> bool:
-        """Whether the host is switched on."""
+        """Return True if the host is switched on."""
         return self._namespace is not None
 
     @property
     def in_url(self) -> str:
-        """The host's address as URLs have it."""
+        """Return the host's address as it is written in URLs."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> list[str]:
-        """The command line that runs a command on this host, with a clean environment."""
+        """Return the command line that runs a command on this host, with a clean environment."""
         assert self._namespace is not None, f"{self.name} is off"
         own = {
             "PATH": f"{OPT}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -111,7 +111,7 @@ class Host:
         return [*enter, "env", f"--chdir={OPT}", "-i", *words, *command]
 
     def run(self, *command: str, seconds: float = 60, check: bool = True, env: Mapping[str, str] | None = None) -> str:
-        """Run a command on this host to its end; what it printed. Raises AssertionError if it fails."""
+        """Run a command on this host to its end and return its output. Raises AssertionError if it fails."""
         done = subprocess.run(
             self.command(*command, env=env),
             stdin=subprocess.DEVNULL,
@@ -127,11 +127,11 @@ class Host:
         return text
 
     def spawn(self, *command: str, log: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
-        """Start a command on this host; it writes to a log in the lab's folder."""
+        """Start a command on this host; its output goes to a log in the lab's folder."""
         return self.spawn_line(self.command(*command, env=env), log=log)
 
     def spawn_line(self, line: Sequence[str], *, log: str) -> "subprocess.Popen[bytes]":
-        """Start what `command` made; it ends with the host."""
+        """Start a command line made by `command`; it ends with the host."""
         with self.log(log).open("ab") as file:
             process = subprocess.Popen(
                 line,
@@ -144,7 +144,7 @@ class Host:
         return process
 
     def log(self, name: str) -> Path:
-        """A log of this host, seen from the test."""
+        """Return the path of a log of this host, as seen from the test."""
         return self.lab.folder / f"{self.name}-{name}.log"
 
     def write(self, path: str, text: str) -> None:
@@ -158,7 +158,7 @@ class Host:
         )
 
     def read(self, path: str) -> str | None:
-        """Read a file of this host; None if it does not exist."""
+        """Return a file of this host; None if it does not exist."""
         done = subprocess.run(self.command("cat", path), capture_output=True, timeout=30, check=False)
         return done.stdout.decode() if done.returncode == 0 else None
 
@@ -172,11 +172,11 @@ class Host:
         self.spawn("python", "-m", "tests.support.units", file, *options, log=unit, env=env)
 
     def cut(self) -> None:
-        """Pull the network cable out."""
+        """Disconnect the host from the network."""
         self.lab.switch("ip", "link", "set", f"port{self.number}", "down")
 
     def heal(self) -> None:
-        """Put the network cable back."""
+        """Reconnect the host to the network."""
         self.lab.switch("ip", "link", "set", f"port{self.number}", "up")
 
     def block(self, other: "Host") -> None:
@@ -184,7 +184,7 @@ class Host:
         self.run("ip", "route", "add", "blackhole", other.address)
 
     def unblock(self, other: "Host") -> None:
-        """Let packets through again."""
+        """Stop dropping packets."""
         self.run("ip", "route", "delete", "blackhole", other.address)
 
     def freeze(self) -> None:
@@ -192,7 +192,7 @@ class Host:
         self._signal_all("STOP")
 
     def thaw(self) -> None:
-        """Let all processes go on."""
+        """Resume all processes."""
         self._signal_all("CONT")
         # nsenter stops itself when its child is stopped.
         for process in self._processes:
@@ -200,7 +200,7 @@ class Host:
 
     def _signal_all(self, name: str) -> None:
         assert self._namespace is not None
-        # -1 is every process of the namespace but its first one and the sender.
+        # -1 is every process of the namespace except its first process and the sender.
         command = [*self._namespace.enter("-p", "-m", "-r"), "kill", f"-{name}", "-1"]
         subprocess.run(command, check=False, timeout=30, stderr=subprocess.DEVNULL)
 
@@ -211,7 +211,7 @@ class Host:
         self._forwarders = []
         if self._namespace is not None:
             self._namespace.kill()
-            # Each of these reaps a process inside, without which the namespace does not end.
+            # Each of these reaps a process inside; otherwise the namespace does not end.
             for process in self._processes:
                 process.kill()
                 process.wait(timeout=30)
@@ -220,15 +220,15 @@ class Host:
             self.lab.unplug(self)
 
     def unmount(self) -> None:
-        """Take the shared storage away; its mount point stays, empty."""
+        """Unmount the shared storage; its mount point stays, empty."""
         self.run("umount", "--lazy", SHARED)
 
     def mount(self) -> None:
-        """Bring the shared storage back."""
+        """Mount the shared storage again."""
         self.run("mount", "--bind", str(self.lab.folder / "shared"), SHARED)
 
     def forward(self, port: int, *, address: str | None = None) -> int:
-        """A port of 127.0.0.1 in the test's own namespace that leads to a port of this host."""
+        """Return a port of 127.0.0.1 in the test's namespace that forwards to a port of this host."""
         assert self._namespace is not None
         self._forwarders.append(PortForwarder(self._namespace, (address or self.address, port)))
         return self._forwarders[-1].port
@@ -263,7 +263,7 @@ class Lab:
         host.run("ip", "link", "set", "eth0", "up")
 
     def unplug(self, host: Host) -> None:
-        """Forget the port of a host that is gone."""
+        """Remove the port of a host that was switched off."""
         with suppress(subprocess.CalledProcessError):
             self.switch("ip", "link", "delete", f"port{host.number}")
 
@@ -284,7 +284,7 @@ class Lab:
 def lab(
     names: Sequence[str], *, shared: Path, hosts_files: Sequence[HostsFile] = ("real",), ipv6: bool = False
 ) -> Iterator[Lab]:
-    """Hosts of these names, switched on, numbered from 10, with these variants of /etc/hosts in turn."""
+    """Yield hosts of these names, switched on, numbered from 10, with these variants of /etc/hosts in turn."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         made = Lab(Path(folder), shared, ipv6=ipv6)
         try:

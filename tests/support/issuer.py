@@ -1,4 +1,4 @@
-"""A real OpenID Connect issuer on this machine: discovery, its keys, and tokens that it signs."""
+"""A real OpenID Connect issuer on this machine: discovery, keys, and signed tokens."""
 
 import json
 import threading
@@ -19,23 +19,23 @@ Private = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
 
 @cache
 def rsa_key(name: str) -> rsa.RSAPrivateKey:
-    """A key of this name, made once: it takes its time."""
+    """Return the RSA key of this name, generated once because generation is slow."""
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 
 @cache
 def ec_key(name: str) -> ec.EllipticCurvePrivateKey:
-    """The same on a curve."""
+    """Return the elliptic-curve key of this name, generated once."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def public_pem(key: Private) -> bytes:
-    """What everybody may know of a key."""
+    """Return the public part of a key as PEM."""
     return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 class Issuer:
-    """What it publishes and how it answers; a test changes that at will."""
+    """The published documents and answers of the issuer; a test may change them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -49,7 +49,7 @@ class Issuer:
         self.released.set()
 
     def token(self, *, kid: str = "first", key: Private | None = None, **claims: Any) -> str:
-        """A token that it signed, in order unless claims say otherwise; None leaves one out."""
+        """Return a signed token, valid unless claims make it invalid; None omits a claim."""
         now = time.time()
         sound = {"iss": self.url, "aud": AUDIENCE, "sub": "alice-1", "iat": now, "exp": now + 3600}
         told = {name: value for name, value in (sound | claims).items() if value is not None}
@@ -57,7 +57,7 @@ class Issuer:
         return jwt.encode(told, signer, "RS256" if isinstance(signer, rsa.RSAPrivateKey) else "ES256", {"kid": kid})
 
     def answer(self, path: str) -> dict[str, Any] | None:
-        """What lies at a path."""
+        """Return the document at a path."""
         if path == "/.well-known/openid-configuration":
             return {"issuer": self.called or self.url, "jwks_uri": self.jwks_url, "padding": "x" * self.padding}
         return {"keys": [_published(kid, key) for kid, key in self.keys.items()]} if path == "/keys" else None
@@ -71,7 +71,7 @@ def _published(kid: str, key: Private) -> dict[str, Any]:
 
 @contextmanager
 def issuer() -> Iterator[Issuer]:
-    """One that listens until the block ends."""
+    """Run an issuer until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -84,7 +84,7 @@ def issuer() -> Iterator[Issuer]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found = Issuer(f"http://127.0.0.1:{server.server_port}")

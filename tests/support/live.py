@@ -1,4 +1,4 @@
-"""The service as users run it: a process of its own with embedded Ray, started, stopped, killed and started again."""
+"""The service as users run it: a separate process with embedded Ray that can be stopped, killed and restarted."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from trainshed import Api, Client
 
 
 class LiveService:
-    """A service on a home of its own, with more environment and storage roots if need be.
+    """The service on a separate home, with optional environment variables and storage roots.
 
     Its Ray survives `kill` and not `stop`.
     """
@@ -40,7 +40,7 @@ class LiveService:
         return self._client.api
 
     def start(self) -> None:
-        """Start, or start again on the same home."""
+        """Start the service, or restart it on the same home."""
         (self.home / "service.json").unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
         environment |= {
@@ -66,11 +66,11 @@ class LiveService:
         return ServiceAddress.model_validate_json(file.read_bytes()) if file.exists() else None
 
     def kill(self) -> None:
-        """SIGKILL the service alone, and leave its Ray behind."""
+        """SIGKILL only the service; its Ray keeps running."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the service and its Ray as an operator would."""
+        """Stop the service and its Ray as an operator would."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
@@ -83,7 +83,7 @@ class LiveService:
             self._process = None
 
     def submit(self, **parts: dict[str, Any]) -> str:
-        """Submit a small job on two workers that share each sequence; its id."""
+        """Submit a small job on two workers that share each sequence and return its id."""
         return self.client.submit(yaml.safe_dump(small_job(self.home, **parts))).id
 
     def wait_for_state(self, job_id: str, *states: JobState, seconds: float = 120) -> JobOut:
@@ -98,30 +98,30 @@ class LiveService:
         return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Wait until the job has done a step."""
+        """Wait until the job has trained a step."""
         wait_for(lambda: any(line["step"] >= step for line in self.metrics(job_id)), f"step {step}", seconds=120)
 
     def run_dir(self, job_id: str) -> RunDir:
-        """Where the job writes."""
+        """Return the run directory of the job."""
         return RunDir.at(self.client.job(job_id).run_dir)
 
     def events(self, job_id: str, name: str | None = None) -> list[dict[str, Any]]:
-        """The events of all attempts, or those of one kind."""
+        """Return the events of all attempts, or those of one kind."""
         lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
         return [line for line in lines if name in (None, line["event"])]
 
     def metrics(self, job_id: str) -> list[dict[str, Any]]:
-        """The metrics lines of all attempts."""
+        """Return the metrics lines of all attempts."""
         return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
 
     def story(self, job_id: str) -> str:
-        """What a person would look at when a job went wrong."""
+        """Return the information that a person needs to debug a failed job."""
         logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in logs]
         return "\n".join([str(self.events(job_id)), *texts])
 
     def driver(self, job_id: str) -> psutil.Process:
-        """The process of the job's newest driver."""
+        """Return the process of the job's newest driver."""
         root = str(self.run_dir(job_id).root)
         found = [p for p in psutil.process_iter(["cmdline"]) if _drives(p.info["cmdline"] or [], root)]
         assert len(found) == 1, found
@@ -129,12 +129,12 @@ class LiveService:
 
 
 def _drives(command: list[str], root: str) -> bool:
-    # The shell that Ray starts drivers with names the same words, as one argument.
+    # The shell with which Ray starts drivers has the same words in one argument.
     return "train_loop.ray_train.driver" in command and root in command
 
 
 def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:
-    """A job of some seconds: a tiny Qwen3 on random tokens, two workers, a checkpoint every ten steps."""
+    """Return a job of some seconds: a tiny Qwen3 on random tokens, two workers, a checkpoint every ten steps."""
     data = home / "data" / "tokens.parquet"
     if not data.exists():
         data.parent.mkdir(parents=True, exist_ok=True)

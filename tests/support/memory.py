@@ -1,4 +1,4 @@
-"""Memory cgroups, so that the kernel really kills a process for lack of memory."""
+"""Memory cgroups, with which the kernel really kills a process for lack of memory."""
 
 import uuid
 from collections.abc import Iterator
@@ -13,29 +13,29 @@ _KINDS = (
     (_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     (_ROOT, "memory.max", "memory.current"),
 )
-"""Where cgroups of version 1 and 2 are, with their files of limit and usage."""
+"""The mount points of cgroups of version 1 and 2, with their files of limit and usage."""
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A memory cgroup that has no limit at first."""
+    """A memory cgroup, initially without a limit."""
 
     folder: Path
     limit: str
     usage: str
 
     def add(self, pid: int) -> None:
-        """Move a process into the group. Memory that it has taken so far does not count."""
+        """Move a process into the group. Memory that it already uses does not count."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def allow(self, more: int) -> None:
-        """Limit the group to what it takes now and so many bytes more."""
+        """Limit the group to its present usage plus a number of bytes."""
         (self.folder / self.limit).write_text(str(int((self.folder / self.usage).read_text()) + more))
 
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
-    """Yield a memory cgroup of its own; skip the test where none can be made."""
+    """Yield a separate memory cgroup; skip the test if none can be created."""
     for root, limit, usage in _KINDS:
         folder = root / f"trainshed-{uuid.uuid4().hex[:8]}"
         try:

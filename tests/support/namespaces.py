@@ -29,7 +29,7 @@ class Namespace:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Not even SIGKILL of the test leaves a host behind.
+            # The host ends with the test, even if SIGKILL ends the test.
             preexec_fn=_die_with_parent,
         )
         self.pid = wait_for(self._child, "the first process of a namespace", seconds=10)
@@ -51,11 +51,11 @@ class Namespace:
             raise RuntimeError(self._why_ended())
 
     def enter(self, *flags: str) -> list[str]:
-        """The beginning of a command line that runs inside."""
+        """Return the start of a command line that runs inside."""
         return ["nsenter", "--target", str(self.pid), *flags, "--"]
 
     def kill(self) -> None:
-        """End all processes inside at once, as when the power fails; `wait` for their end."""
+        """Kill all processes inside at once, as a power failure does; with `wait`, wait for their end."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -77,7 +77,7 @@ class PortForwarder:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
         self._listener.close()
 
     def _accept(self) -> None:

@@ -1,6 +1,6 @@
-"""A process for which a folder lies on a network file system on a bad day.
+"""A process for which a folder behaves like a failing network file system.
 
-Handles go stale for a moment; or a request is done and its answer is lost, so that the one that is sent again finds it
+Handles become stale temporarily. Or the answer to a finished request is lost, so that the repeated request finds it
 done.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 ASKED, CHANGED = ("stat", "listdir", "scandir", "open"), ("mkdir", "rename", "unlink", "rmdir")
 _AGAIN = {"mkdir": errno.EEXIST, "rename": errno.ENOENT, "unlink": errno.ENOENT, "rmdir": errno.ENOENT}
-"""What a change comes to that is done already."""
+"""The error of a change that is already done."""
 
 
 def act_like_nfs(below: Path, *, seed: int, share: float = 0.08) -> None:
-    """From now on, this share of what is asked of the folder goes wrong."""
+    """Make this share of the requests for the folder fail from now on."""
     root, chance, lock = os.path.realpath(below), random.Random(seed), threading.Lock()
 
     def strikes(path: Any) -> bool:

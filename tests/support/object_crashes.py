@@ -15,18 +15,18 @@ from s3fs import S3FileSystem
 
 
 class Request(NamedTuple):
-    """One change of what is stored."""
+    """One change of the stored objects."""
 
     at: int
-    """Nanoseconds, when it was answered, of a clock that all processes share."""
+    """Nanoseconds of a clock that all processes share, when the request was answered."""
     kind: str
-    """put or delete; or `told`, which promises that a step is durable."""
+    """put or delete; or `told`, the report that a step is durable."""
     key: str
     content: bytes = b""
 
 
 class RequestTrace:
-    """Records the changes that this process asks for below a prefix while `patch` lasts."""
+    """A record of this process's changes below a prefix while `patch` is active."""
 
     def __init__(self, patch: pytest.MonkeyPatch, prefix: str) -> None:
         self.requests: list[Request] = []
@@ -40,11 +40,11 @@ class RequestTrace:
             return answer
 
         patch.setattr(S3FileSystem, "_call_s3", call_and_tell)
-        # Files that are opened call this one.
+        # Opened files call this one.
         patch.setattr(S3FileSystem, "call_s3", sync_wrapper(call_and_tell))
 
     def tell(self, step: int) -> None:
-        """Say that somebody was promised this step."""
+        """Record that a step was reported as durable."""
         self.requests.append(Request(time.monotonic_ns(), "told", str(step)))
 
     def _hear(self, method: str, asked: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class RequestTrace:
 
 
 class Found(NamedTuple):
-    """What can be found after a crash."""
+    """One state after a crash."""
 
     objects: dict[str, bytes]
     promised: frozenset[int]
@@ -73,7 +73,7 @@ class Found(NamedTuple):
 
 
 def found_after_crashes(traces: Sequence[Sequence[Request]]) -> Iterator[Found]:
-    """Each thing that can be found once."""
+    """Yield each possible state once."""
     order = sorted((request, number) for number, trace in enumerate(traces) for request in trace)
     seen = set[tuple[object, ...]]()
     objects, promised = dict[str, bytes](), frozenset[int]()
@@ -94,7 +94,7 @@ def found_after_crashes(traces: Sequence[Sequence[Request]]) -> Iterator[Found]:
 
 
 def _next(ahead: Sequence[tuple[Request, int]], process: int) -> Request | None:
-    """What a process asks for next, of which it cannot have been told."""
+    """Return the next request of a process, whose answer it cannot have received."""
     following = next((request for request, number in ahead if number == process), None)
     return None if following is None or following.kind == "told" else following
 

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: what OpenTelemetry sends it over HTTP, parsed."""
+"""A collector of traces on loopback: parsed spans that OpenTelemetry sends over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """A span that came in."""
+    """A received span."""
 
     name: str
     id: str
@@ -21,18 +21,18 @@ class Span:
 
 @dataclass
 class Collector:
-    """Where spans go; once it hangs it takes them and does not answer."""
+    """A destination of spans; while it hangs, it accepts spans without an answer."""
 
     url: str
     spans: list[Span] = field(default_factory=list)
     answers: threading.Event = field(default_factory=threading.Event)
 
     def named(self, name: str) -> list[Span]:
-        """The spans of a name."""
+        """Return the spans of a name."""
         return [span for span in self.spans if span.name == name]
 
     def take(self, body: bytes) -> None:
-        """Parse what was sent."""
+        """Parse a request."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
@@ -42,7 +42,7 @@ class Collector:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """One that runs meanwhile."""
+    """Run a collector until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -54,7 +54,7 @@ def collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True

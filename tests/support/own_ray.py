@@ -15,7 +15,7 @@ from tests.support.waiting import wait_for
 
 @contextmanager
 def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """The address of a Ray with two CPUs, whose workers have the variables too; its folder needs a short path."""
+    """Yield the address of a Ray with two CPUs, whose workers get the variables too; its folder needs a short path."""
     folder = tempfile.mkdtemp(prefix="shed-")
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
     with pytest.MonkeyPatch.context() as patch:

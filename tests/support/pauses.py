@@ -21,7 +21,7 @@ _FILES = ("open", "stat", "rename", "mkdir", "listdir", "unlink", "rmdir", "scan
 _OBJECTS = ("cat_file", "pipe_file", "ls", "rm_file", "rm", "info", "open", "find")
 _WRITES = ("rename", "open", "pipe_file")
 _SWITCH = (0.02, 0.1, 0.4)
-"""How often a schedule pauses a program: seldom and long, or all the time."""
+"""The frequency of a schedule's pauses: seldom and long, or all the time."""
 Program = Callable[[], None]
 
 
@@ -39,7 +39,7 @@ class Schedule:
         self.running = False
 
     def run(self, programs: Sequence[Program], *, watch: Callable[[str], None]) -> None:
-        """Run programs until each has ended or died; tell `watch` when the fence or the checkpoints have changed."""
+        """Run programs until each has ended or died; call `watch` when the fence or the checkpoints have changed."""
         alive = [greenlet(program) for program in programs]
         doomed = [one for one in alive if self._chance.random() < self._dies]
         left = {one: self._chance.randrange(120) for one in doomed}
@@ -61,12 +61,12 @@ class Schedule:
                 watch(changed)
         self.running = False
         for one in dead:
-            # Closes its files, with nobody watching.
+            # Close its files, without a call of `watch`.
             one.throw()
 
     @contextmanager
     def unpaused(self) -> Iterator[None]:
-        """Have no operation pause: who only looks on takes no time."""
+        """Disable pauses, so that an observer takes no time."""
         program = greenlet.getcurrent()
         self._busy.add(program)
         try:
@@ -104,7 +104,7 @@ def _change(name: str, arguments: tuple[Any, ...]) -> str | None:
 
 @contextmanager
 def paused_storage(schedule: Callable[[], Schedule | None]) -> Iterator[None]:
-    """Have every operation on files and on memory:// pause by the schedule of the moment."""
+    """Pause every operation on files and on memory:// by the active schedule."""
 
     def pausing(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def paused(*arguments: Any, **options: Any) -> Any:
@@ -118,7 +118,7 @@ def paused_storage(schedule: Callable[[], Schedule | None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _FILES:
             patch.setattr(os, name, pausing(name, getattr(os, name)))
-        # Nothing here loses power.
+        # No simulated power failure here.
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr(io, "open", pausing("open", io.open))
         for name in _OBJECTS:
@@ -127,7 +127,7 @@ def paused_storage(schedule: Callable[[], Schedule | None]) -> Iterator[None]:
 
 
 class ObjectPath:
-    """A path on memory://, with as much of UPath's interface as run directories use, at a tenth of its costs."""
+    """A path on memory:// with the part of UPath's interface that run directories use, at a tenth of its cost."""
 
     fs = MemoryFileSystem()
 

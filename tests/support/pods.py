@@ -12,26 +12,26 @@ from tests.support.hosts import SHARED, Host
 
 @dataclass
 class Pod:
-    """One pod of a rendered chart, on a host of its own."""
+    """One pod of a rendered chart, on a separate host."""
 
     name: str
     template: Object
     host: Host
     rendered: Rendered
     secrets: Mapping[str, Mapping[str, str]]
-    """Secrets that the chart does not make, as KubeRay's token."""
+    """Secrets that the chart does not create, such as KubeRay's token."""
     ray_command: str | None = None
-    """What KubeRay would have the container run."""
+    """The command that KubeRay gives the container."""
 
     @property
     def container(self) -> Object:
-        """The pod's one container."""
+        """Return the pod's only container."""
         (one,) = self.template["spec"]["containers"]
         found: Object = one
         return found
 
     def environment(self) -> dict[str, str]:
-        """The variables of the container."""
+        """Return the variables of the container."""
         found = {"HOME": "/tmp"}
         for source in self.container.get("envFrom", []):
             if "configMapRef" in source:
@@ -53,13 +53,13 @@ class Pod:
         return {key: base64.b64decode(value).decode() for key, value in data.items()}
 
     def command(self) -> tuple[str, ...]:
-        """What the container runs; the images' entrypoint only collects orphans."""
+        """Return the container's command; the images' entrypoint only reaps orphans."""
         if self.ray_command is not None:
             return ("/bin/bash", "-c", "--", f"ulimit -n 65536; {self.ray_command}")
         return tuple(self.container["args"])
 
     def prepare(self) -> None:
-        """Make the host's files those of the container: mounts, a read-only root."""
+        """Give the host the mounts and the read-only root of the container."""
         volumes = {volume["name"]: volume for volume in self.template["spec"]["volumes"]}
         writable = []
         for mount in self.container["volumeMounts"]:
@@ -77,7 +77,7 @@ class Pod:
             files, mode = self.rendered.of("ConfigMap", volume["configMap"]["name"])["data"], "444"
         for name, text in files.items():
             self.host.write(f"{path}/{name}", text)
-            # As fsGroup has it.
+            # As fsGroup sets it.
             self.host.run("chgrp", str(UID), f"{path}/{name}")
             self.host.run("chmod", mode, f"{path}/{name}")
 
@@ -88,7 +88,7 @@ class Pod:
         start(self.host, Container(self.name, self.command(), self.environment()))
 
     def run(self, *words: str, seconds: float = 60) -> str:
-        """Run the container, or other words in its place, to its end; what it printed."""
+        """Run the container, or another command in it, to its end and return its output."""
         return run(self.host, Container(self.name, words or self.command(), self.environment()), seconds=seconds)
 
 
@@ -133,7 +133,7 @@ def place(rendered: Rendered, hosts: Mapping[str, Host], *, token: str, more: st
         secrets = {name: {"auth_token": token}}
         made.pods[component] = Pod(component, template, host, rendered, secrets, ray_command)
         if ray_command is not None:
-            # What `authOptions` has KubeRay add.
+            # KubeRay adds this for `authOptions`.
             variables = [{"name": "RAY_AUTH_MODE", "value": "token"}, {"name": "RAY_AUTH_TOKEN", "value": token}]
             made[component].container["env"] += variables
         made[component].prepare()
@@ -141,7 +141,7 @@ def place(rendered: Rendered, hosts: Mapping[str, Host], *, token: str, more: st
 
 
 def ray_start(group: Mapping[str, Any]) -> str:
-    """The `ray start` that KubeRay writes for a group: its own parameters, then those of the chart."""
+    """Return the `ray start` that KubeRay writes for a group: its own parameters, then those of the chart."""
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     own = {"block": "true", "dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"}
     if "cpu" in limits:

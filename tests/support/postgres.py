@@ -25,17 +25,17 @@ class PostgresServer:
         _run("initdb", "-D", str(self._data), "-U", "shed", "--auth=trust", "--no-sync")
 
     def start(self) -> None:
-        """Start it, and wait until it takes connections."""
+        """Start the server, and wait until it accepts connections."""
         options = f"-c listen_addresses=127.0.0.1 -p {self._port} -k {self._root} -c fsync=off"
         _run("pg_ctl", "-D", str(self._data), "-l", str(self._root / "log"), "-o", options, "-w", "start")
 
     def stop(self) -> None:
-        """Stop it at once, with the connections that it has."""
+        """Stop the server at once, with its connections."""
         _run("pg_ctl", "-D", str(self._data), "-m", "immediate", "-w", "stop")
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Freeze all its processes for a while: connections stay, and nothing answers."""
+        """Freeze all its processes for a while: connections stay open, and requests get no answer."""
         main = psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))
         frozen = [main, *main.children(recursive=True)]
         for process in frozen:
@@ -49,8 +49,8 @@ class PostgresServer:
 
 @contextmanager
 def own_postgres() -> Iterator[PostgresServer]:
-    """A running server that a test may stop and freeze; a test that stops it starts it again."""
-    # Short, because its socket lies in it.
+    """Yield a running server that a test may stop and freeze; a test that stops it must restart it."""
+    # The path is short because the server's socket is in it.
     root = Path(tempfile.mkdtemp(prefix="pg-"))
     _give_away(root)
     server = PostgresServer(root)
@@ -64,7 +64,7 @@ def own_postgres() -> Iterator[PostgresServer]:
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
-    """A server on a free loopback port; its SQLAlchemy URL."""
+    """Run a server on a free loopback port; yield its SQLAlchemy URL."""
     with own_postgres() as server:
         yield server.url
 

@@ -19,9 +19,9 @@ from train_loop.system.exit import leave
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(*arguments)` on every rank of a gloo group; what each rank returned, by rank.
+    """Call `function(*arguments)` on every rank of a gloo group; return the results by rank.
 
-    The function must be importable, and what it returns must pickle. Raises what the first failing rank raised.
+    The function must be importable, and its result must pickle. Raises the exception of the first failing rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         _join(_start(_rank, world, (dict(os.environ), world, folder, function, arguments)))
@@ -52,7 +52,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
-    """The processes of ranks that call `function(*arguments)`, for tests that kill them; none is left behind."""
+    """Yield processes of ranks that call `function(*arguments)`, for tests that kill them; all are ended afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = _start(_rank, world, (dict(os.environ), world, folder, function, arguments)).processes
         try:
@@ -69,7 +69,7 @@ def _join(ranks: Any) -> None:
 
 
 def _start(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> Any:
-    """Processes that are forked from one that has imported already what takes seconds to import."""
+    """Fork processes from one that has already imported the slow modules."""
     set_forkserver_preload(["tests.support.preload"])
     return start_processes(function, arguments, nprocs=world, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
 
@@ -106,7 +106,7 @@ def _answer(
 
 @contextmanager
 def _group(rank: int, environment: dict[str, str], world: int, folder: str) -> Iterator[None]:
-    # The process that it was forked from has the environment of another time.
+    # The process that it was forked from has the environment of an earlier time.
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -13,7 +13,7 @@ Act = Callable[[BaseHTTPRequestHandler], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a receiver got."""
+    """A request that a receiver got."""
 
     path: str
     headers: dict[str, str]
@@ -22,14 +22,14 @@ class Request:
 
 @dataclass
 class Receiver:
-    """A receiver; `act` is how it answers from now on."""
+    """A receiver; a test sets `act`, its reaction to requests."""
 
     act: Act
     port: int = 0
     got: list[Request] = field(default_factory=list)
 
     def url(self, path: str = "/hook", *, host: str = "127.0.0.1", scheme: str = "http") -> str:
-        """Where it listens."""
+        """Return the URL of the receiver."""
         return f"{scheme}://{host}:{self.port}{path}"
 
 
@@ -50,17 +50,17 @@ RECEIVED = answer(200)
 
 
 def say_nothing(handler: BaseHTTPRequestHandler) -> None:
-    """Neither answer nor hang up, until the other side does."""
+    """Keep the connection open without an answer, until the client disconnects."""
     handler.rfile.read(1)
 
 
 def talk_garbage(handler: BaseHTTPRequestHandler) -> None:
-    """Something that is no HTTP."""
+    """Send bytes that are not HTTP."""
     handler.wfile.write(b"\x00\xff hello\r\n\r\n")
 
 
 def talk_for_ever(handler: BaseHTTPRequestHandler) -> None:
-    """A body without an end."""
+    """Send an endless body."""
     handler.send_response(200)
     handler.end_headers()
     for _ in range(100_000):
@@ -68,7 +68,7 @@ def talk_for_ever(handler: BaseHTTPRequestHandler) -> None:
 
 
 def drip(handler: BaseHTTPRequestHandler) -> None:
-    """Headers without an end, a byte at a time."""
+    """Send endless headers, one byte at a time."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nx: ")
     for _ in range(600):
         handler.wfile.write(b"y")
@@ -77,7 +77,7 @@ def drip(handler: BaseHTTPRequestHandler) -> None:
 
 @contextmanager
 def receiving(act: Act = RECEIVED, *, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    """A receiver in threads of its own, for the length of a test."""
+    """Run a receiver in separate threads for the length of a test."""
     receiver = Receiver(act)
 
     class Handler(BaseHTTPRequestHandler):
@@ -91,13 +91,13 @@ def receiving(act: Act = RECEIVED, *, tls: ssl.SSLContext | None = None) -> Iter
                 self.close_connection = True
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Into no log."""
+            """Log nothing."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Whoever hangs up is no error here."""
+            """Ignore disconnects of clients."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         if tls is not None:

@@ -1,4 +1,4 @@
-"""Qwen3 and its loss written plainly in float64, one document at a time: what the loop is held against."""
+"""Qwen3 and its loss in plain float64, one document at a time: the reference for the loop."""
 
 from itertools import pairwise
 from typing import Any
@@ -38,14 +38,14 @@ def reference(job: JobSpec, rows: Rows) -> tuple[float, Weights]:
 
 
 def float64_weights(job: JobSpec) -> Weights:
-    """The weights that every mesh draws from seed 0."""
+    """Return the weights that every mesh draws from seed 0."""
     model = build_model(job.model)
     materialise(model, build_model(job.model), seed=0, device=torch.device("cpu"))
     return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 
 
 def forward(weights: Weights, config: dict[str, Any], ids: Tensor) -> Tensor:
-    """Logits [T, V] of one document [T]."""
+    """Return the logits [T, V] of one document [T]."""
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
         w = {n.split(".", 3)[3]: p for n, p in weights.items() if n.startswith(f"model.layers.{layer}.")}
@@ -75,7 +75,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions on [T, H, D], theta 10,000, the two halves of D as pairs."""
+    """Apply rotary positions to [T, H, D], theta 10,000, with the two halves of D as pairs."""
     t, _, d = x.shape
     angles = torch.outer(torch.arange(t).double(), 10_000.0 ** (-torch.arange(0, d, 2).double() / d))
     cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))

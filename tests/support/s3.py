@@ -34,40 +34,40 @@ _SLOW_DOWN = b"""<?xml version="1.0" encoding="UTF-8"?>
 
 
 class S3Server:
-    """A running server, from the side of the test; buckets and objects are in its memory alone."""
+    """A running server, as seen from the test; its buckets and objects are in memory only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._objects: dict[str, bytes] = {}
-        """What was put, in order; a bucket is put as a path of one part."""
+        """The objects put so far, in order; a bucket is recorded as a path of one part."""
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
     @property
     def endpoint(self) -> str:
-        """Its URL, the same after `gone`."""
+        """Return the URL, which stays the same after `gone`."""
         return f"http://{_HOST}:{self._port}"
 
     def environment(self) -> dict[str, str]:
-        """The variables by which botocore, and with it fsspec's s3://, finds the server."""
+        """Return the variables by which botocore, and with it fsspec's s3://, finds the server."""
         return s3_environment(self.endpoint)
 
     def bucket(self, name: str) -> None:
-        """Make a bucket."""
+        """Create a bucket."""
         self.put(name, b"")
 
     def put(self, path: str, content: bytes) -> None:
-        """Put an object at bucket/key, which is never refused."""
+        """Put an object at bucket/key; this request is never refused."""
         self._objects[path] = content
         self._send(path, content)
 
     def requests(self) -> list[dict[str, Any]]:
-        """The requests that were answered, each with method, path, range and status, in order."""
+        """Return the answered requests, each with method, path, range and status, in order."""
         return list(read_lines(_requests(self._folder)))
 
     @property
     def refused(self) -> int:
-        """How many requests were answered with 503 SlowDown."""
+        """Return the number of requests answered with 503 SlowDown."""
         return sum(request["status"] == 503 for request in self.requests())
 
     @contextmanager
@@ -81,12 +81,12 @@ class S3Server:
 
     @contextmanager
     def gone(self) -> Iterator[None]:
-        """Be no server for a while: connections are refused; then the same port has what the test put there."""
+        """Refuse connections for a while; then serve the same objects on the same port."""
         self.stop()
         try:
             yield
         finally:
-            # Until all of it is back: an object that is missing for a moment would be no outage, but a lie.
+            # Until all objects are restored: a missing object would simulate data loss, not an outage.
             with self.refuse():
                 self.start()
                 for path, content in self._objects.items():
@@ -101,9 +101,9 @@ class S3Server:
         self._port = wait_for(self._told_port, "an S3 server")
 
     def stop(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if self._process is not None:
-            self._process.kill()  # it holds nothing that could be lost
+            self._process.kill()  # the process holds no data that could be lost
             self._process.wait(timeout=30)
 
     def _told_port(self) -> int | None:
@@ -113,7 +113,7 @@ class S3Server:
         return int(file.read_text()) if file.exists() else None
 
     def _send(self, path: str, content: bytes) -> None:
-        # moto looks for a signature and does not check it; without one, nobody may put an object twice.
+        # moto requires a signature without checking it; without one, an object cannot be put twice.
         signature = f"AWS4-HMAC-SHA256 Credential={_KEY}/20260101/us-east-1/s3/aws4_request, Signature=none"
         headers = {"Content-Type": "application/octet-stream", "Authorization": signature, _NEVER_REFUSED: "yes"}
         request = urllib.request.Request(f"{self.endpoint}/{quote(path)}", content, headers, method="PUT")
@@ -122,7 +122,7 @@ class S3Server:
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
-    """Variables by which botocore finds a server of this module."""
+    """Return the variables by which botocore finds a server of this module."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": _KEY,
@@ -133,12 +133,12 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server on a free loopback port."""
+    """Run a server on a free loopback port."""
     with tempfile.TemporaryDirectory(prefix="s3-") as folder:
         server = S3Server(Path(folder))
         try:
             server.start()
-            # fsspec keeps file systems, and with them the address of a server that was there before.
+            # fsspec caches file systems, and with them the address of an earlier server.
             S3FileSystem.clear_instance_cache()
             yield server
         finally:
@@ -147,7 +147,7 @@ def s3_server() -> Iterator[S3Server]:
 
 
 class ReadinessGate:
-    """Before moto's application: refuses while it is told to, and writes down every answer."""
+    """A WSGI layer before moto's application that refuses requests on demand and logs every answer."""
 
     def __init__(self, application: "WSGIApplication", folder: Path) -> None:
         self.application = application
@@ -158,7 +158,7 @@ class ReadinessGate:
         """Answer one request."""
 
         def start_and_tell(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
-            # Before the answer leaves, so that whoever has it finds it written down.
+            # Log before the answer is sent, so that a client with the answer finds the log line.
             self._tell(environ, int(status.split()[0]))
             return start_response(status, headers, *rest)
 
@@ -174,7 +174,7 @@ class ReadinessGate:
 
 
 def main() -> None:
-    """Serve until killed; the port is told once requests can come."""
+    """Serve until killed; write the port to a file once requests are accepted."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.s3", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses")

@@ -1,4 +1,4 @@
-"""The service as a process of its own, on a home of its own, with a cluster that never answers: no Ray is started."""
+"""The service as a separate process on a separate home, with a cluster that never answers: no Ray is started."""
 
 import os
 import re
@@ -19,14 +19,14 @@ SAID = re.compile(r"Trainshed listens on http://(127\.0\.0\.1|0\.0\.0\.0):(\d+) 
 
 
 def environment_of(home: Path, **settings: str) -> dict[str, str]:
-    """What such a process is told."""
+    """Return the environment of such a process."""
     own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": NOBODY}
     return {**os.environ, **own, **settings}
 
 
 @dataclass(frozen=True)
 class Served:
-    """A process that listens, and a caller with its key."""
+    """A running process, and a client with its key."""
 
     process: subprocess.Popen[str]
     client: httpx.Client
@@ -37,18 +37,18 @@ class Served:
         wait_for(lambda: self.trouble() in (None, "preflight_starting"), "an open database", seconds=90)
 
     def takes_jobs(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the service is ready."""
         wait_for(lambda: self.trouble() is None, "a service that is ready", seconds=90)
 
     def trouble(self) -> str | None:
-        """Why it is not ready."""
+        """Return the reason why the service is not ready."""
         answer = self.client.get("/readyz")
         return None if answer.status_code == 200 else str(answer.json()["code"])
 
 
 @contextmanager
 def served(home: Path, *, files: int = 0, **settings: Any) -> Iterator[Served]:
-    """Start one, and kill it in the end if it is still there. It may open `files` files; 0: as many as this process."""
+    """Start a service and kill it at the end. It may open `files` files; 0: as many as this process."""
     home.mkdir(exist_ok=True)
     log = home / "service.log"
     command = [sys.executable, "-m", "trainshed.cli.main", "serve"]

@@ -1,4 +1,4 @@
-"""An app on a real port, and a proxy before it that does to answers what networks do."""
+"""An app on a real port, and a proxy that simulates network faults of responses."""
 
 import socket
 import threading
@@ -19,7 +19,7 @@ Fault = Callable[[socket.socket, Answer], None]
 
 @contextmanager
 def serving(app: FastAPI) -> Iterator[int]:
-    """The port of a real server, until the block ends."""
+    """Run a real server until the block ends; yield its port."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -34,7 +34,7 @@ def serving(app: FastAPI) -> Iterator[int]:
 
 @dataclass
 class Proxy:
-    """Passes each request on, on a connection of its own, but for the next ones, which meet a fault each."""
+    """A proxy that forwards each request on a separate connection; the next requests meet one fault each."""
 
     behind: int
     faults: deque[Fault] = field(default_factory=deque)
@@ -48,8 +48,8 @@ class Proxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more requests."""
-        # A thread that waits for a connection is not told that its socket was closed; one more connection tells it.
+        """Stop accepting requests."""
+        # A thread in accept() does not notice a closed socket; one more connection wakes it.
         listener, self._listener = self._listener, None  # type: ignore[assignment]
         socket.create_connection(listener.getsockname()).close()
         self._thread.join()
@@ -72,30 +72,30 @@ class Proxy:
 
 
 def relay(caller: socket.socket, answer: Answer) -> None:
-    """No fault."""
+    """Forward without a fault."""
     for part in answer:
         caller.sendall(part)
 
 
 def lose(caller: socket.socket, answer: Answer) -> None:
-    """The service does what it was asked, and nobody hears of it."""
+    """Let the service process the request, and drop the response."""
     for _ in answer:
         pass
 
 
 def drop(caller: socket.socket, answer: Answer) -> None:
-    """The service was never asked."""
+    """Drop the request before the service gets it."""
 
 
 def say(status: str, **headers: str) -> Fault:
-    """Somebody on the way answers."""
+    """Answer in place of the service."""
     lines = [f"HTTP/1.1 {status}", "content-length: 0", "connection: close"]
     text = "\r\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()), "", ""])
     return lambda caller, answer: caller.sendall(text.encode())
 
 
 def cut(after: int) -> Fault:
-    """So many bytes of the answer come."""
+    """Forward this number of bytes of the response."""
 
     def fault(caller: socket.socket, answer: Answer) -> None:
         left = after

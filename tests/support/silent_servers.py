@@ -1,4 +1,4 @@
-"""Servers that do not answer: one that drops packets, and one that accepts connections and says nothing."""
+"""Servers that do not answer: one drops packets, and one accepts connections without a response."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def dropping_server() -> Iterator[str]:
-    """The URL of a port that answers no packet, as the address of a host that is switched off."""
+    """Yield the URL of a port that answers no packet, like a host that is switched off."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         # Linux drops connections to a server whose queue is full.
@@ -17,6 +17,6 @@ def dropping_server() -> Iterator[str]:
 
 @contextmanager
 def mute_server() -> Iterator[str]:
-    """The URL of a server that takes connections and never answers, as one whose process is stopped."""
+    """Yield the URL of a server that accepts connections and never answers, like a stopped process."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"

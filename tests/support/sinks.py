@@ -1,4 +1,4 @@
-"""Runs that have metrics to show, and what TensorBoard shows of them."""
+"""Runs with metrics, and the values that TensorBoard shows for them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +10,7 @@ from train_loop.run_dir import JsonLines, RunDir
 
 
 def a_run(root: Path, steps: Iterable[int] = (), *, attempt: int = 1) -> RunDir:
-    """A run directory with these steps."""
+    """Return a run directory with these steps."""
     run_dir = RunDir(root)
     run_dir.write_spec(spec())
     log_steps(run_dir, steps, attempt=attempt)
@@ -26,12 +26,12 @@ def log_steps(run_dir: RunDir, steps: Iterable[int], *, attempt: int = 1, extra:
 
 
 def shown(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
-    """What TensorBoard shows under a tag: steps and values."""
+    """Return the steps and values that TensorBoard shows under a tag."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def as_logged(steps: Iterable[int], *, extra: float = 0.0) -> list[tuple[int, float]]:
-    """What should be shown of steps."""
+    """Return the expected steps and values."""
     return [(step, step + extra) for step in steps]

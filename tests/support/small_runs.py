@@ -1,4 +1,4 @@
-"""Small runs of the whole loop on the ranks that there are, and what their run directories say."""
+"""Small runs of the whole loop on the existing ranks, and their metrics and events."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,12 @@ STEPS, BATCH, LENGTH = 6, 4, 32
 
 
 def job_of(data: Path, world: int, **parts: dict[str, Any]) -> JobSpec:
-    """The spec of a small run, with parts of it overridden."""
+    """Return the spec of a small run, with some fields overridden."""
     base: dict[str, dict[str, Any]] = {
         "model": {"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"},
         "data": {"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
         "training": {"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
-        # A schedule that depends on the steps done, and not on those to come.
+        # A schedule that depends only on completed steps.
         | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
         "checkpoint": {"every_steps": 3},
         "scaling": {"num_workers": world},
@@ -42,7 +42,7 @@ def run(
     checkpoint: Any = None,
     **training: Any,
 ) -> None:
-    """A run in a folder, with parts of its spec and of its session overridden."""
+    """Run the loop in a folder, with fields of its spec and of its session overridden."""
     parts = {"model": model or {}, "strategy": strategy or {}, "checkpoint": checkpoint or {}, "training": training}
     job = job_of(data, dist.get_world_size(), **parts)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
@@ -52,15 +52,15 @@ def run(
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The metrics lines of a run."""
+    """Return the metrics lines of a run."""
     return list(read_lines(RunDir(folder).attempt(1).metrics))
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The events of a kind."""
+    """Return the events of a kind."""
     return [line for line in read_lines(RunDir(folder).attempt(1).events) if line["event"] == name]
 
 
 def numbers(line: dict[str, Any]) -> list[Any]:
-    """What two runs of the same training have in common."""
+    """Return the values that must be equal in two runs of the same training."""
     return [line[name] for name in ("loss", "grad_norm", "lr")]

@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {
 
 
 def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
-    """A valid spec as plain data, with parts of it overridden: raw_spec(strategy={"ulysses_size": 2})."""
+    """Return a valid spec as plain data, with fields overridden: raw_spec(strategy={"ulysses_size": 2})."""
     base: dict[str, dict[str, Any]] = {
         "model": {"config": TINY, "dtype": "fp32"},
         "data": {"train": {"path": "stdlib://*.py"}, "sequence_length": 32},
@@ -31,7 +31,7 @@ def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def spec(**parts: dict[str, Any]) -> JobSpec:
-    """The same, parsed."""
+    """Return a valid spec, with fields overridden."""
     return parse(raw_spec(**parts))
 
 
@@ -44,9 +44,9 @@ LONGROPE: dict[str, Any] = {
     | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
-"""Phi-3's positions: from the 16th on, all angles are others."""
+"""Phi-3's positions: from position 16 on, all angles differ."""
 
 
 def may_read(*roots: str, project: str = "default") -> ReadPolicy:
-    """What jobs of a project may read that has these storage roots."""
+    """Return the read policy of a project with these storage roots."""
     return ReadPolicy(project=project, roots=roots)

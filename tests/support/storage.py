@@ -1,4 +1,4 @@
-"""Run directories on object storage for tests: a bucket of a real server, and the variables by which it is found."""
+"""Run directories on object storage for tests: a bucket of a real server, and the variables that configure clients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from train_loop.run_dir import RunDir
 
 @contextmanager
 def bucket_of_runs() -> Iterator[S3Server]:
-    """A server with the bucket `runs`, which this process and those that it starts find."""
+    """Run a server with the bucket `runs`, configured for this process and its children."""
     with s3_server() as server, pytest.MonkeyPatch.context() as patch:
         server.bucket("runs")
         for name, value in server.environment().items():
@@ -20,5 +20,5 @@ def bucket_of_runs() -> Iterator[S3Server]:
 
 
 def run_dir_on_s3(name: str) -> RunDir:
-    """A run directory in it."""
+    """Return a run directory in the bucket."""
     return RunDir.at(f"s3://runs/default/{name}")

@@ -1,4 +1,4 @@
-"""A service on fakes behind a real server, for those who follow its streams."""
+"""A service on fakes behind a real server, for clients of its streams."""
 
 import threading
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from tests.support.waiting import wait_for
 
 
 class Address:
-    """Where the service listens, each time that it starts anew."""
+    """The address of the service after each start."""
 
     def __init__(self, service: FakeService) -> None:
         self._service = service
         self._app = service.app()
-        # Makes its routes, while nothing else runs: FastAPI switches warnings off for that, in all threads at once.
+        # Create its routes while no other thread runs: FastAPI then disables warnings in all threads.
         self._app.openapi()
         self.url: str | None = None
         self.starts = 0
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """A real server on a port of its own, until the block ends."""
+        """Run a real server on a separate port until the block ends."""
         put_state(self._app, self._service.parts())
         server = uvicorn.Server(uvicorn.Config(self._app, port=0, log_level="warning"))
         thread = threading.Thread(target=server.run)

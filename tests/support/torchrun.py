@@ -1,4 +1,4 @@
-"""Runs of the loop under plain torchrun, and what their run directories say."""
+"""Runs of the loop under plain torchrun, and their metrics and checkpoints."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from train_loop.run_dir import RunDir, read_lines
 
 
 def write_tokens(path: Path, *, rows: int, length: int | tuple[int, int], vocab: int) -> None:
-    """A Parquet file of random, already tokenised samples, of one length or of any between two."""
+    """Write a Parquet file of random, tokenised samples, of one length or of any length in a range."""
     draw = np.random.default_rng(0)
     shortest, longest = length if isinstance(length, tuple) else (length, length)
     lengths = draw.integers(shortest, longest + 1, rows)
@@ -37,7 +37,7 @@ def start(spec: dict[str, Any], run_dir: Path, world: int) -> subprocess.Popen[s
 
 
 def run(spec: dict[str, Any], run_dir: Path, world: int) -> None:
-    """Run to the end."""
+    """Run the loop to its end."""
     process = start(spec, run_dir, world)
     assert process.wait(timeout=240) == 0, run_dir.with_suffix(".log").read_text()[-4000:]
 
@@ -52,7 +52,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics lines of the first attempt."""
+    """Return the metrics lines of the first attempt."""
     return list(read_lines(RunDir(run_dir).attempt(1).metrics))
 
 
@@ -62,7 +62,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 def load_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
-    """All of a checkpoint's values, whole, in this process."""
+    """Return all full values of a checkpoint, loaded in this process."""
     whole = run_dir / f"whole-{step}.pt"
     dcp_to_torch_save(RunDir(run_dir).checkpoint(step), whole)
     values: dict[str, Any] = torch.load(whole, weights_only=False)

@@ -1,4 +1,4 @@
-"""A page of documentation as somebody who types what it shows: its `console` blocks, run in one shell."""
+"""The `console` blocks of a page of documentation, run in one shell as a user types them."""
 
 import os
 import re
@@ -14,24 +14,24 @@ _DONE = "=== exit code "
 
 @dataclass(frozen=True)
 class Typed:
-    """A command, and what the page says that it answers; `…` is anything within a line, and alone any lines."""
+    """A command and the output that the page shows; `…` matches within a line, and alone any lines."""
 
     command: str
     answer: str
 
     def fits(self, said: str) -> bool:
-        """Whether something is what the page shows, whatever spaces align it."""
+        """Return True if an output matches the page, regardless of alignment spaces."""
         return re.fullmatch(_pattern(_plain(self.answer)), _plain(said), re.DOTALL) is not None
 
 
 def typed_in(page: Path) -> list[Typed]:
-    """All commands of a page in their order."""
+    """Return all commands of a page in their order."""
     return [one for block in _BLOCK.findall(page.read_text()) for one in _commands(block)]
 
 
 def _commands(block: str) -> Iterator[Typed]:
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        # A command goes on in the next line after a backslash.
+        # A command continues on the next line after a backslash.
         match = re.match(r"(?:.*\\\n)*.*\n", part)
         assert match is not None, part
         yield Typed(match[0].strip(), part[match.end() :])
@@ -49,7 +49,7 @@ def _pattern(answer: str) -> str:
 
 
 class Shell:
-    """One bash for all that is typed, so that a variable stays."""
+    """One bash for all commands, so that variables stay."""
 
     def __init__(self, environment: Mapping[str, str], *, command: Sequence[str] = ("bash", "--norc")) -> None:
         self._bash = subprocess.Popen(
@@ -71,7 +71,7 @@ class Shell:
         self._bash.communicate()
 
     def type(self, command: str) -> tuple[str, int]:
-        """What it says on stdout and stderr, and its exit code."""
+        """Run a command; return its stdout and stderr, and its exit code."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
         self._bash.stdin.write(f"{command} </dev/null\ncode=$?; echo; echo '{_DONE}'$code\n")

@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 @dataclass
 class Unit:
-    """The parts of a unit file that matter here."""
+    """The relevant parts of a unit file."""
 
     command: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Supervisor:
         self._main: subprocess.Popen[bytes] | None = None
 
     def run(self, environment: Mapping[str, str]) -> None:
-        """Start the unit, and start it again when it ends."""
+        """Start the unit, and restart it when it ends."""
         signal.signal(signal.SIGTERM, self._stop)
         user, own = self._unit.user, dict(environment)
         for folder in self._unit.folders:

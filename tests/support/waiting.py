@@ -1,4 +1,4 @@
-"""Waiting for what must come true, with a limit."""
+"""Waiting for conditions, with a timeout."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 def wait_for(
     condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 60.0, pause: float = 0.05
 ) -> T:
-    """The first truthy answer of a condition. Raises TimeoutError naming what never came."""
+    """Return the first truthy result of a condition. Raises TimeoutError that names the missing event."""
     deadline = time.monotonic() + seconds
     while True:
         answer = condition()

@@ -1,4 +1,4 @@
-"""What Weights & Biases keeps of runs that are offline, read back from its files."""
+"""Offline runs of Weights & Biases, read from their files."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 @dataclass
 class OfflineRun:
-    """One file's worth of a run."""
+    """The content of one run file."""
 
     id: str = ""
     project: str = ""
@@ -24,11 +24,11 @@ class OfflineRun:
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     axes: dict[str, str] = field(default_factory=dict)
-    """By a glob of metrics, the metric that they are shown over."""
+    """For each glob of metrics, the metric on the x axis."""
 
 
 def read_runs(folder: Path) -> list[OfflineRun]:
-    """The runs below a folder, oldest first."""
+    """Return the runs below a folder, oldest first."""
     return [_read(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
@@ -49,7 +49,7 @@ def _read(file: Path) -> OfflineRun:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Of a log in LevelDB's format: blocks of records, long ones in parts."""
+    """Yield the records of a log in LevelDB's format: blocks of records, with long records in parts."""
     assert content.startswith(_MAGIC)
     place, parts = _HEAD, b""
     while place + _HEAD <= len(content):

@@ -1,4 +1,4 @@
-"""Runs of `python -m train_loop.run` on ranks that are forked from a process which has imported it already.
+"""Runs of `python -m train_loop.run` on ranks forked from a process that has already imported it.
 
 Ranks that torchrun starts import for ten seconds. Tests of torchrun itself use `tests.support.torchrun`.
 """
@@ -20,7 +20,7 @@ from train_loop.system.exit import leave
 
 
 class WarmRun:
-    """The ranks of a run, with what a launcher does for them: a store to meet at, and an end if one of them fails."""
+    """The ranks of a run, with a launcher's functions: a store for the rendezvous, and termination after a failure."""
 
     def __init__(self, spec: dict[str, Any], run_dir: Path, world: int) -> None:
         file, log = run_dir.with_suffix(".yaml"), run_dir.with_suffix(".log")
@@ -72,12 +72,12 @@ class WarmRun:
 
 
 def run(spec: dict[str, Any], run_dir: Path, world: int) -> None:
-    """Run to the end."""
+    """Run the loop to its end."""
     assert WarmRun(spec, run_dir, world).wait(timeout=240) == 0, run_dir.with_suffix(".log").read_text()[-4000:]
 
 
 def _train(rank: int, environment: dict[str, str], log: Path, arguments: list[str]) -> None:
-    # The process that it was forked from has the environment of another time.
+    # The process that it was forked from has the environment of an earlier time.
     os.environ.clear()
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

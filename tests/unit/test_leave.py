@@ -1,4 +1,4 @@
-"""A rank that is done ends as done."""
+"""Exit of a finished rank."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ leave()
 """
 
 
-def test_a_rank_leaves_with_all_it_said_and_without_finalization() -> None:
+def test_leave_flushes_output_and_skips_finalization() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("logged\nsaid")

@@ -1,4 +1,4 @@
-"""Dashboards and alert rules: made from the list of our series, and from nothing else."""
+"""Dashboards and alert rules, generated from the list of Trainshed's metric series."""
 
 import json
 import re
@@ -17,13 +17,13 @@ _SERIES = re.compile(r"\btrainshed_\w+")
 
 
 def known() -> set[str]:
-    """All names under which Prometheus stores our series."""
+    """Return all names under which Prometheus stores the series."""
     names = {one.full_name for one in ALL}
     return names | {f"{one.full_name}_{part}" for one in ALL if one.kind == "histogram" for part in ("bucket", "count")}
 
 
 def queries() -> dict[str, str]:
-    """Every query of every panel and variable, by dashboard and title."""
+    """Return every query of every panel and variable, by dashboard and title."""
     found = dict[str, str]()
     for file in FOLDER.glob("*.json"):
         made = json.loads(file.read_text())
@@ -33,13 +33,13 @@ def queries() -> dict[str, str]:
     return found
 
 
-def test_committed_dashboards_are_those_that_the_list_makes(tmp_path: Path) -> None:
+def test_committed_dashboards_equal_the_generated_ones(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "deploy/grafana/build.py", str(tmp_path)], check=True, timeout=120, cwd=Path.cwd())
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_text() for file in FOLDER.iterdir()}, "run: python deploy/grafana/build.py"
 
 
-def test_no_panel_and_no_alert_asks_for_a_series_that_nobody_tells() -> None:
+def test_panels_and_alerts_query_only_exported_series() -> None:
     rules = yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
     asked = {**queries(), **{rule["alert"]: rule["expr"] for rule in rules}}
     assert len(asked) > 30
@@ -47,12 +47,12 @@ def test_no_panel_and_no_alert_asks_for_a_series_that_nobody_tells() -> None:
     assert {where: names for where, names in unknown.items() if names} == {}
 
 
-def test_every_series_but_those_of_the_alerts_is_shown() -> None:
+def test_every_series_is_shown_or_used_by_an_alert() -> None:
     shown = {name for query in queries().values() for name in _SERIES.findall(query)}
     assert {one.full_name for one in ALL if not any(name.startswith(one.full_name) for name in shown)} == set()
 
 
-def test_totals_of_the_whole_service_are_never_added_over_replicas() -> None:
+def test_service_totals_are_never_summed_over_replicas() -> None:
     totals = {one.full_name for one in ALL if one.whole}
     summed = {
         where: query
@@ -64,7 +64,7 @@ def test_totals_of_the_whole_service_are_never_added_over_replicas() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
-def test_alert_rules_fire_when_they_should() -> None:
+def test_alert_rules_fire_as_expected() -> None:
     for command in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts.test.yml")):
         done = subprocess.run(
             ["promtool", *command], cwd="deploy/prometheus", capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""pyproject.toml against the files that list its packages again."""
+"""pyproject.toml, compared with other files that list its packages."""
 
 import tomllib
 from pathlib import Path
