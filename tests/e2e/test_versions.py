@@ -17,7 +17,7 @@ from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from tests.fixtures.versions import make
 from tests.support.served import served
@@ -132,7 +132,7 @@ def test_paused_job_of_old_version_resumes_with_its_next_attempt(version: str, t
     assert service.get(job_id).state is JobState.STARTING
     launch = next(one for one in service.cluster.launches if one.submission_id == f"{job_id}-2")
     assert (RunDir.at(launch.run_dir).fence().attempt, RunDir.at(launch.run_dir).stop(attempt=2)) == (2, None)
-    service.cluster.submissions[launch.submission_id] = Submission.RUNNING
+    service.cluster.submissions[launch.submission_id] = SubmissionStatus.RUNNING
     service.event(job_id, "training_started", attempt=2, steps=100_000, replayed=0)
     service.reconciler().run_once()
     assert service.get(job_id).state is JobState.RUNNING
