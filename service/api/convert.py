@@ -12,6 +12,7 @@ from service.api.schemas import (
     ExaminationOut,
     ExportOut,
     FindingOut,
+    Findings,
     JobOut,
     KeyOut,
     LineageOut,
@@ -23,7 +24,6 @@ from service.api.schemas import (
     NodeFailure,
     NodeOut,
     PlanOut,
-    PreflightReport,
     PreviewOut,
     ProgressOut,
     ReasonOut,
@@ -195,17 +195,17 @@ def run_audit_out(audit: RunAudit) -> RunAuditOut:
         last_step=audit.last_step,
         lines=audit.lines,
         superseded_lines=audit.superseded,
-        repeated=_findings(PreflightReport[Repeat], audit.repeated),
-        duplicated=_findings(PreflightReport[Duplicate], audit.duplicated),
-        missing_steps=_findings(PreflightReport[Gap], audit.missing_steps),
-        missing_samples=_findings(PreflightReport[Unseen], audit.missing_samples),
-        out_of_order=_findings(PreflightReport[Difference], audit.out_of_order),
-        changed_losses=_findings(PreflightReport[LossChange], audit.changed_losses),
+        repeated=_findings(Findings[Repeat], audit.repeated),
+        duplicated=_findings(Findings[Duplicate], audit.duplicated),
+        missing_steps=_findings(Findings[Gap], audit.missing_steps),
+        missing_samples=_findings(Findings[Unseen], audit.missing_samples),
+        out_of_order=_findings(Findings[Difference], audit.out_of_order),
+        changed_losses=_findings(Findings[LossChange], audit.changed_losses),
         notes=audit.notes,
     )
 
 
-def _findings(model: type[PreflightReport[T]], found: Found[T]) -> PreflightReport[T]:
+def _findings(model: type[Findings[T]], found: Found[T]) -> Findings[T]:
     return model(total=found.total, listed=found.listed)
 
 

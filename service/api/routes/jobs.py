@@ -17,7 +17,7 @@ from service.api.query import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
 from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
-from service.ports import IdempotencyHeader, JobQuery
+from service.ports import IdempotencyKey, JobQuery
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.planning import PlanView
 from service.use_cases.jobs.specs import positions_in
@@ -52,7 +52,7 @@ class Asked:
     jobs: Jobs
     body: bytes
     checks: Checks
-    known: GroupCommit[tuple[Principal, bytes, IdempotencyHeader | None], JobView | None]
+    known: GroupCommit[tuple[Principal, bytes, IdempotencyKey | None], JobView | None]
 
     @classmethod
     async def read(cls, request: Request, caller: CallerIs) -> "Asked":
@@ -69,7 +69,7 @@ class Asked:
             jobs.must_edit()
         return cls(jobs, await read_body(request), state.checks, state.known)
 
-    async def submit(self, once: IdempotencyHeader | None) -> tuple[JobView, bool]:
+    async def submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
         """Submit as `Jobs.submit` does. If all checks are cached, store the job together with concurrent ones."""
         view = await self.known((self.jobs.caller, self.body, once))
         return (view, True) if view is not None else await self.call(self._submit, once)
@@ -78,7 +78,7 @@ class Asked:
         """Plan as `Jobs.plan` does."""
         return await self.call(self._plan)
 
-    def _submit(self, once: IdempotencyHeader | None) -> tuple[JobView, bool]:
+    def _submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
         with positions_in(self.body):
             return self.jobs.submit(self.body, once)
 
@@ -111,8 +111,8 @@ async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key
     return _answer(asked.jobs, response, view, new)
 
 
-def _once(asked: Asked, key: str | None, body: bytes) -> IdempotencyHeader | None:
-    return IdempotencyHeader(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
+def _once(asked: Asked, key: str | None, body: bytes) -> IdempotencyKey | None:
+    return IdempotencyKey(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
 
 
 def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
