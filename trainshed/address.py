@@ -20,7 +20,7 @@ def find_url() -> str:
         return _local_url()
     if not _is_url(url):
         # The part before an @ may contain a password.
-        raise InvalidUrl(f"TRAINSHED_URL={url.rpartition('@')[2]!r} is not a URL; write http://HOST:PORT")
+        raise InvalidUrl(f"TRAINSHED_URL={url.rpartition('@')[2]!r} is not a URL; expected http://HOST:PORT")
     return url
 
 
@@ -28,7 +28,7 @@ def find_key() -> str:
     """Return the API key. Raises NoKeyError, or BadSettings if the settings of the local service are invalid."""
     key = (_variable("TRAINSHED_KEY") or _local_key()).strip()
     if not (key.isascii() and key.isprintable()):
-        raise NoKeyError("the key holds characters that no key has; copy it anew into TRAINSHED_KEY, or unset that")
+        raise NoKeyError("the key contains invalid characters; copy it into TRAINSHED_KEY again, or unset the variable")
     return key
 
 
@@ -65,14 +65,14 @@ def _local_url() -> str:
 def _local_key() -> str:
     local = _local_service()
     if local is None:
-        raise NoKeyError("there is no key; set TRAINSHED_KEY, and TRAINSHED_URL to the URL of the service")
+        raise NoKeyError("key not found; set TRAINSHED_KEY, and TRAINSHED_URL to the URL of the service")
     try:
         return local.key_file.read_text()
     except FileNotFoundError as error:
         raise NoKeyError(
-            f"there is no key: {local.key_file} does not exist; start the service first, or set TRAINSHED_KEY"
+            f"key not found: {local.key_file} does not exist; start the service first, or set TRAINSHED_KEY"
         ) from error
     except PermissionError as error:
         raise NoKeyError(
-            f"there is no key: {local.key_file} may not be read; set TRAINSHED_KEY to one of your own"
+            f"no permission to read the key {local.key_file}; set TRAINSHED_KEY to your key"
         ) from error

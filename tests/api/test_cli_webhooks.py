@@ -63,7 +63,7 @@ def test_deliveries_show_failures_page_by_page(webhook: str, service: FakeServic
 def test_rejected_webhook_names_the_field(home: Path) -> None:
     refused = run("webhooks", "create", "https://127.0.0.1/in", "--project", "nlp")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert refused.stderr.startswith("trainshed: /url: 127.0.0.1 is not on the open internet")
+    assert refused.stderr.startswith("trainshed: /url: 127.0.0.1 is not on the public internet")
     assert "Missing option '--project'" in run("webhooks", "create", "https://hooks.example/in").stderr
     none = run("webhooks", "ls")
     assert "next: trainshed webhooks create URL --project PROJECT" in none.stderr

@@ -127,7 +127,7 @@ def test_plan_counts_steps_of_epochs_and_rejects_a_longer_warmup(client: TestCli
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
 @pytest.mark.parametrize(
-    ("each", "said"), [({"TPU": 4}, "training on TPU is not supported"), ({"GPU": 0.5}, "GPU: 0.5 per worker")]
+    ("each", "message"), [({"TPU": 4}, "training on TPU is not supported"), ({"GPU": 0.5}, "GPU: 0.5 per worker")]
 )
 def test_worker_with_an_unusable_device_is_rejected(
     client: TestClient, path: str, each: dict[str, float], message: str

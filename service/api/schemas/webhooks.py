@@ -14,7 +14,7 @@ class WebhookIn(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     project: Project = Field(description="project whose job events are sent; `*` for all")
-    url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the open internet")
+    url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the public internet")
     states: list[JobState] = Field(
         default=[], max_length=len(JobState), description="states that trigger an event; empty: all"
     )

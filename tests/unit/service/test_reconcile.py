@@ -97,7 +97,7 @@ def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(s
     waits = service.jobs.get(job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
-    assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU where the cluster has 1")
+    assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU (the cluster has 1)")
     assert waits.message.endswith("; node3 left the cluster")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
     reconciler.run_once()

@@ -117,9 +117,9 @@ def test_wandb_has_every_step_including_repeated_ones(run_dir: RunDir) -> None:
 def test_wandb_loses_nothing_if_the_driver_is_killed(run_dir: RunDir) -> None:
     code = (
         "import sys, os, signal; from functools import partial; from train_loop.run_dir import RunDir;"
-        "from train_loop.sinks.cursor import Handover; from train_loop.sinks.registry import open_sink;"
+        "from train_loop.sinks.cursor import SinkCursor; from train_loop.sinks.registry import open_sink;"
         "run_dir = RunDir.at(sys.argv[1]);"
-        "Handover(run_dir, 'wandb', partial(open_sink, 'wandb', run_dir)).hand_over(); os.kill(os.getpid(), 9)"
+        "SinkCursor(run_dir, 'wandb', partial(open_sink, 'wandb', run_dir)).hand_over(); os.kill(os.getpid(), 9)"
     )
     # This process has its own wandb, like a driver.
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
