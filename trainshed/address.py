@@ -73,6 +73,4 @@ def _local_key() -> str:
             f"key not found: {local.key_file} does not exist; start the service first, or set TRAINSHED_KEY"
         ) from error
     except PermissionError as error:
-        raise NoKeyError(
-            f"no permission to read the key {local.key_file}; set TRAINSHED_KEY to your key"
-        ) from error
+        raise NoKeyError(f"no permission to read the key {local.key_file}; set TRAINSHED_KEY to your key") from error
