@@ -23,11 +23,11 @@ demo:
 
 # Without Ray and without ranks; searches try a tenth of their seeds.
 test-fast: $(INSTALLED)
-	QUICK=1 $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/api tests/kubernetes
+	QUICK=1 $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/contract tests/api tests/kubernetes
 
 # Two files at a time, but for those that start real Ray, which takes all cores, and the one that compares times of ranks.
 test: $(INSTALLED)
-	@failed=0; $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/api tests/kubernetes || failed=1; \
+	@failed=0; $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/contract tests/api tests/kubernetes || failed=1; \
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/distributed --ignore $(TIMED) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
 

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.harness import command_line, markdown_table, parse, write_result
 from benchmarks.hosts import LIMIT, NODES, Ours, cluster_of, switch_on
 from benchmarks.workload import TOY, Workload
-from tests.support.hosts import why_no_hosts
+from tests.support.hosts.hosts import why_no_hosts
 from tests.support.waiting import wait_for
 
 ALARMS = ("host_silent", "host_lost", "workers_lost", "stalled", "storage_unavailable", "waiting_for_capacity")

@@ -23,8 +23,8 @@ from benchmarks.harness import Sample, command_line, compare, markdown_table, pa
 from benchmarks.hosts_run import EVERY, WORKER
 from benchmarks.workload import TOY, Workload
 from service.domain.jobs.job import JobState
-from tests.support.host_cluster import HostCluster
-from tests.support.hosts import SHARED, Host, lab, why_no_hosts
+from tests.support.hosts.host_cluster import HostCluster
+from tests.support.hosts.hosts import SHARED, Host, lab, why_no_hosts
 from tests.support.waiting import wait_for
 from train_loop.run_dir import read_lines_after
 

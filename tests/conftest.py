@@ -1,11 +1,26 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and the fixture of a real Postgres server."""
 
 import os
+import shutil
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.support.servers.postgres import postgres_server
 
 # One thread per process: ranks share the cores, and results do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadlines: a shared machine is sometimes slow, which is not a fault of the code.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """Yield the URL of a server, one per module. Skip if its binaries are not installed."""
+    if shutil.which("initdb") is None or shutil.which("postgres") is None:
+        pytest.skip("no Postgres binaries on this machine")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    with postgres_server() as url:
+        yield url

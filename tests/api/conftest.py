@@ -12,7 +12,7 @@ import structlog
 import uvicorn
 from fastapi.testclient import TestClient
 
-from tests.support.service import KEY, FakeService, spec_body
+from tests.support.fakes.service import KEY, FakeService, spec_body
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from fastapi.testclient import TestClient
 
 from service.adapters.helpers.checkpoints import HelperTools
 from service.errors import Busy
-from tests.support.checkpoints import checkpoint
-from tests.support.service import FakeService, spec_body
+from tests.support.builders.checkpoints import checkpoint
+from tests.support.fakes.service import FakeService, spec_body
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store

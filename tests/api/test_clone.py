@@ -6,8 +6,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.jobs.decide import SubmissionStatus
-from tests.support.checkpoints import checkpoint
-from tests.support.service import FakeService, spec_body
+from tests.support.builders.checkpoints import checkpoint
+from tests.support.fakes.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import Fence, Outcome, RunDir

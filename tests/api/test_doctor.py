@@ -2,7 +2,7 @@
 
 from fastapi.testclient import TestClient
 
-from tests.support.service import FakeService
+from tests.support.fakes.service import FakeService
 
 
 def test_doctor_returns_findings_in_order(client: TestClient) -> None:

@@ -6,7 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.jobs.decide import SubmissionStatus
-from tests.support.service import FakeService, spec_body
+from tests.support.fakes.service import FakeService, spec_body
 from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome
 

@@ -10,8 +10,8 @@ from service.domain.access.roles import Role
 from service.domain.jobs.job import Job
 from service.ports import Node
 from service.use_cases.access.access import Access
-from tests.support.command import run
-from tests.support.service import FakeService
+from tests.support.clients.command import run
+from tests.support.fakes.service import FakeService
 
 
 def node(host: str, number: int, *, started: float = 100.0, died: float | None = None) -> Node:

@@ -21,8 +21,8 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.traces import open_traces
 from service.ports import NewJob, NoTracer
-from tests.support.otlp import Collector, collector
-from tests.support.service import FakeService, a_job
+from tests.support.fakes.service import FakeService, a_job
+from tests.support.servers.otlp import Collector, collector
 from tests.support.waiting import wait_for
 
 STARTED = re.compile(r"Trainshed listens on (http://\S+) \(docs: /docs\)\n")

@@ -16,9 +16,9 @@ from fastapi.testclient import TestClient
 from service.config.settings import Settings
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Answer, Delivery, Message
-from tests.support.receivers import Receiver, answer, receiving, say_nothing
-from tests.support.served import served
-from tests.support.service import FakeService, spec_body
+from tests.support.fakes.service import FakeService, spec_body
+from tests.support.servers.receivers import Receiver, answer, receiving, say_nothing
+from tests.support.servers.served import served
 from tests.support.waiting import wait_for
 
 REQUEST = {"project": "default", "url": "https://hooks.example/in?a=b"}

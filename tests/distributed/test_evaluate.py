@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.support.datasets import parquet_dataset
-from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
-from tests.support.torchrun import write_tokens
+from tests.support.builders.datasets import parquet_dataset
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.cache import pinned_dataset
 from train_loop.data.stream.local import local_stream

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gradients import build, my_share, random_rows
-from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import build, my_share, random_rows
+from tests.support.ranks.ranks import on_ranks
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.support.ranks import on_ranks
-from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
-from tests.support.specs import TINY
-from tests.support.torchrun import load_checkpoint, write_tokens
+from tests.support.builders.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
+from tests.support.builders.specs import TINY
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop import train
 from train_loop.errors import NonFiniteError
 from train_loop.loop.build import Run, build_run

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import on_ranks
-from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
-from tests.support.specs import TINY
-from tests.support.torchrun import write_tokens
+from tests.support.builders.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
+from tests.support.builders.specs import TINY
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan, local_stream

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import on_ranks
-from tests.support.small_runs import events, run
-from tests.support.specs import TINY
-from tests.support.torchrun import write_tokens
+from tests.support.builders.small_runs import events, run
+from tests.support.builders.specs import TINY
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import write_tokens
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
 
 VOCABULARY, LENGTH, BATCH = 200_000, 32, 64

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import torchrun
-from tests.support.specs import TINY, raw_spec
-from tests.support.warm_runs import WarmRun, run
+from tests.support.builders.specs import TINY, raw_spec
+from tests.support.ranks import torchrun
+from tests.support.ranks.warm_runs import WarmRun, run
 from train_loop.run_dir import Outcome, RunDir, read_lines
 
 ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")

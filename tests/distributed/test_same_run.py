@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
-from tests.support.torchrun import load_checkpoint, write_tokens
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session

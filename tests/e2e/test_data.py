@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.folders import write_model, write_tokenizer
-from tests.support.own_ray import own_ray
-from tests.support.specs import spec
+from tests.support.builders.folders import write_model, write_tokenizer
+from tests.support.builders.specs import spec
+from tests.support.ranks.own_ray import own_ray
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset

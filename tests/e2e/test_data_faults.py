@@ -18,9 +18,9 @@ import pytest
 import yaml
 from ray._private.internal_api import memory_summary
 
-from tests.support.own_ray import own_ray
-from tests.support.s3 import S3Server, s3_server
-from tests.support.specs import raw_spec, spec
+from tests.support.builders.specs import raw_spec, spec
+from tests.support.ranks.own_ray import own_ray
+from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder

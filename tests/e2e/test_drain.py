@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.support.specs import TINY, spec
-from tests.support.torchrun import write_tokens
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.data.stream import ray_data
 from train_loop.run_dir import RunDir, Stop, read_lines

@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from service.domain.jobs.job import JobState
-from tests.support.live import LiveService
+from tests.support.servers.live import LiveService
 from tests.support.waiting import wait_for
 
 STEPS = 4000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.typed import Shell, typed_in
+from tests.support.clients.typed import Shell, typed_in
 
 PAGE = Path("docs/get-started/first-hour.md")
 

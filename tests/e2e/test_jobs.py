@@ -21,13 +21,13 @@ from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.api.schemas import ExaminationOut
 from service.domain.doctor.checks import Reachability
 from service.domain.jobs.job import JobState
-from tests.support.folders import write_tokenizer
-from tests.support.live import LiveService
-from tests.support.memory import memory_group
-from tests.support.s3 import S3Server, s3_server
-from tests.support.sinks import shown
-from tests.support.specs import TINY
-from tests.support.torchrun import load_checkpoint, write_tokens
+from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.sinks import shown
+from tests.support.builders.specs import TINY
+from tests.support.faults.memory import memory_group
+from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from tests.support.servers.live import LiveService
+from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from trainshed import ApiError

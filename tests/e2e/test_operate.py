@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from service.domain.jobs.job import JobState
-from tests.support.live import LiveService, small_job
+from tests.support.servers.live import LiveService, small_job
 from train_loop.run_dir import RunDir, read_lines
 
 pytestmark = pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from tests.support.ranks import on_ranks
+from tests.support.ranks.ranks import on_ranks
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session

@@ -13,7 +13,7 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from tests.support.own_ray import own_ray
+from tests.support.ranks.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
 from train_loop.ray_train.prestart import Standby, start_ahead

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from ray.data import DataIterator
 
-from tests.support.own_ray import own_ray
-from tests.support.specs import spec
+from tests.support.builders.specs import spec
+from tests.support.ranks.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder

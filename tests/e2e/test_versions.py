@@ -20,9 +20,9 @@ from service.adapters.sql.webhooks import SqlWebhookStore
 from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from tests.fixtures.versions import make
-from tests.support.served import served
-from tests.support.service import FakeService
-from tests.support.versions import VERSIONS, OldVersion, move_database
+from tests.support.builders.versions import VERSIONS, OldVersion, move_database
+from tests.support.fakes.service import FakeService
+from tests.support.servers.served import served
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir, read_lines
 

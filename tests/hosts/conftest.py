@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.host_cluster import HostCluster
-from tests.support.hosts import why_no_hosts
+from tests.support.hosts.host_cluster import HostCluster
+from tests.support.hosts.hosts import why_no_hosts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.domain.jobs.job import JobState
-from tests.support.host_cluster import HostCluster, host_cluster
-from tests.support.hosts import Host
+from tests.support.hosts.host_cluster import HostCluster, host_cluster
+from tests.support.hosts.hosts import Host
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.more]
 SEEDS = [int(seed) for seed in os.environ.get("HOSTS_SEEDS", "1,2").split(",")]

@@ -6,8 +6,8 @@ import pytest
 
 from service.domain.doctor.finding import Verdict
 from service.domain.jobs.job import JobState
-from tests.support.host_cluster import host_cluster
-from tests.support.hosts import HostsFile
+from tests.support.hosts.host_cluster import host_cluster
+from tests.support.hosts.hosts import HostsFile
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
 

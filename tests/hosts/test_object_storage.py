@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.domain.jobs.job import JobState
-from tests.support.host_cluster import HostCluster, host_cluster
+from tests.support.hosts.host_cluster import HostCluster, host_cluster
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)

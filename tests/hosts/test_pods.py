@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.charts import render
-from tests.support.containers import Container, run
-from tests.support.host_cluster import TOKEN
-from tests.support.hosts import Host, lab
-from tests.support.pods import PodSet, place
+from tests.support.hosts.charts import render
+from tests.support.hosts.containers import Container, run
+from tests.support.hosts.host_cluster import TOKEN
+from tests.support.hosts.hosts import Host, lab
+from tests.support.hosts.pods import PodSet, place
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import REPOSITORY, Host, Lab, lab
-from tests.support.typed import Shell, Typed
+from tests.support.clients.typed import Shell, Typed
+from tests.support.hosts.hosts import REPOSITORY, Host, Lab, lab
 
 PAGE = Path("docs/operate/several-hosts.md")
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import helm_python as helm
 import pytest
 
-from tests.support.api_server import ApiServer, api_server, why_no_api_server
-from tests.support.charts import CHART, NAMESPACE, render
+from tests.support.hosts.api_server import ApiServer, api_server, why_no_api_server
+from tests.support.hosts.charts import CHART, NAMESPACE, render
 
 pytestmark = [
     pytest.mark.skipif((why := why_no_api_server()) is not None, reason=str(why)),

@@ -11,7 +11,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from tests.support.charts import CHART, CRDS, Rendered, component, problems, ray_schema, render
+from tests.support.hosts.charts import CHART, CRDS, Rendered, component, problems, ray_schema, render
 
 PRODUCTION = yaml.safe_load((CHART / "examples/values-production.yaml").read_text())
 RWX = {"volume": {"accessMode": "ReadWriteMany"}}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from service.config.settings import Settings
-from tests.support.charts import CHART, render
+from tests.support.hosts.charts import CHART, render
 
 RWX = {"volume": {"accessMode": "ReadWriteMany"}}
 POSTGRES = {"database": {"existingSecret": "db"}, "networkPolicy": {"egress": [{"ports": [{"port": 5432}]}]}}

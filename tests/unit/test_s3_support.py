@@ -6,7 +6,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.support.s3 import S3Server, s3_server
+from tests.support.servers.s3 import S3Server, s3_server
 
 
 @pytest.fixture(scope="module")

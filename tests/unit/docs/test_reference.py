@@ -16,7 +16,7 @@ from service.config.settings import Settings
 from service.domain.jobs.reason import MEANINGS, Code
 from service.domain.metrics import ALL
 from service.errors import ServiceError
-from tests.support.service import FakeService
+from tests.support.fakes.service import FakeService
 from tools.docs.openapi import FILE, text
 from tools.docs.pages import generate
 from tools.docs.spec import EXAMPLES, Section, example, sections

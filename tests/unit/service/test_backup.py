@@ -21,7 +21,7 @@ from service.backup import back_up, restore
 from service.config.settings import Settings
 from service.errors import BackupFailed, HomeInUse
 from service.ports import JobQuery, Lease, NewJob
-from tests.support.service import a_job
+from tests.support.fakes.service import a_job
 from trainshed.cli.main import app
 
 

@@ -12,7 +12,7 @@ from structlog.typing import EventDict
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.fault_log import FaultLog
 from service.ports import AttemptObservation
-from tests.support.service import Clock, FakeService
+from tests.support.fakes.service import Clock, FakeService
 
 
 @pytest.fixture

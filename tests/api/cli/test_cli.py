@@ -1,0 +1,265 @@
+"""The `trainshed` command against a listening service."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from service.domain.access.roles import OPERATOR, AuditEntry, Key, Role
+from service.domain.jobs.job import JobState
+from tests.support.builders.checkpoints import checkpoint
+from tests.support.clients.command import run
+from tests.support.fakes.service import KEY, FakeService, spec_body
+from train_loop.run_dir import ExportStatus, ExportWish
+from trainshed import Client
+from trainshed.cli.output.job_view import span
+from trainshed.cli.output.show import next_command
+
+
+def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeService) -> None:
+    run("submit", str(home / "spec.json"))
+    checkpoint(service.run_dir("job-0001"), 10, weights=b"1234567")
+    changes = ("--set", "training.learning_rate=5e-4", "--set", "labels={team: nlp}", "--set", "training.max_steps=30")
+    assert run("clone", "job-0001", *changes).stdout == "job-0002\n"
+    job = service.get("job-0002")
+    assert job.parent is not None
+    assert (job.parent.step, job.spec.training.learning_rate, job.spec.training.max_steps) == (10, 5e-4, 30)
+    assert job.spec.labels == {"team": "nlp"}
+    assert "step 10 of job-0001" in run("show", "job-0002").stdout
+    assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the body is neither")
+    for change in ("training", "=3", "training..seed=3", "name=[1"):
+        refused = run("clone", "job-0001", "--set", change)
+        assert (refused.exit_code, f"{change!r}" in refused.stderr.splitlines()[0]) == (2, True), refused.stderr
+
+
+def test_job_commands_work_from_submit_to_cancel(home: Path, service: FakeService) -> None:
+    assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
+    service.reconciler().run_once()
+    service.event("job-0001", "prepared", samples=3)
+    service.metric("job-0001", step=1, loss=2.0, rank_seconds=[0.123456789, 1.0])
+    folder = service.run_dir("job-0001").attempt(1)
+    folder.logs.mkdir(parents=True)
+    folder.driver_log.write_text("[red]first line\n")
+    assert "STARTING" in run("ps", "--state", "STARTING").stdout
+    assert "file://" in run("show", "job-0001").stdout
+    assert "event=prepared samples=3" in run("events", "job-0001").stdout
+    assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001", "--lines").stdout
+    assert run("logs", "job-0001").stdout == "[red]first line\n"
+    assert "step" in run("checkpoints", "job-0001").stdout
+    assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
+
+
+def test_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:
+    service.submit()
+    service.reconciler().run_once()
+    raw, escaped = "a\x1b]0;PWNED\x07\x9b\u202e\u2028b", r"a\x1b]0;PWNED\x07\x9b\u202e\u2028b"
+    service.event("job-0001", "rows_skipped", file=raw)
+    folder = service.run_dir("job-0001").attempt(1)
+    folder.logs.mkdir(parents=True)
+    folder.driver_log.write_text(f"{raw}\n")
+    deed = AuditEntry(1.0, OPERATOR, "key.create", "default", "key-1")
+    service.keys.add(Key("key-1", raw, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
+    for command in (("events", "job-0001"), ("logs", "job-0001"), ("keys", "ls")):
+        shown = run(*command).stdout
+        assert escaped in shown, command
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", shown), command
+        document = run(*command, "--json").stdout
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", document), command
+        assert raw in json.dumps(json.loads(document), ensure_ascii=False).replace("\\u001b", "\x1b").replace(
+            "\\u0007", "\x07"
+        )
+
+
+def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeService) -> None:
+    job_id = run("submit", str(home / "spec.json")).stdout.strip()
+    job = service.get(job_id)
+    service.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=1)
+    folder = checkpoint(service.run_dir(job_id), 20, weights=b"abc")
+    assert run("verify", job_id, "20").stdout == "the checkpoint of step 20 is whole\n"
+    assert run("pin", job_id, "20").stdout == "the checkpoint of step 20 is pinned\n"
+    assert "pinned" in run("checkpoints", job_id).stdout
+    assert run("pin", job_id, "20", "--remove").stdout == "the checkpoint of step 20 is left to retention\n"
+    failed = run("export", job_id, "20", "--dtype", "fp32")
+    assert failed.exit_code == 1
+    assert "trainshed: the export failed: [Errno 2] No such file or directory" in failed.stderr
+    wish = ExportWish(dtype="bf16")
+    done = ExportStatus(step=20, wish=wish, state="done", time=service.clock())
+    service.run_dir(job_id).exports.folder(20, wish).mkdir()
+    service.run_dir(job_id).exports.write(done)
+    assert run("export", job_id, "20", "--dtype", "bf16").stdout.strip().endswith("/export/step-00000020-model-bf16")
+    (folder / "weights").write_bytes(b"abd")
+    damaged = run("verify", job_id, "20")
+    assert (damaged.exit_code, damaged.stdout) == (
+        1,
+        "the checkpoint of step 20 is damaged; a run resumes from the one before it\n"
+        "weights has another SHA-256 than when it was committed\n",
+    )
+
+
+def test_json_output_is_the_answer_of_the_service(home: Path) -> None:
+    job = json.loads(run("submit", "-", "--json", "--idempotency-key", "k", stdin=spec_body()).stdout)
+    assert json.loads(run("show", job["id"], "--json").stdout) == job
+    assert json.loads(run("ps", "--json").stdout)["data"] == [job]
+    for command in ("events", "metrics", "logs", "checkpoints"):
+        assert json.loads(run(command, job["id"], "--json").stdout)["data"] == []
+
+
+def test_plan_names_mesh_and_warnings(home: Path) -> None:
+    output = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
+    assert "fsdp 99, ulysses 1" in output
+    assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
+
+
+def test_submit_prints_each_warning_once(home: Path) -> None:
+    printed = run("submit", "-", stdin=spec_body(scaling={"num_workers": 99})).output
+    assert printed.count("99 workers need 99 CPU") == 1
+
+
+def test_rejected_submit_prints_the_reason_and_exits_1(home: Path) -> None:
+    answer = run("submit", "-", stdin=spec_body(strategy={"fsdp_size": 3}, scaling={"num_workers": 4}))
+    assert answer.exit_code == 1
+    assert "/strategy/fsdp_size: fsdp_size=3 does not divide the 4 workers" in answer.stderr
+
+
+def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_KEY", "wrong")
+    assert "unknown, expired or revoked key" in run("ps").stderr
+    monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
+    assert "the service does not answer" in run("ps").stderr
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "https://", "http://me:hush@h:x"])
+@pytest.mark.parametrize("command", ["ps", "doctor"])
+def test_invalid_url_is_reported_without_its_password(
+    home: Path, monkeypatch: pytest.MonkeyPatch, command: str, url: str
+) -> None:
+    monkeypatch.setenv("TRAINSHED_URL", url)
+    result = run(command)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
+    assert "expected http://HOST:PORT" in result.stderr
+    assert "hush" not in result.stderr
+
+
+def test_invalid_key_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_KEY", "café")
+    result = run("ps")
+    assert (result.exit_code, result.stderr.startswith("trainshed: the key contains invalid characters")) == (
+        1,
+        True,
+    )
+    monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
+    assert run("ps").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(("submit", "spec.json", "--idempotency-key", key) for key in ("", "é", "a\nb", "a" * 256)),
+        *((verb, "job-0001", "--grace", much) for verb in ("pause", "cancel") for much in ("inf", "86401")),
+        *(("keys", "create", "alice", "--role", "a=viewer", "--days", days) for days in ("inf", "1e300")),
+    ],
+    ids=lambda line: f"{line[0]} {line[-1]!r}",
+)
+def test_invalid_option_value_exits_2(home: Path, line: tuple[str, ...]) -> None:
+    refused = run(*line)
+    assert (refused.exit_code, "Invalid value for" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_missing_key_or_file_names_the_remedy(home: Path) -> None:
+    assert "name a readable job spec" in run("submit", "nowhere.yaml").stderr
+    (home / "admin.key").unlink()
+    answer = run("ps")
+    assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)
+
+
+def test_key_commands_work_from_create_to_revoke(
+    home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run("keys", "create", "alice", "--role", "nlp=editor", "--role", "default=viewer", "--days", "30")
+    assert (made.exit_code, made.stdout.count("\n")) == (0, 1), made.stderr
+    assert made.stderr.startswith("key-0001; keep the line above")
+    run("submit", str(home / "spec.json"))
+    assert "key-0001" in run("keys", "ls").stdout
+    assert "nlp=editor default=viewer" in run("keys", "ls").stdout
+    assert "job.submit" in run("audit", "--limit", "1").stdout
+    assert json.loads(run("audit", "--json", "--project", "default").stdout)["data"][0]["key_id"] == "operator"
+    monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
+    assert "nlp=editor default=viewer" in run("whoami").stdout
+    assert "job-0001" in run("ps").stdout
+    refused = run("cancel", "job-0001")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "trainshed: key 'alice' lacks the role editor in project 'default'; ask an admin of the project for it\n",
+    )
+    monkeypatch.delenv("TRAINSHED_KEY")
+    assert run("keys", "revoke", "key-0001").stdout == "revoked key-0001\n"
+    monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
+    assert "unknown, expired or revoked key" in run("whoami").stderr
+
+
+@pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])
+def test_invalid_role_creates_no_key(home: Path, service: FakeService, role: str) -> None:
+    refused = run("keys", "create", "alice", "--role", role)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("trainshed: roles/")
+    assert refused.stderr.endswith("; write --role nlp=editor\n")
+    assert service.keys.all() == []
+
+
+def test_submit_command_applies_changes(home: Path, service: FakeService) -> None:
+    run(
+        "submit", "-", "--set", "training.max_steps=7", "--set", "labels.team=nlp", stdin=spec_body(labels={"by": "me"})
+    )
+    spec = service.get("job-0001").spec
+    assert (spec.training.max_steps, spec.labels) == (7, {"by": "me", "team": "nlp"})
+    refused = run("submit", str(home / "spec.json"), "--set", "seed=1", "--set", "training.max_steps=soon")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "trainshed: 2 things are wrong:\n"
+        '  /training/max_steps: input should be a valid integer; the value is "soon" (--set training.max_steps=soon)\n'
+        "  /seed: no such field; check its spelling against GET /openapi.json, or remove it (--set seed=1)\n",
+    )
+    for text, why in (("[1]", "a job spec is a mapping of fields, not list"), ("a: [", "is neither YAML nor JSON")):
+        refused = run("submit", "-", "--set", "name=a", stdin=text)
+        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+
+
+def test_ps_shows_all_pages(home: Path, service: FakeService) -> None:
+    ids = [service.submit(name=name).id for name in ("a", "b", "c")]
+    service.clock.now = time.time()
+    first = run("ps", "--limit", "2")
+    assert first.stderr == "next: trainshed ps --after job-0002 (or --all)\n"
+    assert [line.split()[0] for line in first.stdout.splitlines()] == ["id", "job-0003", "job-0002"]
+    assert "job-0001" in run("ps", "--limit", "2", "--after", "job-0002").stdout
+    found = json.loads(run("ps", "--limit", "1", "--all", "--json").stdout)
+    assert ([job["id"] for job in found["data"]], found["has_more"], found["next"]) == (ids[::-1], False, None)
+    assert run("ps", "--name", "none").stderr == "next: trainshed submit FILE\n"
+
+
+def test_metrics_command_draws_sparklines(home: Path, service: FakeService) -> None:
+    job_id = service.submit().id
+    assert run("metrics", job_id).stdout == "no step is logged yet\n"
+    for step in (1, 2, 3, 2, 3):
+        service.metric(job_id, step=step, loss=4.0 - step, lr=1e-3)
+    assert run("metrics", job_id).stdout == (
+        "steps 1 to 3\n         loss  █▅▁  3 → 1\nlearning rate  ▁▁▁  0.001 → 0.001\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0, "0s"), (59, "59s"), (61, "1m1s"), (7200, "2h"), (90061, "1d1h"), (-5, "0s")]
+)
+def test_span_has_at_most_two_units(seconds: float, expected: str) -> None:
+    assert span(seconds) == expected
+
+
+def test_every_state_has_a_next_command(home: Path, service: FakeService) -> None:
+    job = service.submit()
+    with Client() as client:
+        found = client.api.job(job.id)
+    commands = {state: next_command(found.model_copy(update={"state": state})) for state in JobState}
+    assert commands[JobState.PAUSED] == f"resume {job.id}"
+    assert all(job.id in command for command in commands.values())

@@ -1,0 +1,372 @@
+"""Every command line against a real service process: exit code, output, JSON and error."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+from typer.testing import CliRunner, Result
+
+from service.api.schemas import KeyIn, WebhookIn
+from service.domain.jobs.job import JobState
+from tests.support.builders.checkpoints import checkpoint
+from tests.support.fakes.service import spec_body
+from tests.support.servers.receivers import receiving
+from tests.support.waiting import wait_for
+from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
+from trainshed import Api, Client
+from trainshed.cli.commands.init import Template
+from trainshed.cli.exit_codes import Exit
+from trainshed.cli.main import app
+
+UNKNOWN = "job-00000000000000000000000000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line with its output, and an invalid one with its error; `{names}` stand for ids of the service."""
+
+    typed: str
+    output: str
+    """Text that stdout contains without --json."""
+    fields: str
+    """Keys that the JSON output contains, separated by spaces."""
+    bad: str
+    error: str
+    """The whole error of `bad`, without its prefix or frame."""
+    bad_code: int = 1
+
+
+_NO_JOB = f"job {UNKNOWN} not found; list jobs with GET /jobs"
+_NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
+_NO_MATCH = "job-zz not found; list ids with `trainshed ps`"
+_NO_STEP = (
+    "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with GET /jobs/{trained}/checkpoints"
+)
+CASES = {
+    "up": Case(
+        "up",
+        "http://127.0.0.1:",
+        "url pid started",
+        "up --wait -1",
+        "Invalid value for '--wait': Input should be greater than or equal to 0",
+        bad_code=2,
+    ),
+    "backup": Case(
+        "backup {home}/{ended}.tar",
+        "{home}/{ended}.tar",
+        "trainshed sha256",
+        "backup {spec}",
+        "{spec} already exists; choose another file name",
+    ),
+    "init": Case(
+        "init {home}/{ended}.yaml",
+        "{home}/{ended}.yaml",
+        "template spec json_schema data",
+        "init {spec}",
+        "{spec} already exists; name a new file, or add --force to replace it",
+        bad_code=2,
+    ),
+    "schema": Case(
+        "schema",
+        '"$id": "urn:trainshed:job-spec"',
+        "$schema $id title properties",
+        "schema --output {home}/nowhere/job.schema.json",
+        "{home}/nowhere/job.schema.json: No such file or directory; name a writable file in an existing folder",
+        bad_code=2,
+    ),
+    "submit": Case(
+        "submit {spec} --set name=another --set training.max_steps=7",
+        "job-",
+        "id spec progress",
+        "submit {spec} --set training.max_stepz=7",
+        "/training/max_stepz: no such field; check its spelling against GET /openapi.json, or remove it"
+        " (--set training.max_stepz=7)",
+    ),
+    "clone": Case(
+        "clone {trained} --step 0 --set training.max_steps=40",
+        "job-",
+        "id parent",
+        "clone {trained} --step 7",
+        _NO_STEP,
+    ),
+    "plan": Case(
+        "plan {spec} --set scaling.num_workers=4",
+        "fsdp 4, ulysses 1",
+        "mesh memory",
+        "plan {home}/nowhere.yaml",
+        "{home}/nowhere.yaml: No such file or directory; name a readable job spec",
+        bad_code=2,
+    ),
+    "ps": Case(
+        "ps --name tiny --label team=nlp --state queued --project default --all",
+        "tiny",
+        "data has_more",
+        "ps --label team",
+        "invalid value 'team'; expected --label key=value",
+        bad_code=2,
+    ),
+    "show": Case("show {short}", "{trained}", "id state", "show zz", _NO_MATCH),
+    "watch": Case("watch {trained} --until queued", "QUEUED", "id state", f"watch {UNKNOWN}", _NO_JOB),
+    "pause": Case("pause {other}", "{other} is PAUS", "state", f"pause {UNKNOWN}", _NO_JOB),
+    "resume": Case(
+        "resume {other}",
+        "{other} is ",
+        "state",
+        "resume {ended}",
+        "{ended} is CANCELLED and cannot be resumed; clone it to train from a checkpoint",
+    ),
+    "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
+    "rm": Case(
+        "rm {ended}",
+        "deleted {ended}",
+        "id gone",
+        "rm {trained}",
+        "{trained} is QUEUED; cancel it first, then delete it",
+    ),
+    "events": Case(
+        "events {trained} --contains prepared",
+        "event=prepared samples=3",
+        "data next",
+        "events {trained} --after here",
+        "/query/after: invalid cursor 'here'; expected `next` of a page",
+    ),
+    "metrics": Case(
+        "metrics {trained}",
+        "loss  █▁  2 → 1",
+        "data next",
+        "metrics {trained} --points 1",
+        "Invalid value for '--points': Input should be greater than or equal to 2",
+        bad_code=2,
+    ),
+    "logs": Case(
+        "logs {trained} --rank 0 --level warning --contains disk",
+        "disk is full",
+        "data next",
+        "logs {trained} --rank 9",
+        "/query/rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
+    ),
+    "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
+    "verify": Case(
+        "verify {trained} 20", "the checkpoint of step 20 is whole", "ok faults", "verify {trained} 7", _NO_STEP
+    ),
+    "pin": Case("pin {trained} 20", "the checkpoint of step 20 is pinned", "pinned", "pin {trained} 7", _NO_STEP),
+    "export": Case(
+        "export {trained} 20 --dtype bf16", "/export/step-00000020-model-bf16", "path", "export {trained} 7", _NO_STEP
+    ),
+    "keys create": Case(
+        "keys create alice --role nlp=editor --days 3",
+        "trainshed_",
+        "key secret",
+        "keys create alice --role nlp=owner",
+        "roles/nlp: Input should be 'viewer', 'editor' or 'admin'; write --role nlp=editor",
+        bad_code=2,
+    ),
+    "keys ls": Case("keys ls", "bob", "data", "keys ls bob", "Got unexpected extra argument(s) (bob)", bad_code=2),
+    "keys revoke": Case(
+        "keys revoke {key}",
+        "revoked {key}",
+        "id gone",
+        "keys revoke zz",
+        "key-zz not found; list ids with `trainshed keys ls`",
+    ),
+    "webhooks create": Case(
+        "webhooks create https://hooks.example/in --project nlp --state failed",
+        "whsec_",
+        "webhook secret",
+        "webhooks create https://hooks.example/in --project NLP",
+        "project: String should match pattern '^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\\*)$'; "
+        "see `trainshed webhooks create --help`",
+        bad_code=2,
+    ),
+    "webhooks ls": Case(
+        "webhooks ls --project default",
+        "{hook}",
+        "data",
+        "webhooks ls default",
+        "Got unexpected extra argument(s) (default)",
+        bad_code=2,
+    ),
+    "webhooks show": Case("webhooks show {hook}", "all", "id url", "webhooks show zz", _NO_HOOK),
+    "webhooks test": Case("webhooks test {hook}", "{hook} has received it", "received", "webhooks test zz", _NO_HOOK),
+    "webhooks rotate": Case("webhooks rotate {hook}", "whsec_", "webhook secret", "webhooks rotate zz", _NO_HOOK),
+    "webhooks deliveries": Case(
+        "webhooks deliveries {hook} --limit 1",
+        "job-",
+        "data has_more next",
+        "webhooks deliveries {hook} --limit 201",
+        "Invalid value for '--limit': Input should be less than or equal to 200",
+        bad_code=2,
+    ),
+    "webhooks redeliver": Case(
+        "webhooks redeliver {hook} {number}",
+        "{number} of {hook} is sent again",
+        "number settled",
+        "webhooks redeliver {hook} 999",
+        "delivery 999 of {hook} not found, or deleted; list deliveries with GET /webhooks/{hook}/deliveries",
+    ),
+    "webhooks rm": Case("webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK),
+    "whoami": Case(
+        "whoami", "operator", "id roles", "whoami alice", "Got unexpected extra argument(s) (alice)", bad_code=2
+    ),
+    "audit": Case(
+        "audit --limit 50",
+        "job.submit",
+        "data next",
+        "audit {trained}",
+        "{trained} does not record the samples of its steps; set training.audit_samples: true in the spec and submit "
+        "or clone the job",
+    ),
+    "usage": Case(
+        "usage --since 2026-01-01 --project default",
+        "day",
+        "data",
+        "usage --since yesterday",
+        "Invalid value for '--since': Value error, 'yesterday' does not match the formats '%Y-%m-%d'.",
+        bad_code=2,
+    ),
+}
+# These run last: they change jobs that other commands read.
+_LAST = ("cancel", "rm")
+ELSEWHERE = {
+    "serve": "runs until it is stopped: test_serve.py",
+    "nodes": "needs a cluster that answers: test_nodes.py",
+    "restore": "needs a home without one: tests/unit/service/test_backup.py",
+    **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A service with some jobs."""
+
+    api: Api
+    environment: dict[str, str]
+    names: dict[str, str]
+
+    def fill(self, text: str) -> str:
+        """Replace `{names}` in a text by ids of the service."""
+        return text.format_map(self.names)
+
+    def type(self, line: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line in a separate process."""
+        command = [sys.executable, "-m", "trainshed.cli.main", *shlex.split(self.fill(line))]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+
+    def invoke(self, line: str) -> Result:
+        """Run a command line in this process, which is faster."""
+        return CliRunner(env=self.environment).invoke(app, shlex.split(self.fill(line)))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Start a service whose cluster never answers."""
+    home = tmp_path_factory.mktemp("home")
+    own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9"}
+    allowed = {"TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1"}
+    foreign = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
+    environment = {**foreign, **own, **allowed, "COLUMNS": "200", "TERM": "dumb"}
+    command = [sys.executable, "-m", "service.serve"]
+    with (
+        receiving() as receiver,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[3]
+            with Client(url, (home / "admin.key").read_text().strip()) as client:
+                yield World(client.api, environment, _names(client.api, home, receiver.url()))
+        finally:
+            process.kill()
+
+
+def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
+    (home / "spec.json").write_text(spec_body())
+    hook, *hooks = (
+        api.create_webhook(WebhookIn(project=project, url=receiver)).webhook.id for project in ("default", "a", "b")
+    )
+    trained, other, ended, gone = (api.submit(spec_body(labels={"team": "nlp"})) for _ in range(4))
+    _train(RunDir.at(trained.run_dir))
+    for job in (ended, gone):
+        api.cancel(job.id)
+        wait_for(partial(_has_ended, api, job.id), "a job that has ended")
+    key = api.create_key(KeyIn.model_validate({"name": "bob", "roles": {"nlp": "viewer"}})).key
+    jobs = {"trained": trained.id, "short": trained.id.removeprefix("job-").upper()[:-1], "other": other.id}
+    jobs |= {"ended": ended.id, "gone": gone.id}
+    webhooks = {"hook": hook, "number": str(api.deliveries(hook).data[0].number)}
+    webhooks |= dict(zip(("ended_hook", "gone_hook"), hooks, strict=True))
+    return {**jobs, **webhooks, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
+
+
+def _has_ended(api: Api, job_id: str) -> bool:
+    return api.job(job_id).state is JobState.CANCELLED
+
+
+def _train(run_dir: RunDir) -> None:
+    """Write the files of two steps and a checkpoint."""
+    attempt = run_dir.attempt(1)
+    attempt.logs.mkdir(parents=True)
+    JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
+    for step in (1, 2):
+        JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)
+    attempt.rank_log(0).write_text("2026-11-23 20:00:00,000 INFO here\n2026-11-23 20:00:01,000 WARNING disk is full\n")
+    checkpoint(run_dir, 20, weights=b"abc")
+    wish = ExportWish(dtype="bf16")
+    run_dir.exports.folder(20, wish).mkdir(parents=True)
+    run_dir.exports.write(ExportStatus(step=20, wish=wish, state="done", time=0.0))
+
+
+def _commands(group: TyperGroup, above: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from _commands(command, f"{above}{name} ")
+        else:
+            yield above + name
+
+
+def test_every_command_is_in_the_table() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    assert sorted(_commands(group)) == sorted([*CASES, *ELSEWHERE])
+
+
+@pytest.mark.parametrize("command", sorted(CASES, key=_LAST.count))
+def test_command_prints_output_json_and_error(world: World, command: str) -> None:
+    case = CASES[command]
+    refused = world.invoke(case.bad)
+    assert (refused.exit_code, refused.stdout) == (case.bad_code, ""), refused.output
+    assert _error_text(refused.stderr) == world.fill(case.error)
+    answer = world.invoke(f"{case.typed} --json")
+    assert (answer.exit_code, answer.stderr) == (Exit.DONE, "")
+    assert json.loads(answer.stdout).keys() >= set(case.fields.split())
+    done = world.type(case.typed.replace("{ended", "{gone"))
+    assert done.returncode == Exit.DONE, done.stderr
+    assert world.fill(case.output.replace("{ended", "{gone")) in done.stdout
+    assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize("template", Template)
+def test_init_writes_a_spec_that_plans_without_edits(world: World, template: Template) -> None:
+    file = f"{{home}}/{template}/job.yaml"
+    Path(world.fill(file)).parent.mkdir()
+    written = world.invoke(f"init {file} --from {template}")
+    assert (written.exit_code, written.stdout) == (Exit.DONE, world.fill(f"{file}\n"))
+    planned = world.invoke(f"plan {file}")
+    assert planned.exit_code == Exit.DONE, planned.stderr
+    assert "workers  2" in planned.stdout
+    assert "warning" not in planned.output
+
+
+def _error_text(stderr: str) -> str:
+    """Return an error without its prefix or frame: Trainshed prints a line, the option parser a box."""
+    boxed = [line.strip("│ ") for line in stderr.splitlines() if line.startswith("│")]
+    return " ".join(boxed) if boxed else stderr.removeprefix("trainshed: ").rstrip("\n")

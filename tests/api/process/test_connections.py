@@ -1,0 +1,168 @@
+"""Incomplete and excess connections to a real service with few open files."""
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.lifecycle.connections import Limits, connections_within, max_connections, parse_proxies, raise_open_files
+from tests.support.servers.served import Served, served
+from tests.support.waiting import wait_for
+
+HALF = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+FILES = 1024
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Start a service that may open 1,024 files, the limit of a login shell on most systems."""
+    home = tmp_path_factory.mktemp("served")
+    settings: dict[str, Any] = {"TRAINSHED_HEAD_SECONDS": "2", "TRAINSHED_BODY_BYTES_PER_SECOND": "1000"}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
+    try:
+        with served(home, files=FILES, **settings) as running:
+            running.ready()
+            yield running
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def connect(service: Served) -> socket.socket:
+    """Open a connection."""
+    url = service.client.base_url
+    return socket.create_connection((url.host, url.port), timeout=10)
+
+
+def seconds_until_closed(connection: socket.socket, *, limit: float) -> float:
+    """Return the seconds until the service closes a connection."""
+    begun = time.monotonic()
+    connection.settimeout(limit)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - begun
+
+
+def test_excess_half_open_connections_do_not_block_requests(service: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(FILES + 300):
+            half = stack.enter_context(closing(connect(service)))
+            half.sendall(HALF)
+        for _ in range(5):
+            assert service.client.get("/healthz", headers={"connection": "close"}).status_code == 200
+    log = service.log.read_text()
+    assert log.count("\n") < 200
+    assert "Traceback" not in log
+
+
+def test_incomplete_head_is_closed_after_its_timeout(service: Served) -> None:
+    with closing(connect(service)) as half:
+        half.sendall(HALF)
+        assert 1 < seconds_until_closed(half, limit=20) < 10
+
+
+def test_slow_head_is_closed_after_its_timeout(service: Served) -> None:
+    with closing(connect(service)) as slow:
+        begun = time.monotonic()
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"x")
+                slow.settimeout(0.2)
+                return not slow.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        slow.sendall(HALF)
+        wait_for(is_closed, "the end of the connection", seconds=20)
+        assert time.monotonic() - begun < 15
+
+
+def test_incomplete_body_is_closed_after_its_timeout(service: Served) -> None:
+    key = service.client.headers["authorization"]
+    head = f"POST /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {key}\r\nContent-Length: 100\r\n\r\n"
+    with closing(connect(service)) as half:
+        half.sendall(head.encode() + b"{")
+        assert seconds_until_closed(half, limit=40) < 20
+
+
+def test_idle_connection_is_kept_for_the_next_request(service: Served) -> None:
+    url = service.client.base_url
+    with closing(HTTPConnection(url.host, url.port or 80)) as kept:
+        for _ in range(2):
+            kept.request("GET", "/healthz")
+            used = kept.sock
+            assert kept.getresponse().read() == b'{"status":"ok"}'
+            # Wait longer than the timeout for a head, which starts with its first byte.
+            time.sleep(2.5)
+            assert kept.sock is used
+
+
+def test_connections_of_an_address_that_is_not_a_trusted_proxy_are_limited(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"TRAINSHED_CONNECTIONS_PER_ADDRESS": "20", "FORWARDED_ALLOW_IPS": "10.9.9.9"}
+    with served(tmp_path, **settings) as service, ExitStack() as stack:
+        service.ready()
+        connections = [stack.enter_context(closing(connect(service))) for _ in range(60)]
+        for one in connections:
+            one.setblocking(False)
+
+        def ended() -> int:
+            found = 0
+            for one in connections:
+                try:
+                    found += one.recv(1) == b""
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    found += 1
+            return found
+
+        assert wait_for(lambda: ended() >= 40 and ended(), "the end of the excess connections") <= 45
+        lines = [line for line in service.log.read_text().splitlines() if "connections_refused" in line]
+        assert 1 <= len(lines) <= 5
+        assert "address" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "trusted"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("10.0.0.0/8, ::1", {"10.1.2.3", "::1"}),
+        ("*", {"127.0.0.1", "10.1.2.3", "::1", "fe80::1%eth0"}),
+        ("proxy.example", set()),
+        ("", set()),
+    ],
+)
+def test_trusted_proxies_are_those_of_uvicorn(allowed: str, trusted: set[str]) -> None:
+    limits = Limits(1, 1, 1.0, 1.0, parse_proxies(allowed))
+    addresses = {"127.0.0.1", "10.1.2.3", "::1", "fe80::1%eth0", "", "unix"}
+    assert {address for address in addresses if limits.trusts(address)} == trusted
+
+
+def test_connection_limit_leaves_files_for_other_uses() -> None:
+    assert connections_within(1024) == 384
+    assert connections_within(64) == 16
+
+
+@pytest.mark.parametrize("rejected", [ValueError, OSError])
+def test_rejected_increase_of_open_files_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, rejected: type[Exception]
+) -> None:
+    def reject(*_: object) -> None:
+        raise rejected("not allowed")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", reject)
+    raise_open_files()
+    assert max_connections() > 1 << 20

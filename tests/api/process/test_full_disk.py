@@ -1,0 +1,105 @@
+"""Answers and log of a service while its disk is full or another process locks its database."""
+
+import os
+import sqlite3
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
+from tests.support.builders.checkpoints import checkpoint
+from tests.support.fakes.service import FakeService
+from tests.support.servers.served import Served, served
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 6 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("a file system of 6 MB takes root to mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m,mode=0700", "none", str(folder)]
+    if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _fill(file: Path) -> None:
+    with file.open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
+        deque(iter(lambda: filler.write(b"x" * 4096), 0), maxlen=0)
+
+
+def _key(service: Served, name: str) -> tuple[int, str | None, bool]:
+    answer = service.client.post("/keys", json={"name": name, "roles": {"nlp": "editor"}})
+    return answer.status_code, answer.json().get("code"), "retry-after" in answer.headers
+
+
+def _webhook(service: Served, number: int) -> int:
+    url = f"https://hooks.example/{number}"
+    return service.client.post("/webhooks", json={"project": "nlp", "url": url}).status_code
+
+
+def test_full_disk_returns_507_and_logs_no_secret(small_disk: Path) -> None:
+    with served(small_disk, TRAINSHED_DATABASE_CALL_SECONDS="0.5") as service:
+        service.takes_jobs()
+        assert _key(service, "first") == (201, None, False)
+
+        _fill(small_disk / "filler")
+        # The first writes may succeed, until SQLite has used up the space that it had allocated.
+        answers = [_key(service, f"full-{number}") for number in range(40)]
+        assert answers[-1] == (507, "storage_full", True)
+        assert {status for status, _, _ in answers} <= {201, 507}
+        assert service.trouble() == "storage_full"
+        assert service.client.get("/readyz").status_code == 503
+        keys = [key["name"] for key in service.client.get("/keys").json()["data"]]
+        assert len(keys) == 1 + sum(status == 201 for status, _, _ in answers)
+        (small_disk / "filler").unlink()
+        wait_for(lambda: service.trouble() is None, "a service that is ready again", seconds=10)
+        assert _key(service, "again") == (201, None, False)
+
+        with closing(sqlite3.connect(small_disk / "trainshed.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert [_webhook(service, number) for number in range(3)] == [503] * 3
+            began = time.monotonic()
+            with ThreadPoolExecutor(15) as threads:
+                refused = list(threads.map(lambda _: _key(service, "locked"), range(30)))
+            seconds = time.monotonic() - began
+            assert set(refused) == {(503, "database_unreachable", True)}
+            assert service.trouble() == "database_unreachable"
+            assert len(service.client.get("/keys").json()["data"]) == len(keys) + 1
+        wait_for(lambda: service.trouble() is None, "a service that is ready again", seconds=10)
+        log = service.log.read_text()
+    assert "Traceback" not in log
+    assert "whsec_" not in log
+    assert "database_failed" in log
+    lines = [line for line in log.splitlines() if "status=503" in line]
+    assert len(lines) <= 3 + seconds + 1
+    assert "left_out=" in log
+
+
+def test_full_storage_of_runs_returns_507_to_writes_and_serves_reads(small_disk: Path) -> None:
+    roots = StorageRoots()
+    run_dirs = GuardedRunDirs(LocalRunDirs(roots), StorageGuard(roots.check))
+    service = FakeService(small_disk, run_dirs=run_dirs)
+    job = service.submit()
+    service.reconciler().run_once()
+    checkpoint(service.run_dir(job.id), 3)
+    with service.client() as client:
+        _fill(small_disk / "filler")
+        refused = client.post(f"/jobs/{job.id}/checkpoints/3/export")
+        assert (refused.status_code, refused.json()["code"]) == (507, "storage_full")
+        assert "has no space left" in refused.json()["detail"]
+        assert refused.headers["retry-after"] == "5"
+        assert len(client.get(f"/jobs/{job.id}/checkpoints").json()["data"]) == 1

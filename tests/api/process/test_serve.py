@@ -1,0 +1,72 @@
+"""The real service process: start, stop, kill and a second start."""
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fakes.service import spec_body
+from tests.support.servers.served import environment_of, served
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def test_job_survives_a_killed_service(home: Path) -> None:
+    with served(home) as service:
+        process, client = service.process, service.client
+        service.takes_jobs()
+        assert client.get("/readyz").json() == {"status": "ready"}
+        job = client.post("/jobs", content=spec_body()).json()
+        process.send_signal(signal.SIGKILL)
+    with served(home) as service:
+        process, client = service.process, service.client
+        again = client.get(f"/jobs/{job['id']}").json()
+        assert (again["id"], again["state"], again["spec"]) == (job["id"], "QUEUED", job["spec"])
+        # An open stream does not delay shutdown, and it gets no `end` event.
+        headers = {"accept": "text/event-stream"}
+        with client.stream("GET", f"/jobs/{job['id']}/events", headers=headers) as answer:
+            lines = answer.iter_lines()
+            assert [next(lines), next(lines)] == [": begin", "id: 0.0"]
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line] == []
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_sigint_end_the_service_with_exit_code_0(home: Path, number: signal.Signals) -> None:
+    address = home / "service.json"
+    with served(home) as service:
+        process, client = service.process, service.client
+        assert json.loads(address.read_text()) == {"url": str(client.base_url).rstrip("/"), "pid": process.pid}
+        assert stat.S_IMODE(address.stat().st_mode) == 0o600
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 0
+    assert not address.exists()
+
+
+def test_second_service_on_one_home_is_rejected(home: Path) -> None:
+    command = [sys.executable, "-m", "service.serve"]
+    with served(home) as service:
+        second = subprocess.run(command, env=environment_of(home), capture_output=True, text=True, timeout=60)
+        assert (second.returncode, service.process.poll()) == (1, None)
+    assert second.stderr == f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n"
+
+
+def test_second_service_on_one_sqlite_database_is_rejected(home: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}"
+    other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=url)
+    command = [sys.executable, "-m", "service.serve"]
+    with served(home) as service:
+        second = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60)
+        assert (second.returncode, service.process.poll()) == (1, None)
+    assert second.stderr == (
+        f"Another service uses the SQLite database {tmp_path / 'home' / 'trainshed.db'}; to run several services, "
+        "set TRAINSHED_DATABASE_URL to a Postgres database\n"
+    )

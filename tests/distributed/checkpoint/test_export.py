@@ -1,0 +1,284 @@
+"""Exported checkpoints: Hugging Face folders with which transformers computes the trained model's outputs."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tests.support.builders.exports import save_a_run, save_a_run_of
+from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.specs import TINY
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import write_tokens
+from train_loop.checkpoint.export import huggingface as exporting
+from train_loop.checkpoint.export.full import WAYS, load_model
+from train_loop.checkpoint.export.huggingface import export
+from train_loop.errors import CheckpointError, UserError
+from train_loop.model.build import build_model
+from train_loop.run_dir import ExportStatus, ExportWish, RunDir
+from train_loop.spec import ModelSpec
+
+FP32 = ExportWish(dtype="fp32")
+MIB = 2**20
+
+
+class Trained(NamedTuple):
+    """A run with a checkpoint of step 3, and the checkpoint's content."""
+
+    run_dir: RunDir
+    weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    tied: bool
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder, tied = tmp_path_factory.mktemp("trained"), bool(request.param)
+    write_tokens(folder / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    run_dir = RunDir(folder / "run")
+    weights, averages = on_ranks(2, save_a_run, folder, run_dir, {"tie_word_embeddings": tied})[0]
+    return Trained(run_dir, weights, averages, tied)
+
+
+def test_transformers_computes_the_logits_of_the_trained_model(trained: Trained) -> None:
+    folder = export(trained.run_dir, 3, FP32)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**TINY | {"tie_word_embeddings": trained.tied}), dtype=torch.float32
+    )
+    reference.load_state_dict(trained.weights)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference.eval()(ids).logits)
+
+
+def test_large_weights_are_split_into_files_with_an_index(trained: Trained) -> None:
+    folder = export(trained.run_dir, 3, ExportWish(dtype="bf16"), shard_bytes=20_000)
+    files = sorted(folder.glob("model-*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert len(files) > 2
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in model.parameters())
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, trained.weights[name].bfloat16()), name
+
+
+def test_weight_average_can_be_exported(trained: Trained) -> None:
+    model = AutoModelForCausalLM.from_pretrained(export(trained.run_dir, 3, ExportWish(dtype="fp32", weights="ema")))
+    found = dict(model.named_parameters())
+    assert found.keys() == trained.averages.keys()
+    for name, average in trained.averages.items():
+        assert torch.equal(found[name], average), name
+
+
+def test_export_reports_its_status_and_pins_the_checkpoint(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, wish, pinned = trained.run_dir, ExportWish(dtype="fp16"), list[set[int]]()
+
+    def look_and_build(model: ModelSpec) -> PreTrainedModel:
+        pinned.append(run_dir.pins())
+        return build_model(model)
+
+    monkeypatch.setattr(exporting, "build_model", look_and_build)
+    folder = export(run_dir, 3, wish)
+    assert pinned == [{3}]
+    assert run_dir.pins() == set()
+    status = run_dir.exports.status(3, wish, now=0)
+    assert status is not None
+    assert (status.state, status.progress) == ("done", 1.0)
+    assert export(run_dir, 3, wish) == folder
+    assert len(pinned) == 1, "an existing export was rebuilt"
+
+
+def test_export_interrupted_before_its_final_status_is_done(trained: Trained) -> None:
+    run_dir, wish = trained.run_dir, ExportWish(dtype="fp16", weights="ema")
+    folder = export(run_dir, 3, wish)
+    left = folder.with_name(f"{folder.name}.tmp-left")
+    left.mkdir()
+    run_dir.exports.write(ExportStatus(step=3, wish=wish, state="running", time=100.0))
+    assert export(run_dir, 3, wish) == folder
+    status = run_dir.exports.status(3, wish, now=0)
+    assert status is not None
+    assert (status.state, status.progress) == ("done", 1.0)
+    shutil.rmtree(folder)
+    assert run_dir.exports.status(3, wish, now=0) is None, "a removed export is reported as present"
+    assert export(run_dir, 3, wish) == folder
+    assert not left.exists()
+
+
+def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, wish, made = trained.run_dir, ExportWish(dtype="bf16", weights="ema"), list[None]()
+    both = threading.Barrier(2)
+
+    def build_and_count(model: ModelSpec) -> PreTrainedModel:
+        made.append(None)
+        return build_model(model)
+
+    def ask() -> Path:
+        both.wait()
+        return export(run_dir, 3, wish)
+
+    monkeypatch.setattr(exporting, "build_model", build_and_count)
+    with ThreadPoolExecutor(2) as pool:
+        folders = {future.result() for future in [pool.submit(ask), pool.submit(ask)]}
+    assert folders == {run_dir.exports.folder(3, wish)}
+    assert len(made) == 1
+
+
+GLM = {
+    "model_type": "glm4_moe",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:
+    """Check a router's correction bias: no optimizer has it, and half precision is too coarse for it."""
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    run_dir = RunDir(tmp_path / "run")
+    model = {"config": GLM, "dtype": "bf16", "master_dtype": "bf16"}
+    weights, _ = on_ranks(1, save_a_run_of, tmp_path, run_dir, model)[0]
+    (correction,) = (name for name in weights if name.endswith("e_score_correction_bias"))
+    folder = export(run_dir, 3, ExportWish(dtype="bf16"))
+    loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    with safe_open(folder / "model.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_tensor(correction), weights[correction])
+        assert opened.get_tensor(correction).dtype == weights[correction].dtype
+    ours = build_model(ModelSpec.model_validate(model)).to_empty(device="cpu")
+    ours.load_state_dict(weights)
+    assert loaded.state_dict().keys() == ours.state_dict().keys()
+
+
+def test_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path / "model")
+    run_dir = RunDir(tmp_path / "run")
+    on_ranks(1, save_a_run_of, tmp_path, run_dir, {"config": None, "path": str(tmp_path / "model"), "dtype": "fp32"})
+    names = {file.name for file in export(run_dir, 3, FP32).iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_export_without_a_status_for_a_minute_has_ended(tmp_path: Path) -> None:
+    exports = RunDir(tmp_path).exports
+    assert exports.status(3, FP32, now=0) is None
+    exports.write(ExportStatus(step=3, wish=FP32, state="running", time=100.0))
+    seen = [exports.status(3, FP32, now=now) for now in (150.0, 200.0)]
+    assert [status and status.state for status in seen] == ["running", "failed"]
+
+
+def test_impossible_export_is_rejected_with_the_reason(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="checkpoint of step 7 not found; available steps: 3"):
+        export(trained.run_dir, 7, FP32)
+    damaged = RunDir(tmp_path / "damaged")
+    shutil.copytree(trained.run_dir.root, damaged.root)
+    shutil.rmtree(damaged.exports.root, ignore_errors=True)
+    shard = next(damaged.checkpoint(3).glob("__1_*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="the checkpoint of step 3 is damaged"):
+        export(damaged, 3, FP32)
+    status = damaged.exports.status(3, FP32, now=0)
+    assert status is not None
+    assert status.state == "failed"
+    assert "is damaged" in (status.reason or "")
+
+
+def gather_both_ways(run_dir: RunDir) -> list[dict[str, Tensor]]:
+    model = load_model(run_dir, 3)
+    return [gather(model) for gather in WAYS.values()]
+
+
+def test_full_state_dict_by_dtensor_equals_that_by_dcp(trained: Trained) -> None:
+    on_rank_0, elsewhere = on_ranks(2, gather_both_ways, trained.run_dir)
+    assert elsewhere == [{}, {}]
+    for whole_state in on_rank_0:
+        assert whole_state.keys() == trained.weights.keys()
+        assert all(torch.equal(value, trained.weights[name]) for name, value in whole_state.items())
+
+
+# The peak memory of a process, which it prints at exit.
+MEASURED = """
+import atexit, runpy, sys
+from pathlib import Path
+def tell():
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print("peak KiB", peak.split()[1])
+atexit.register(tell)
+runpy.run_module("train_loop.checkpoint.export", run_name="__main__")
+"""
+
+
+def peak_of_export(run_dir: RunDir, *options: str) -> int:
+    command = [sys.executable, "-c", MEASURED, str(run_dir.root), "--step", "3", "--dtype", "fp32", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    path, peak = done.stdout.splitlines()
+    assert Path(path).is_dir()
+    return int(peak.rpartition(" ")[2]) * 1024
+
+
+def save_two_runs(folder: Path, small: RunDir, large: RunDir) -> None:
+    save_a_run(folder, small, {})
+    save_a_run(folder, large, {"vocab_size": 80_000, "hidden_size": 256})
+
+
+def test_export_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -> None:
+    """The limit is relative to the memory of a process that exports almost nothing."""
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    small, large = RunDir(tmp_path / "small"), RunDir(tmp_path / "large")
+    on_ranks(1, save_two_runs, tmp_path, small, large)
+    size = 80_000 * 256 * 4
+    more = peak_of_export(large, "--shard-bytes", str(size)) - peak_of_export(small)
+    files = [file.stat().st_size for file in large.exports.folder(3, FP32).glob("*.safetensors")]
+    assert len(files) == 3
+    assert max(files) >= size
+    assert more < 2 * max(files)
+
+
+def test_export_contains_the_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder)
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    run_dir = RunDir(tmp_path / "run")
+    on_ranks(1, save_a_run, tmp_path, run_dir, {})
+    pointer = json.loads(run_dir.data.read_bytes())
+    run_dir.data.write_text(json.dumps(pointer | {"tokenizer": str(folder)}))
+    exported = export(run_dir, 3, FP32)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("as it was")["input_ids"] == AutoTokenizer.from_pretrained(folder)("as it was")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id

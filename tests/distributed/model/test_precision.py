@@ -1,0 +1,142 @@
+"""Compute, reduction, master and norm dtypes, and consistent runs after overflows of fp16's scaler."""
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import build, my_share, random_rows
+from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from train_loop import train
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
+from train_loop.run_dir import RunDir, read_lines
+
+STEPS, FACTOR = 10, 2.0**25
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32": {"model": {"dtype": "fp32"}},
+    "bf16": {"model": {"dtype": "bf16"}},
+    "reduced in bf16": {"model": {"dtype": "bf16"}, "strategy": {"reduce_dtype": "bf16"}},
+    "bf16 master": {"model": {"dtype": "bf16", "master_dtype": "bf16"}},
+    "fp32 norms": {"model": {"dtype": "bf16"}, "strategy": {"norm_dtype": "fp32"}},
+    "fp32 output": {"model": {"dtype": "bf16"}, "strategy": {"output_dtype": "fp32"}},
+    "fp16": {"model": {"dtype": "fp16"}},
+}
+
+
+def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
+    job = spec(
+        model={"config": TINY, "gradient_checkpointing": "none"} | parts["model"],
+        data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"max_steps": STEPS, "global_batch_size": 4, "warmup_steps": 2},
+        strategy=parts.get("strategy", {}),
+        checkpoint={"every_steps": 5, "keep_last": 2},
+        scaling={"num_workers": dist.get_world_size()},
+    )
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder / name), local_stream)
+    train.train(job, session, find_dataset(job, folder))
+
+
+def with_a_large_factor(*arguments: Any) -> Run:
+    """Train a run whose scaler starts so high that its first steps overflow."""
+    run = build_run(*arguments)
+    run.state.scaler = GradScaler("cpu", init_scale=FACTOR)
+    return run
+
+
+def all_runs(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, parts in RUNS.items():
+            if name == "fp16":
+                patch.setattr(train, "build_run", with_a_large_factor)
+            train_one(folder, name, parts)
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "fp16", folder / "resumed")
+            shutil.rmtree(RunDir(folder / "resumed").checkpoint(STEPS))
+        dist.barrier()
+        train_one(folder, "resumed", RUNS["fp16"])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokens(folder / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
+    on_ranks(2, all_runs, folder)
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return list(read_lines(RunDir(folder).attempt(1).metrics))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("fp32", "fp16")])
+def test_every_precision_trains_near_fp32_but_not_identically(runs: Path, name: str) -> None:
+    exact, found = lines(runs / "fp32"), lines(runs / name)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.02)
+    assert [line["loss"] for line in found] != [line["loss"] for line in exact]
+
+
+def test_master_weights_have_the_master_dtype(runs: Path) -> None:
+    for name, dtype in {"bf16": torch.float32, "bf16 master": torch.bfloat16}.items():
+        assert {weight.dtype for weight in load_checkpoint(runs / name, STEPS)["model"].values()} == {dtype}
+
+
+def test_overflowing_steps_leave_schedule_weights_and_counters_consistent(runs: Path) -> None:
+    found, exact = lines(runs / "fp16"), lines(runs / "fp32")
+    scales = [line["loss_scale"] for line in found]
+    skipped = sum(after < before for before, after in pairwise([FACTOR, *scales]))
+    assert 0 < skipped < STEPS - 3, "expected overflows in some steps only"
+    # Each skipped step halves the factor; steps, tokens and samples are counted, the schedule waits.
+    assert scales == [FACTOR / 2 ** min(step, skipped) for step in range(1, STEPS + 1)]
+    assert [line["tokens"] for line in found] == [line["tokens"] for line in exact]
+    assert [line["lr"] for line in found[skipped:]] == [line["lr"] for line in exact[: STEPS - skipped]]
+    assert {line["lr"] for line in found[:skipped]} == {exact[0]["lr"]}
+    assert found[skipped]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), (
+        "expected unchanged weights in skipped steps"
+    )
+    told = [e for e in read_lines(RunDir(runs / "fp16").attempt(1).events) if e["event"] == "loss_scale_lowered"]
+    assert len(told) == skipped
+
+
+def test_scaler_factor_survives_a_restart(runs: Path) -> None:
+    whole, resumed = lines(runs / "fp16")[5:], lines(runs / "resumed")[STEPS:]
+    for name in ("step", "loss", "lr", "loss_scale"):
+        assert [line[name] for line in resumed] == [line[name] for line in whole]
+
+
+def dtypes_inside() -> dict[str, set[str]]:
+    """Return the dtypes of weights and logits during a forward pass."""
+    found = dict[str, set[str]]()
+
+    def note(module: nn.Module, _: Any) -> None:
+        found.setdefault(type(module).__name__, set()).add(str(module.weight.dtype))
+
+    job = spec(
+        model={"config": TINY, "dtype": "bf16", "gradient_checkpointing": "none"},
+        strategy={"norm_dtype": "fp32", "output_dtype": "fp32"},
+        scaling={"num_workers": 2},
+    )
+    model, _, mesh = build(job)
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) and getattr(module, "weight", None) is not None:
+            module.register_forward_pre_hook(note)
+    batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=False), mesh)
+    (micro,) = micro_batches(batch, 1, model, mesh)
+    out = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention)
+    return found | {"logits": {str(out.logits.dtype)}}
+
+
+def test_norms_keep_fp32_on_request_and_matrices_compute_in_bf16() -> None:
+    found = {name.removeprefix("FSDP"): dtypes for name, dtypes in on_ranks(2, dtypes_inside)[0].items()}
+    assert found == {"Qwen3RMSNorm": {"torch.float32"}, "Linear": {"torch.bfloat16"}, "logits": {"torch.float32"}}

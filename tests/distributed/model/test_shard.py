@@ -1,0 +1,135 @@
+"""FSDP2 units for a strategy's settings: their parameters, gathers, resharding and offloading."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import build, my_share, random_rows
+from tests.support.ranks.ranks import on_ranks
+from train_loop.loop.batch import MicroBatch, micro_batches
+from train_loop.loop.step import accumulate
+
+LAYERS = [f"model.layers.{n}" for n in range(2)]
+HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]
+NORMS = [
+    f"{layer}{norm}"
+    for layer in LAYERS
+    for norm in ("", ".self_attn.q_norm", ".self_attn.k_norm", ".input_layernorm", ".post_attention_layernorm")
+]
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+FINER = {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}
+NORM = "Qwen3RMSNorm"
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "prefetch finer": {"forward_prefetch": 2, "backward_prefetch": 2, "wrap_policy": FINER},
+    "reshard true": {"reshard_after_forward": True},
+    "reshard false": {"reshard_after_forward": False},
+    "reshard to 2": {"reshard_after_forward": 2},
+    "norms": {"norm_dtype": "fp32", "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", NORM]}},
+    "offload": {"offload_policy": True},
+    "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
+    "head": {"wrap_policy": {"wrap_lm_output": True}},
+}
+
+
+def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return every unit by name with its FSDP2 settings, which have no public getters."""
+    config = TINY | {"tie_word_embeddings": False}
+    model, *_ = build(spec(model={"config": config}, strategy=strategy, scaling={"num_workers": dist.get_world_size()}))
+    states = {n: m._get_fsdp_state() for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    names = {state: name for name, state in states.items()}
+    found = {}
+    for name, state in states.items():
+        group = state._fsdp_param_group
+        assert group is not None
+        kept = group.post_forward_mesh_info
+        found[name] = {
+            "forward": [names[s] for s in state._states_to_forward_prefetch],
+            "backward": [names[s] for s in state._states_to_backward_prefetch],
+            "spread after forward over": None if kept is None else kept.shard_mesh_size,
+            "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
+            "gradients divided by": group.gradient_divide_factor,
+        }
+    return found
+
+
+def all_cases() -> dict[str, dict[str, dict[str, Any]]]:
+    return {name: describe(strategy) for name, strategy in CASES.items()}
+
+
+def on_their_way(policy: dict[str, bool]) -> list[str]:
+    """Return the units whose gathers run when a step requests its first micro-batch."""
+    job = spec(strategy={"wrap_policy": policy}, scaling={"num_workers": dist.get_world_size()})
+    model, loss, mesh = build(job)
+    batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=True), mesh)
+    found = []
+
+    def watched() -> Iterator[MicroBatch]:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and getattr(
+                module._get_fsdp_state()._fsdp_param_group, "_all_gather_result", None
+            ):
+                found.append(name)
+        yield from micro_batches(batch, 1, model, mesh)
+
+    accumulate(loss, watched(), 1, GradScaler(enabled=False))
+    return found
+
+
+def both_policies() -> list[list[str]]:
+    return [on_their_way({}), on_their_way({"wrap_embeddings": True})]
+
+
+def test_first_units_are_gathered_while_masks_are_built() -> None:
+    assert on_ranks(2, both_policies)[0] == [[""], ["", EMBEDDINGS]]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, dict[str, Any]]]:
+    described: dict[str, dict[str, dict[str, Any]]] = on_ranks(4, all_cases)[0]
+    return described
+
+
+@pytest.mark.parametrize(
+    ("case", "units"),
+    [
+        ("plain", ["", *LAYERS]),
+        ("prefetch finer", ["", *HALVES]),
+        ("embeddings", ["", EMBEDDINGS, *LAYERS]),
+        ("head", ["", *LAYERS, HEAD]),
+        ("norms", ["", *NORMS, "model.norm"]),
+    ],
+)
+def test_units_follow_the_wrap_policy(found: Any, case: str, units: list[str]) -> None:
+    assert list(found[case]) == units
+
+
+@pytest.mark.parametrize(("case", "units"), [("prefetch", LAYERS), ("prefetch finer", HALVES)])
+def test_each_unit_prefetches_the_next_two(found: Any, case: str, units: list[str]) -> None:
+    for place, name in enumerate(units):
+        assert found[case][name]["forward"] == units[place + 1 : place + 3]
+        assert found[case][name]["backward"] == units[max(place - 2, 0) : place][::-1]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("plain", 4), ("reshard true", 4), ("reshard false", None), ("reshard to 2", 2)]
+)
+def test_layers_stay_gathered_after_forward_on_request(found: Any, case: str, ranks: int | None) -> None:
+    assert {found[case][layer]["spread after forward over"] for layer in LAYERS} == {ranks}
+
+
+@pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])
+def test_all_units_or_none_are_offloaded(found: Any, case: str, offloaded: bool) -> None:
+    assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
+
+
+def test_single_rank_does_not_divide_its_gradients(found: Any) -> None:
+    # FSDP2 divides them out of place if it reduces nothing and a factor is set.
+    assert {unit["gradients divided by"] for unit in on_ranks(1, describe, {})[0].values()} == {None}
+    assert {unit["gradients divided by"] for unit in found["plain"].values()} == {1.0}

@@ -1,0 +1,85 @@
+"""Sequence parallel attention: the exchange inverts itself, and models that bypass it are detected."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import build, divisor, my_share, random_rows
+from tests.support.ranks.ranks import on_ranks
+from train_loop.errors import ModelError
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.step import accumulate
+from train_loop.model.build import build_model
+from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
+from train_loop.telemetry.timers import ComputeTimer
+
+
+def exchange() -> dict[str, bool]:
+    """Return facts about the exchange of [B, H, T/P, D] = [2, 4, 3, 5] slices over two ranks."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    whole = torch.randn(2, 4, 3 * ranks, 5, generator=torch.Generator().manual_seed(0))
+    mine = whole.chunk(ranks, dim=2)[rank].clone().requires_grad_()
+    heads = seq_to_heads(mine, group)
+    back = heads_to_seq(heads, group)
+    weight = torch.randn(back.shape, generator=torch.Generator().manual_seed(rank))
+    torch.autograd.backward((back * weight).sum())
+    assert mine.grad is not None
+    return {
+        "whole sequence, some heads": torch.equal(heads, whole.chunk(ranks, dim=1)[rank]),
+        "there and back": torch.equal(back, mine),
+        "gradients come back too": torch.equal(mine.grad, weight),
+    }
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[dict[str, bool]]:
+    return on_ranks(2, exchange)
+
+
+@pytest.mark.parametrize("fact", ["whole sequence, some heads", "there and back", "gradients come back too"])
+def test_exchange_swaps_sequence_and_heads_and_inverts_itself(facts: list[dict[str, bool]], fact: str) -> None:
+    assert [rank[fact] for rank in facts] == [True, True]
+
+
+def partly_frozen(checkpointing: str) -> float:
+    """Return the loss of a step whose lower layer has no backward pass, and thus fewer exchanges."""
+    parts = {
+        "config": TINY | {"num_hidden_layers": 3},
+        "freeze_module_prefix": ["model.embed_tokens", "model.layers.0"],
+        "gradient_checkpointing": checkpointing,
+    }
+    job = spec(model=parts, data={"sequence_length": 32}, strategy={"ulysses_size": 2}, scaling={"num_workers": 2})
+    model, loss, mesh = build(job)
+    batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
+    return accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False)).item()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_layers_without_a_backward_pass_do_not_count_as_bypass(checkpointing: str) -> None:
+    assert all(loss > 0 for loss in on_ranks(2, partly_frozen, checkpointing))
+
+
+def bypassed() -> str:
+    """Return the error of the check for a model whose attention bypassed the exchange."""
+    group = dist.group.WORLD
+    assert group is not None
+    ulysses = apply_ulysses(build_model(spec(model={"config": TINY}).model), group, ComputeTimer(torch.device("cpu")))
+    assert ulysses is not None
+    try:
+        ulysses.check_active(sequence_length=32)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_model_that_bypasses_the_registry_is_rejected() -> None:
+    said: list[Any] = on_ranks(2, bypassed)
+    assert all(
+        "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in said
+    )

@@ -1,0 +1,105 @@
+"""Settings for memory, communication or computation that must not change results."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train_loop.plan.memory
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import Gradients, one_step, random_rows
+from tests.support.ranks.ranks import on_ranks
+from train_loop.spec import JobSpec
+
+SAMPLES, LENGTH = 8, 32
+CONFIG = TINY | {"num_hidden_layers": 4}
+Result = tuple[float, Gradients]
+Parts = dict[str, dict[str, Any]]
+
+BIT_EQUAL: dict[str, Parts] = {
+    "reshard true": {"strategy": {"reshard_after_forward": True}},
+    "reshard false": {"strategy": {"reshard_after_forward": False}},
+    "reshard to 2": {"strategy": {"reshard_after_forward": 2}},
+    "prefetch": {"strategy": {"forward_prefetch": 2, "backward_prefetch": 3}},
+    "prefetch of finer units": {
+        "strategy": {
+            "forward_prefetch": 2,
+            "backward_prefetch": 2,
+            "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]},
+        }
+    },
+    "offload": {"strategy": {"offload_policy": True}},
+    "no recomputation": {"model": {"gradient_checkpointing": "none"}},
+    "offloaded activations": {"model": {"gradient_checkpointing": "offload"}},
+    "wrapped embeddings": {"strategy": {"wrap_policy": {"wrap_embeddings": True}}},
+    "wrapped head": {"strategy": {"wrap_policy": {"wrap_lm_output": True}}},
+    "wrapped all": {"strategy": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
+    "finer units": {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}}},
+    "output dtype": {"strategy": {"output_dtype": "fp32"}},
+}
+EQUAL: dict[str, Parts] = {
+    "tiles": {"strategy": {"apply_tiled_mlp": True}},
+    "tiles that do not divide": {"strategy": {"apply_tiled_mlp": True, "tiled_num_shards": 5}},
+    "more tiles than rows": {"strategy": {"apply_tiled_mlp": True, "tiled_num_shards": 1000}},
+    "norms of their own": {"strategy": {"norm_dtype": "fp32"}},
+    "chunked head": {"training": {"chunked_loss": True}},
+    "chunked, wrapped head": {
+        "training": {"chunked_loss": True},
+        "strategy": {"wrap_policy": {"wrap_lm_output": True}},
+    },
+    "chunked, resharded": {"training": {"chunked_loss": True}, "strategy": {"reshard_after_forward": True}},
+    "replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
+    "hybrid": {"strategy": {"fsdp_size": 2}},
+}
+MODELS = [(1, False), (2, True)]
+
+
+def job(parts: Parts, sp: int, tied: bool) -> JobSpec:
+    base: Parts = {
+        "model": {"config": CONFIG | {"tie_word_embeddings": tied}, "gradient_checkpointing": "full"},
+        "data": {"sequence_length": LENGTH},
+        "training": {"per_device_train_batch_size": 1, "chunked_loss": False},
+        "strategy": {"ulysses_size": sp},
+        "scaling": {"num_workers": dist.get_world_size()},
+    }
+    return spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base})
+
+
+def run_all(variants: dict[str, Parts]) -> dict[tuple[str, int, bool], Result]:
+    """Run every variant of every model."""
+    train_loop.plan.memory.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
+    rows = random_rows(SAMPLES, LENGTH, vocab=TINY["vocab_size"], packed=True)
+    found = {
+        (name, sp, tied): one_step(job(parts, sp, tied), rows)
+        for name, parts in {"plain": {}, **variants}.items()
+        for sp, tied in MODELS
+    }
+    return found if dist.get_rank() == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, int, bool], Result]:
+    result: dict[tuple[str, int, bool], Result] = on_ranks(4, run_all, BIT_EQUAL | EQUAL)[0]
+    return result
+
+
+@pytest.mark.parametrize(("sp", "tied"), MODELS)
+@pytest.mark.parametrize("name", BIT_EQUAL)
+def test_variant_is_bit_equal(found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool) -> None:
+    (loss, gradients), (expected_loss, expected) = found[name, sp, tied], found["plain", sp, tied]
+    assert loss == expected_loss
+    assert gradients.keys() == expected.keys()
+    assert [n for n in expected if not torch.equal(gradients[n], expected[n])] == []
+
+
+@pytest.mark.parametrize(("sp", "tied"), MODELS)
+@pytest.mark.parametrize("name", EQUAL)
+def test_variant_is_numerically_equal(
+    found: dict[tuple[str, int, bool], Result], name: str, sp: int, tied: bool
+) -> None:
+    (loss, gradients), (expected_loss, expected) = found[name, sp, tied], found["plain", sp, tied]
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for parameter, value in expected.items():
+        assert (gradients[parameter] - value).norm() <= 1e-6 * value.norm(), parameter

@@ -1,0 +1,224 @@
+"""What tests of the service share: a small spec, a clock that is told the time, and a service on fakes."""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.prometheus import PrometheusWatch
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.api.build import Parts, build_api
+from service.api.guard import Guard
+from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.job import Job, JobState
+from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.snapshot import QueueSnapshot
+from service.domain.webhooks.ssrf import AllowList
+from service.lifecycle.startup import DatabaseStartup, opened
+from service.ports import Cluster, JobCounts, JobStore, Metrics, NoTracer, RunDirs, Tracer
+from service.use_cases.access.access import Access, Tokens
+from service.use_cases.access.rate_limits import Limits, Rates
+from service.use_cases.checkpoints import CheckpointActions
+from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.jobs import Grace, Jobs
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.metrics import ServiceMetrics
+from service.use_cases.webhooks.webhooks import Webhooks
+from tests.support.fakes.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
+from tests.support.fakes.stores import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
+from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
+from train_loop.run_dir import JsonLines, Outcome, RunDir
+from train_loop.spec import JobSpec, parse
+
+KEY = "a-key-for-tests"
+RETRY = Retry(base=10.0, cap=100.0)
+_SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        "dtype": "fp32",
+    },
+    "data": {"train": {"path": "stdlib://"}, "sequence_length": 128},
+    "training": {"learning_rate": 1e-3, "max_steps": 20},
+    "scaling": {"num_workers": 2},
+}
+
+
+def raw_spec(**parts: Any) -> dict[str, Any]:
+    """A spec as plain data; each part is merged into the field of its name."""
+    raw = copy.deepcopy(_SPEC)
+    for name, value in parts.items():
+        raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+    return raw
+
+
+def spec_body(**parts: Any) -> str:
+    """The same as JSON text."""
+    return json.dumps(raw_spec(**parts))
+
+
+def a_spec(**parts: Any) -> JobSpec:
+    """The same, parsed."""
+    return parse(raw_spec(**parts))
+
+
+def a_job(job_id: str = "job-1", *, run_dir: str = "file:///nowhere", now: float = 0.0, **parts: Any) -> Job:
+    """A queued job."""
+    return Job(job_id, a_spec(**parts), run_dir, created_at=now, updated_at=now)
+
+
+@dataclass
+class Clock:
+    """A clock that stands until it is moved."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeService:
+    """The service with a cluster and a preflight that do what the test says; run directories are real."""
+
+    root: Path
+    store: JobStore = field(default_factory=MemoryJobStore)
+    cluster: MemoryCluster = field(default_factory=MemoryCluster)
+    preflight: MemoryPreflight = field(default_factory=MemoryPreflight)
+    clock: Clock = field(default_factory=Clock)
+    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    run_dirs: RunDirs = field(default_factory=LocalRunDirs)
+    rules: QueuePolicy = field(default_factory=QueuePolicy)
+    board: QueueSnapshot = field(default_factory=QueueSnapshot)
+    keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
+    counts: JobCounts = field(default_factory=MemoryJobStore)
+    watch: Metrics = field(default_factory=PrometheusWatch)
+    tokens: Tokens | None = None
+    limits: Limits = field(default_factory=Limits)
+    hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
+    sender: MemorySender = field(default_factory=MemorySender)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.store, MemoryJobStore):
+            self.keys.done = self.hooks.done = self.store.deeds
+            self.counts = self.store
+
+    @property
+    def access(self) -> Access:
+        """The use cases of keys."""
+        operator = hashlib.sha256(KEY.encode()).hexdigest()
+        return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}", self.tokens)
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """The use cases of webhooks."""
+        return Webhooks(self.hooks, self.sender, AllowList(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
+
+    @property
+    def jobs(self) -> Jobs:
+        """The use cases."""
+        return Jobs(
+            store=self.store,
+            cluster=self.cluster,
+            run_dirs=self.run_dirs,
+            preflight=self.preflight,
+            board=self.board,
+            default_root=self.root.as_uri(),
+            grace=Grace(cancel=30.0, pause=300.0),
+            clock=self.clock,
+            new_id=lambda: f"job-{next(self.ids):04d}",
+        )
+
+    @property
+    def watching(self) -> ServiceMetrics:
+        """The use case of those who watch."""
+        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
+
+    @property
+    def doctor(self) -> Doctor:
+        """One who finds all in order."""
+        return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
+
+    def app(self, *, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> FastAPI:
+        """The HTTP side."""
+        return build_api(self.parts(max_body_bytes, opening))
+
+    def parts(self, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> Parts:
+        """What the HTTP side is made of."""
+        ledger = CheckpointActions(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
+        guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
+        return Parts(ledger, guard, self.watching, self.webhooks, self.doctor, opening=opening or opened())
+
+    def client(self, **headers: str) -> TestClient:
+        """A caller with the key; `client(authorization="")` is one without."""
+        return TestClient(self.app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"} | headers)
+
+    def reconciler(
+        self, *, store: JobStore | None = None, cluster: Cluster | None = None, traces: Tracer | None = None
+    ) -> Reconciler:
+        """A reconciler as it is after a restart."""
+        return Reconciler(
+            store or self.store,
+            cluster or self.cluster,
+            self.run_dirs,
+            self.clock,
+            owner="me",
+            pace=ReconcileTimings(lease=30.0, retry=RETRY),
+            rules=self.rules,
+            board=self.board,
+            watch=self.watch,
+            traces=traces or NoTracer(),
+        )
+
+    def submit(self, **parts: Any) -> Job:
+        """Submit a job through the use case."""
+        view, _ = self.jobs.submit(spec_body(**parts).encode(), None)
+        return view.job
+
+    def get(self, job_id: str) -> Job:
+        """The job as it is stored."""
+        return self.jobs.find(job_id)
+
+    def run_dir(self, job_id: str) -> RunDir:
+        """The job's run directory."""
+        return RunDir.at(self.get(job_id).run_dir)
+
+    def event(self, job_id: str, event: str, *, attempt: int = 1, **fields: Any) -> None:
+        """Let the workers write an event."""
+        JsonLines(self.run_dir(job_id).attempt(attempt).events, attempt=attempt).append(event=event, **fields)
+
+    def metric(self, job_id: str, *, attempt: int = 1, **fields: Any) -> None:
+        """Let the workers write a metrics line."""
+        JsonLines(self.run_dir(job_id).attempt(attempt).metrics, attempt=attempt).append(**fields)
+
+    def end(self, job_id: str, outcome: Outcome, *, attempt: int = 1) -> None:
+        """Let the driver say how it ended."""
+        self.run_dir(job_id).attempt(attempt).write_outcome(outcome)
+
+
+def started(service: FakeService) -> Job:
+    """Submit a job, and return it once its first attempt trains."""
+    job = service.submit()
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.RUNNING
+    return job

@@ -1,0 +1,173 @@
+"""Replicas of the reconciler in a simulated world, until every job has ended.
+
+Each replica runs in a greenlet that hands over at every call of a port. Between two of its calls all can happen: the
+other replicas and the users go on, drivers train or die, calls fail before or after they took effect, requests arrive
+late, a replica dies, or stands still until its leases are over.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from greenlet import GreenletExit, greenlet
+
+from service.domain.jobs.commands import resumed
+from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.job import Job, JobState
+from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.snapshot import QueueSnapshot
+from service.errors import ClusterError
+from service.ports import NewJob
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from tests.support.faults.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, World, hold, spec
+
+END = 600.0
+"""Simulated seconds after which every job must have ended."""
+
+_UNKNOWN: dict[str, Any] = {"capacity": None, "nodes": None, "dashboard": None, "status": SubmissionStatus.UNKNOWN}
+"""What a cluster that does not answer is taken to say."""
+
+
+class Port:
+    """What a replica sees of the world: every call hands over first, and may fail before or after it took effect."""
+
+    def __init__(self, target: Any, world: World, fault: type[Exception], *, faults: float) -> None:
+        self._target, self._world, self._fault, self._faults = target, world, fault, faults
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call: Callable[..., Any] = getattr(self._target, name)
+
+        def handed_over(*args: Any, **kwargs: Any) -> Any:
+            scheduler = greenlet.getcurrent().parent
+            assert scheduler is not None
+            scheduler.switch()
+            if self._world.roll(self._faults):
+                if name in _UNKNOWN:
+                    return _UNKNOWN[name]
+                raise self._fault("before")
+            answer = call(*args, **kwargs)
+            if name not in _UNKNOWN and self._world.roll(self._faults):
+                raise self._fault("after")
+            return answer
+
+        self.__dict__[name] = handed_over
+        return handed_over
+
+
+class Store:
+    """The store, with its saves held against what must be true."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world.store, name)
+
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+        """Store a change, and hold all that must be true against it."""
+        return self._world.save(job, owner=owner, leads=leads)
+
+
+@dataclass
+class Replica:
+    """One process of the service."""
+
+    world: World
+    owner: str
+    still_until: float = 0.0
+    body: greenlet | None = None
+
+    def go_on(self) -> None:
+        """To its next call; or it dies and is started again, or stands still for longer than its leases."""
+        if self.world.now < self.still_until:
+            return
+        if self.body is None:
+            self.body = greenlet(self._run)
+        elif self.world.roll(0.006):
+            self.body.throw(GreenletExit)
+            self.body = None
+            return
+        elif self.world.roll(0.015):
+            self.still_until = self.world.now + 12.0
+            return
+        self.body.switch()
+
+    def leave(self) -> None:
+        """End it."""
+        if self.body is not None:
+            self.body.throw(GreenletExit)
+
+    def _run(self) -> None:
+        world = self.world
+        reconciler = Reconciler(
+            store=Port(Store(world), world, DatabaseError, faults=0.01),
+            cluster=Port(world, world, ClusterError, faults=0.02),
+            run_dirs=Port(world, world, OSError, faults=0.02),
+            clock=world.clock,
+            owner=self.owner,
+            pace=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
+            rules=QueuePolicy(quotas=QUOTAS, resize_seconds=5.0),
+            board=QueueSnapshot(),
+        )
+        while True:
+            try:
+                reconciler.run_once()
+            except DatabaseError:
+                continue
+
+
+def simulate(seed: int) -> World:
+    """Let a world go on until every job has ended. Raises RuleBroken where one does not."""
+    world = World(seed)
+    replicas = [Replica(world, f"replica-{number}") for number in range(world.chance.choice((1, 2, 2, 3)))]
+    jobs = list(_jobs(world))
+    try:
+        while jobs or any(not job.state.terminal for job in world.store.jobs.values()):
+            left = [(job.id, job.state) for job in world.store.jobs.values() if not job.state.terminal]
+            hold(world.now < END, f"not ended: {left}")
+            world.now += world.chance.random() * 0.4
+            if jobs and world.chance.random() < 0.1:
+                world.store.add(NewJob(replace(jobs.pop(0), created_at=world.now)))
+            for replica in replicas:
+                for _ in range(world.chance.randint(0, 12)):
+                    replica.go_on()
+            _happen(world)
+    finally:
+        for replica in replicas:
+            replica.leave()
+    return world
+
+
+def _jobs(world: World) -> Iterator[Job]:
+    for number in range(world.chance.randint(2, 5)):
+        most = world.chance.randint(1, 6)
+        fewest = world.chance.choice((most, most, world.chance.randint(1, most)))
+        wanted = spec(fewest, most, world.chance.choice((0, 0, 5)), world.chance.choice(("small", "big")))
+        sizes = tuple(range(fewest, most + 1)) if fewest < most else ()
+        job_id = f"job-{number}"
+        yield Job(job_id, wanted, job_id, created_at=0.0, updated_at=0.0, sizes=sizes)
+
+
+def _happen(world: World) -> None:
+    """What nobody of the service does."""
+    for driver in list(world.drivers.values()):
+        if driver.state.alive and world.chance.random() < 0.5:
+            world.drive(driver)
+    if world.late and world.chance.random() < 0.3:
+        world.begin(world.late.pop(world.chance.randrange(len(world.late))))
+    if world.store.jobs and world.roll(0.04):
+        world.user(world.chance.choice(list(world.store.jobs)))
+    if world.roll(0.01):
+        world.silent_until = world.now + world.chance.random() * 20
+    if world.roll(0.01):
+        world.cpus = world.chance.choice((3.0, 5.0, CPUS, CPUS))
+    if world.roll(0.003):
+        # Another cluster in its place knows nothing, and nobody's request reaches the one that was.
+        world.drivers.clear()
+        world.late.clear()
+    if world.now >= PEACE:
+        world.cpus = CPUS
+        # Whoever paused a job wants it to go on after all.
+        for job in list(world.store.jobs.values()):
+            if job.state is JobState.PAUSED:
+                world.save(resumed(job, None, deadline=world.now, now=world.now))

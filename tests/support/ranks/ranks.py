@@ -1,0 +1,120 @@
+"""Run functions on real gloo ranks, each a process of its own."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import Queue, get_context
+from torch.multiprocessing.spawn import start_processes
+
+from train_loop.system.exit import leave
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `function(*arguments)` on every rank of a gloo group; return the results by rank.
+
+    The function must be importable, and its result must pickle. Raises the exception of the first failing rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _join(_start(_rank, world, (dict(os.environ), world, folder, function, arguments)))
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+
+
+@contextmanager
+def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
+    """Ranks that answer one call after another, for tests that draw their cases as they go; rank 0's answers count."""
+    context = get_context("forkserver")
+    asked, answers = [context.Queue() for _ in range(world)], context.Queue()
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        for queue in asked:
+            queue.put((function, arguments))
+        error, answer = answers.get(timeout=120)
+        if error:
+            raise AssertionError(error)
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _start(_answer, world, (dict(os.environ), world, folder, asked, answers))
+        yield ask
+        for queue in asked:
+            queue.put(None)
+        _join(ranks)
+
+
+@contextmanager
+def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
+    """Yield processes of ranks that call `function(*arguments)`, for tests that kill them; all are ended afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _start(_rank, world, (dict(os.environ), world, folder, function, arguments)).processes
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def _join(ranks: Any) -> None:
+    while not ranks.join():
+        pass
+
+
+def _start(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> Any:
+    """Fork processes from one that has already imported the slow modules."""
+    set_forkserver_preload(["tests.support.ranks.preload"])
+    return start_processes(function, arguments, nprocs=world, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def _rank(
+    rank: int,
+    environment: dict[str, str],
+    world: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    with _group(rank, environment, world, folder):
+        torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
+    leave()
+
+
+def _answer(
+    rank: int, environment: dict[str, str], world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
+) -> None:
+    with _group(rank, environment, world, folder):
+        while (question := asked[rank].get()) is not None:
+            function, arguments = question
+            try:
+                answer: tuple[str | None, Any] = (None, function(*arguments))
+            except Exception:
+                answer = traceback.format_exc(), None
+            if rank == 0 or answer[0]:
+                answers.put(answer)
+    answers.close()
+    answers.join_thread()
+    leave()
+
+
+@contextmanager
+def _group(rank: int, environment: dict[str, str], world: int, folder: str) -> Iterator[None]:
+    # The process that it was forked from has the environment of an earlier time.
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,151 @@
+"""The service as users run it: a separate process with embedded Ray that can be stopped, killed and restarted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from service.api.schemas import JobOut
+from service.config.address import ServiceAddress
+from service.domain.jobs.job import JobState
+from tests.support.builders.specs import TINY, raw_spec
+from tests.support.ranks.torchrun import write_tokens
+from tests.support.waiting import wait_for
+from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api, Client
+
+
+class LiveService:
+    """The service on a separate home, with optional environment variables and storage roots.
+
+    Its Ray survives `kill` and not `stop`.
+    """
+
+    def __init__(self, home: Path, *, environment: dict[str, str] | None = None, roots: tuple[str, ...] = ()) -> None:
+        self.home = home
+        self._environment = environment or {}
+        self._roots = (f"file://{home}/data", *roots)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: Client | None = None
+
+    @property
+    def client(self) -> Api:
+        """The API of the running service."""
+        assert self._client is not None
+        return self._client.api
+
+    def start(self) -> None:
+        """Start the service, or restart it on the same home."""
+        (self.home / "service.json").unlink(missing_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
+        environment |= {
+            "TRAINSHED_HOME": str(self.home),
+            "TRAINSHED_PORT": "0",
+            "TRAINSHED_STORAGE_ROOTS": ",".join(self._roots),
+            "TRAINSHED_RETRY_SECONDS": "0.5",
+            "TRAINSHED_RECONCILE_SECONDS": "0.1",
+            "TRAINSHED_RAY_CPUS": "3",
+            "RAY_AUTH_MODE": "token",
+            "OMP_NUM_THREADS": "1",
+        } | self._environment
+        with (self.home / "service.log").open("ab") as log:
+            command = [sys.executable, "-m", "service.serve"]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        address = wait_for(self._address, f"a service on {self.home}")
+        self._client = Client(address.url, (self.home / "admin.key").read_text().strip())
+
+    def _address(self) -> ServiceAddress | None:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.home / "service.log").read_text()[-4000:]
+        file = self.home / "service.json"
+        return ServiceAddress.model_validate_json(file.read_bytes()) if file.exists() else None
+
+    def kill(self) -> None:
+        """SIGKILL only the service; its Ray keeps running."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop the service and its Ray as an operator would."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(timeout=90)
+            self._process = None
+
+    def submit(self, **parts: dict[str, Any]) -> str:
+        """Submit a small job on two workers that share each sequence and return its id."""
+        return self.client.submit(yaml.safe_dump(small_job(self.home, **parts))).id
+
+    def wait_for_state(self, job_id: str, *states: JobState, seconds: float = 120) -> JobOut:
+        """Wait until the job is in one of the states. Raises AssertionError where it ends in another."""
+
+        def reached() -> JobOut | None:
+            job = self.client.job(job_id)
+            why = job.reason.message if job.reason else None
+            assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.story(job_id)}"
+            return job if job.state in states else None
+
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
+
+    def wait_for_step(self, job_id: str, step: int) -> None:
+        """Wait until the job has trained a step."""
+        wait_for(lambda: any(line["step"] >= step for line in self.metrics(job_id)), f"step {step}", seconds=120)
+
+    def run_dir(self, job_id: str) -> RunDir:
+        """Return the run directory of the job."""
+        return RunDir.at(self.client.job(job_id).run_dir)
+
+    def events(self, job_id: str, name: str | None = None) -> list[dict[str, Any]]:
+        """Return the events of all attempts, or those of one kind."""
+        lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
+        return [line for line in lines if name in (None, line["event"])]
+
+    def metrics(self, job_id: str) -> list[dict[str, Any]]:
+        """Return the metrics lines of all attempts."""
+        return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
+
+    def story(self, job_id: str) -> str:
+        """Return the information that a person needs to debug a failed job."""
+        logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
+        texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in logs]
+        return "\n".join([str(self.events(job_id)), *texts])
+
+    def driver(self, job_id: str) -> psutil.Process:
+        """Return the process of the job's newest driver."""
+        root = str(self.run_dir(job_id).root)
+        found = [p for p in psutil.process_iter(["cmdline"]) if _drives(p.info["cmdline"] or [], root)]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def _drives(command: list[str], root: str) -> bool:
+    # The shell with which Ray starts drivers has the same words in one argument.
+    return "train_loop.ray_train.driver" in command and root in command
+
+
+def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:
+    """Return a job of some seconds: a tiny Qwen3 on random tokens, two workers, a checkpoint every ten steps."""
+    data = home / "data" / "tokens.parquet"
+    if not data.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(data, rows=400, length=32, vocab=TINY["vocab_size"])
+    base: dict[str, dict[str, Any]] = {
+        # It would double the collectives of a step, which are what a step of so small a model takes.
+        "model": {"gradient_checkpointing": "none"},
+        "data": {"train": {"path": f"file://{data}"}, "columns": {"input_ids": "ids"}, "packing": False},
+        "training": {"max_steps": 40, "global_batch_size": 4, "audit_samples": True},
+        "strategy": {"ulysses_size": 2},
+        "checkpoint": {"every_steps": 10},
+        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.5}},
+    }
+    return raw_spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()})

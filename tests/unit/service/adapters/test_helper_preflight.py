@@ -1,0 +1,273 @@
+"""Preflight helper process: answers, limits and unavailable storage."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.errors import PreflightFailed, StorageAway
+from service.ports import PreflightReport
+from tests.support.builders.folders import write_model, write_tokenizer
+from tests.support.builders.specs import TINY, may_read
+from tests.support.fakes.service import a_spec
+from tests.support.servers.s3 import s3_server
+from tests.support.waiting import wait_for
+from train_loop.plan import read_shape
+from train_loop.spec import Problem
+
+
+@contextmanager
+def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
+    """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
+    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import looking_at, serve\n"
+    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
+    limits = limits or Limits(timeout)
+    helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
+    try:
+        yield helper
+    finally:
+        helper.stop()
+
+
+ECHO = (
+    "{'problems': [{'pointer': request['spec']['name'], 'message': request['read_policy']['roots'][0]}], 'shape': None}"
+)
+
+
+def test_preflight_receives_spec_and_roots_and_returns_problems() -> None:
+    with preflight(ECHO) as helper:
+        assert helper.check(a_spec()) == PreflightReport((Problem("tiny", "file:///data"),), None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("1 / 0", "could not be checked: ZeroDivisionError: division by zero"),
+        ("os.abort()", "crashed during the check"),
+        ("{'hello': 1}", "could not be checked"),
+    ],
+)
+def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str, message: str) -> None:
+    with preflight(f"{answer} if request['spec']['name'] == 'bad' else {ECHO}") as helper:
+        for _ in range(2):
+            with pytest.raises(PreflightFailed, match=message):
+                helper.check(a_spec(name="bad"))
+            assert helper.check(a_spec()).problems
+
+
+def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Path) -> None:
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
+    helper = HelperPreflight(
+        read_policy=lambda _: may_read(), limits=Limits(30.0), command=[sys.executable, "-c", code]
+    )
+    assert helper.trouble() == "is not started"
+    helper.start()
+    try:
+        assert helper.trouble() == "is importing its libraries"
+        (tmp_path / "go").touch()
+        wait_for(lambda: helper.trouble() is None, "a helper that has done its imports")
+        assert helper._helper is not None
+        helper._helper.kill()
+        helper._helper.wait()
+        assert helper.trouble() == "exited with -9 and is restarting"
+        wait_for(lambda: helper.trouble() is None, "another helper")
+    finally:
+        helper.stop()
+
+
+def test_hanging_check_is_killed_after_timeout() -> None:
+    hangs = "looking_at('/data/train') or time.sleep(3600)"
+    with preflight(f"{hangs} if request['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
+        assert helper.check(a_spec()).problems
+        helper._limits = Limits(0.2)
+        with pytest.raises(PreflightFailed, match=r"the check of /data/train took over 0\.2 s; check that its storage"):
+            helper.check(a_spec(name="bad"))
+        assert helper._helper is not None
+        here = psutil.Process(helper._helper.pid)
+        wait_for(lambda: not here.children(), "the end of the hanging fork")
+
+
+@pytest.fixture(scope="module")
+def helper() -> Iterator[HelperPreflight]:
+    """Start the real helper with small limits."""
+    limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
+    one = HelperPreflight(read_policy=lambda _: may_read("file:///"), limits=limits)
+    yield one
+    one.stop()
+
+
+_SMALL = Limits(60.0, cpu_seconds=1.0, memory_bytes=64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule"),
+    [
+        ("[None for _ in iter(int, 1)]", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
+        ("bytearray(100 << 20)", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
+        ("sum(iter(int, 1))", "took over 1 s of CPU time; .* TRAINSHED_PREFLIGHT_CPU_SECONDS"),
+    ],
+)
+def test_check_exceeding_a_limit_is_a_problem_of_its_field(answer: str, rule: str) -> None:
+    hostile = f"looking_at('/data/train/path') or looking_at('/model') or {answer}"
+    with preflight(f"{hostile} if request['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
+        ((problem,),) = [helper.check(a_spec(name="bad")).problems]
+        assert problem.pointer == "/model"
+        assert re.search(rule, problem.message), problem.message
+        assert helper.check(a_spec()).problems[0].pointer == "tiny"
+
+
+def test_fork_is_killed_first_if_host_runs_out_of_memory() -> None:
+    score = "open('/proc/self/oom_score_adj').read().strip()"
+    with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
+        assert helper.check(a_spec()).problems[0].message == "1000"
+
+
+def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
+    socket = tmp_path / "shed" / "preflight"
+    socket.parent.mkdir()
+    code = "import sys\nfrom train_loop.preflight.fork_server import serve\nserve(sys.argv[1], lambda request: None)"
+    with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
+        wait_for(socket.exists, "the helper")
+        assert helper.stdin is not None
+        helper.stdin.close()
+        assert helper.wait(timeout=30) == 0
+    assert not socket.parent.exists()
+
+
+def test_helper_that_cannot_start_raises_and_killed_helper_restarts() -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    broken = HelperPreflight(read_policy=lambda _: may_read(), limits=Limits(30.0), command=command)
+    with pytest.raises(PreflightFailed, match="exited with 3; see the service's log"):
+        broken.check(a_spec())
+    broken.stop()
+    with preflight(ECHO) as helper:
+        assert helper.check(a_spec()).problems
+        assert helper._helper is not None
+        helper._helper.kill()
+        helper._helper.wait()
+        assert helper.check(a_spec()).problems
+
+
+def test_passed_check_is_cached_for_same_model_data_and_project() -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    with preflight(f"{{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}") as helper:
+        first = helper.check(a_spec())
+        again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
+        assert again is first
+        assert helper.check(a_spec(data={"sequence_length": 64})) is not first
+        # Another project may read other files.
+        assert helper.check(a_spec(project="other")) is not first
+
+
+def test_known_returns_only_recent_passed_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    good, bad, ill = a_spec(), a_spec(data={"sequence_length": 64}), a_spec(data={"sequence_length": 256})
+    others = f"{{64: {ECHO}, 256: {{'failed': 'no'}}}}"
+    found = f"{others}.get(request['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
+    with preflight(found) as helper:
+        assert helper.known(good) is None
+        first = helper.check(good)
+        assert helper.check(bad).problems
+        with pytest.raises(PreflightFailed):
+            helper.check(ill)
+        assert helper.known(a_spec(name="other")) is first
+        assert helper.known(bad) is None
+        assert helper.known(ill) is None
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + _FRESH_SECONDS)
+        assert helper.known(good) is None
+
+
+def test_concurrent_equal_checks_share_one_answer() -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    slow = f"time.sleep(1) or {{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}"
+    with preflight(slow) as helper, ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(helper.check, [a_spec(name=f"job-{number}") for number in range(8)]))
+        assert all(answer is answers[0] for answer in answers)
+    with preflight("time.sleep(1) or 1 / 0") as helper, ThreadPoolExecutor(8) as threads:
+        futures = [threads.submit(helper.check, a_spec()) for _ in range(8)]
+        errors = [one.exception() for one in futures]
+        assert all(error is errors[0] and isinstance(error, PreflightFailed) for error in errors)
+
+
+def test_real_helper_returns_shape_of_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path))
+    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
+    assert helper.check(spec) == PreflightReport((), read_shape(TINY))
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("{{ 'a'*2000000000 }}", "MiB of memory"),
+        # Which limit a billion characters meet first depends on the speed and the memory of the machine.
+        ("{{ '%1000000000d' % 1 }}", "characters of 2 messages|MiB of memory|s of CPU time"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
+    ],
+)
+def test_chat_template_exceeding_a_limit_is_a_problem_of_its_field(
+    helper: HelperPreflight, tmp_path: Path, template: str, rule: str
+) -> None:
+    write_tokenizer(write_model(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    data = {"train": {"path": str(rows)}, "columns": {"messages": "messages"}}
+    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()}, data=data)
+    ((problem,),) = [helper.check(spec).problems]
+    assert problem.pointer == "/model/tokenizer"
+    assert re.search(rule, problem.message), problem.message
+
+
+def test_check_exceeding_its_timeout_is_a_problem_of_its_field() -> None:
+    with preflight("looking_at('/model') or sum(iter(int, 1))", limits=Limits(1.0)) as helper:
+        (problem,) = helper.check(a_spec()).problems
+        assert problem.pointer == "/model"
+        assert "took over 1 s; choose a smaller config" in problem.message
+
+
+def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as bomb:
+        for _ in range(2048):
+            bomb.write(b"a" * 2**20)
+    spec = a_spec(
+        model={"config": None, "path": tmp_path.as_uri()},
+        data={"train": {"path": str(tmp_path / "a.jsonl.gz")}, "columns": {"text": "text"}},
+    )
+    (problem,) = helper.check(spec).problems
+    assert problem.pointer.startswith("/data/")
+    assert "MiB" in problem.message
+
+
+def test_data_on_unavailable_storage_raises_storage_away_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server() as s3:
+        for variable, value in s3.environment().items():
+            monkeypatch.setenv(variable, value)
+        s3.bucket("corpus")
+        s3.put("corpus/a.jsonl", b'{"ids": [1, 2]}\n')
+        spec = a_spec(data={"train": {"path": "s3://corpus/a.jsonl"}, "columns": {"input_ids": "ids"}})
+        away = HelperPreflight(read_policy=lambda _: may_read("s3://corpus"), limits=Limits(100.0))
+        try:
+            assert away.check(spec).problems == ()
+            other = a_spec(data={"train": {"path": "s3://corpus/b.jsonl"}, "columns": {"input_ids": "ids"}})
+            message = r"s3://corpus/b\.jsonl has been unavailable: it has failed for 5 s"
+            for outage in (s3.refuse, s3.gone):
+                began = time.monotonic()
+                with outage(), pytest.raises(StorageAway, match=message):
+                    away.check(other)
+                assert time.monotonic() - began < 60
+        finally:
+            away.stop()

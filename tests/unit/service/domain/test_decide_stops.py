@@ -1,0 +1,142 @@
+"""Rules of decide for pausing and cancelling a job."""
+
+from dataclasses import replace
+
+import pytest
+
+from service.domain.jobs.decide import Decision, Effect, Observation, SubmissionStatus
+from service.domain.jobs.job import Job, JobState, StopRequest
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import preempt, start, stop_with_service
+from tests.support.builders.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step
+from tests.support.fakes.service import a_job
+from train_loop.run_dir import Outcome, Stop
+
+
+def test_cancel_before_any_attempt_ends_at_once() -> None:
+    job = replace(a_job(), state=JobState.CANCELLING, wish=StopRequest("cancel", checkpoint=True, deadline=200.0))
+    assert step(job, Observation()).job.state is JobState.CANCELLED
+
+
+def test_cancel_before_submission_never_submits() -> None:
+    job = cancelling(submitted=False)
+    first = step(job, Observation(SubmissionStatus.MISSING))
+    done = step(job, Observation(SubmissionStatus.MISSING, stop=expected_stop(job)))
+    assert (first.effects, done.effects) == ((Effect.ASK_TO_STOP,), (Effect.FENCE_OFF,))
+    assert done.job.state is JobState.CANCELLED
+
+
+def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
+    job = cancelling()
+    stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
+    assert step(job, Observation(ALIVE)).effects == (Effect.ASK_TO_STOP,)
+    assert step(job, Observation(ALIVE, stop=stop)) == Decision(job)
+    ended = step(job, Observation(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
+    assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
+
+
+def test_cancel_stops_driver_at_deadline() -> None:
+    job = cancelling(deadline=150.0)
+    seen = Observation(ALIVE, stop=expected_stop(job))
+    assert step(job, seen, now=149.0).effects == ()
+    assert step(job, seen, now=150.0).effects == (Effect.STOP_NOW,)
+    assert step(job, replace(seen, submission=SubmissionStatus.STOPPED), now=151.0).job.state is JobState.CANCELLED
+
+
+def test_finished_pause_replaces_reason_of_earlier_failure() -> None:
+    job = replace(pausing(), reason=Reason(Code.EFFECT_FAILED, "the disk was slow"))
+    assert step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job.reason == Reason(Code.USER, "paused")
+
+
+def test_pause_finishes_only_with_an_outcome_of_the_driver() -> None:
+    job = pausing()
+    assert step(job, Observation(ALIVE)).effects == (Effect.ASK_TO_STOP,)
+    assert step(job, Observation(ALIVE, stop=expected_stop(job))) == Decision(job)
+    done = step(
+        job, Observation(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)
+    ).job
+    assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
+    assert (done.attempts[-1].result, done.attempts[-1].step) == ("paused", 7)
+    assert not done.holds_resources
+
+
+def test_pause_with_failed_driver_reports_step_to_resume_from() -> None:
+    done = step(pausing(), Observation(SubmissionStatus.FAILED, stop=expected_stop(pausing()), committed=10)).job
+    assert done.state is JobState.PAUSED
+    assert reason_message(done).endswith("before it saved; the run resumes from step 10)")
+
+
+def test_pause_of_job_that_never_ran_is_immediate() -> None:
+    job = pausing(submitted=False)
+    assert step(job, Observation(SubmissionStatus.MISSING, stop=expected_stop(job))).job.state is JobState.PAUSED
+    held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
+    assert step(held, Observation()).job.state is JobState.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        (Outcome(result="succeeded"), JobState.SUCCEEDED),
+        (Outcome(result="failed", reason="bad data", code="data_error"), JobState.FAILED),
+        (Outcome(result="failed", reason="no disk", code="checkpoint_failed", retryable=True), JobState.PAUSED),
+    ],
+)
+def test_outcome_during_pause_determines_the_state(outcome: Outcome, state: JobState) -> None:
+    assert step(pausing(), Observation(ALIVE, outcome=outcome)).job.state is state
+
+
+def test_pause_with_then_resume_queues_the_job_afterwards() -> None:
+    job = pausing()
+    assert job.wish is not None
+    job = replace(job, wish=replace(job.wish, then_resume=True))
+    done = step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job
+    assert (done.state, done.wish) == (JobState.QUEUED, None)
+    assert JobState.PAUSED in done.times
+
+
+def test_job_saved_before_service_stop_is_queued_without_failure() -> None:
+    job = stop_with_service(live(), deadline=200.0, now=NOW)
+    assert step(job, Observation(ALIVE)).effects == (Effect.ASK_TO_STOP,)
+    done = step(
+        job, Observation(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)
+    ).job
+    assert (done.state, done.attempts[-1].result, done.attempts[-1].step) == (JobState.QUEUED, "service_stopped", 7)
+    assert (done.failures, done.wish) == ((), None)
+
+
+@pytest.mark.parametrize("submission", [SubmissionStatus.MISSING, SubmissionStatus.FAILED, SubmissionStatus.STOPPED])
+def test_job_unsaved_at_service_stop_is_queued_without_failure(submission: SubmissionStatus) -> None:
+    job = stop_with_service(live(), deadline=200.0, now=NOW)
+    done = step(job, Observation(submission, stop=expected_stop(job), committed=3), now=500.0).job
+    assert (done.state, done.attempts[-1].result, done.failures) == (JobState.QUEUED, "service_stopped", ())
+
+
+def test_preempted_job_starts_again_without_a_request() -> None:
+    job = preempt(live(), whom="job-9", deadline=200.0, now=NOW)
+    paused = step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job
+    assert (paused.state, paused.reason and paused.reason.code) == (JobState.PAUSED, Code.PREEMPTED)
+    again = start(paused, now=NOW + 1)
+    assert (again.state, again.attempts[-1].submission_id, again.wish) == (JobState.STARTING, "job-1-2", None)
+
+
+def test_stop_names_its_attempt() -> None:
+    assert expected_stop(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
+
+
+def test_unwritten_stop_file_does_not_delay_forced_stop_past_deadline() -> None:
+    job = cancelling()
+    assert step(job, Observation(ALIVE), now=NOW).effects == (Effect.ASK_TO_STOP,)
+    assert step(job, Observation(ALIVE), now=1e9).effects == (Effect.STOP_NOW,)
+
+
+@pytest.mark.parametrize("job", [cancelling(), pausing()])
+def test_stop_without_worker_group_is_requested_and_forced_at_once(job: Job) -> None:
+    assert step(job, Observation(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
+    assert step(job, Observation(ALIVE, group_up=False, stop=expected_stop(job))).effects == (Effect.STOP_NOW,)
+    gone = step(job, Observation(SubmissionStatus.STOPPED, group_up=False, stop=expected_stop(job), committed=10))
+    # The service stopped the driver: an attempt without an outcome has not failed.
+    assert gone.job.attempts[-1].result in ("cancelled", "paused")
+    assert (gone.job.state, gone.effects) == (
+        JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED,
+        (Effect.FENCE_OFF,),
+    )
