@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-LIMIT = 4.3
+LIMIT = 1.2
 """Maximum phrases per 1,000 words."""
 PHRASES = (
     r"\b(is|are|was|were|be|been|being|gets?) told\b|\btells? (of|whether|that)\b",
