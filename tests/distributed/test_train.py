@@ -84,7 +84,9 @@ def test_bf16_trains_near_the_fp32_run_with_fp32_master_weights(runs: Path) -> N
     assert len(lines(runs / "bf16")) == STEPS
     for one, many in zip(lines(runs / "one rank"), lines(runs / "bf16"), strict=False):
         assert many["loss"] == pytest.approx(one["loss"], rel=0.01)
-        assert many["loss"] != one["loss"], "expected bf16 computation"
+    # A single step may have the same loss by chance: the weights and data are random.
+    losses = [[line["loss"] for line in lines(runs / name)[:STEPS]] for name in ("one rank", "bf16")]
+    assert losses[0] != losses[1], "expected bf16 computation"
     weights = load_checkpoint(runs / "bf16", STEPS)["model"]
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
 
