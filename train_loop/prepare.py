@@ -9,7 +9,7 @@ from train_loop.data.prepare.cache import evaluation_spec
 from train_loop.data.prepare.pipeline import prepare
 from train_loop.errors import UserError
 from train_loop.run_dir import default_cache
-from train_loop.spec import JobSpec, SpecError, parse_text
+from train_loop.spec import JobSpec, SpecError, describe, parse_text
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(str(error))
     except SpecError as error:
-        sys.exit(f"{arguments.spec}: {error}")
+        sys.exit("\n".join(describe(one, str(arguments.spec)) for one in error.problems))
 
 
 def _prepare(spec: JobSpec, cache: Path) -> Dataset:

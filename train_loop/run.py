@@ -36,7 +36,7 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.spec import JobSpec, SpecError, parse_text
+from train_loop.spec import JobSpec, SpecError, describe, parse_text
 from train_loop.system.exit import leave
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.logs import log_to
@@ -55,7 +55,7 @@ def main() -> None:
     try:
         spec = parse_text(arguments.spec.read_bytes())
     except SpecError as error:
-        sys.exit(f"{arguments.spec}: {error}")
+        sys.exit("\n".join(describe(one, str(arguments.spec)) for one in error.problems))
     fewest, most = spec.scaling.bounds
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if spec.scaling.elastic:

@@ -5,7 +5,7 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
-from train_loop.spec.positions import add_positions, nearest_position
+from train_loop.spec.positions import add_positions, describe, locate
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
@@ -32,12 +32,13 @@ __all__ = [
     "WrapPolicySpec",
     "add_positions",
     "as_pointer",
+    "describe",
     "dump",
     "dump_schema",
     "job_schema",
     "load",
+    "locate",
     "merged",
-    "nearest_position",
     "override",
     "parse",
     "parse_text",

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
+from train_loop.spec.positions import add_positions
 from train_loop.spec.text import as_pointer, check_data, read_yaml
 
 _MOST_PROBLEMS = 50
@@ -16,8 +17,11 @@ _MOST_PROBLEMS = 50
 
 
 def parse_text(text: str | bytes) -> JobSpec:
-    """Parse YAML or JSON (JSON is YAML). Raises SpecError."""
-    return parse(read_yaml(text))
+    """Parse YAML or JSON (JSON is YAML). Raises SpecError, with the positions of its problems in YAML text."""
+    try:
+        return parse(read_yaml(text))
+    except SpecError as error:
+        raise SpecError(add_positions(error.problems, text)) from error
 
 
 def load(text: str | bytes) -> JobSpec:

@@ -15,18 +15,31 @@ def add_positions(problems: Iterable[Problem], text: str | bytes) -> list[Proble
     given = list(problems)
     # The text is read a second time, and only if a problem needs it.
     positions = read_positions(text) if any(one.line is None for one in given) else {}
-    return [_located(one, positions) for one in given]
+    return [locate(one, positions) for one in given]
 
 
-def _located(problem: Problem, positions: Mapping[str, Position]) -> Problem:
-    if problem.line is not None or (found := nearest_position(problem.pointer, positions)) is None:
+def locate(problem: Problem, positions: Mapping[str, Position]) -> Problem:
+    """Return a problem with the position of its field or of its nearest parent; unchanged if the text has none."""
+    pointer = problem.pointer
+    while pointer and pointer not in positions:
+        pointer = pointer.rpartition("/")[0]
+    if problem.line is not None or pointer not in positions:
         return problem
-    line, column = found
+    line, column = positions[pointer]
     return replace(problem, line=line, column=column)
 
 
-def nearest_position(pointer: str, positions: Mapping[str, Position]) -> Position | None:
-    """Return the position of a field or of its nearest parent in the text; None if the text has no positions."""
-    while pointer and pointer not in positions:
-        pointer = pointer.rpartition("/")[0]
-    return positions.get(pointer)
+def describe(problem: Problem, file: str) -> str:
+    """Return the error for a problem, `job.yaml:12:5: training.max_steps: …`; without a position, its JSON pointer."""
+    if problem.line is None:
+        return f"{problem.pointer or '/'}: {problem.message}"
+    # Syntax errors repeat the position in their message.
+    message = problem.message.removeprefix(f"line {problem.line}, column {problem.column}: ")
+    field = f"{_dotted(problem.pointer)}: " if problem.pointer else ""
+    return f"{file}:{problem.line}:{problem.column}: {field}{message}"
+
+
+def _dotted(pointer: str) -> str:
+    """Return a JSON pointer as `--set` writes the field: `training.max_steps`."""
+    steps = pointer.removeprefix("/").split("/")
+    return ".".join(step.replace("~1", "/").replace("~0", "~") for step in steps)

@@ -1,10 +1,13 @@
 """Lines and columns of the problems of YAML specs."""
 
 import json
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.support.builders.specs import raw_spec
+from train_loop import prepare, run
 from train_loop.spec import Problem, SpecError, add_positions, parse_text, read_positions
 from train_loop.spec.text import MAX_DEPTH, MAX_NODES, MAX_YAML_BYTES
 
@@ -96,3 +99,20 @@ def test_text_without_fields_has_no_positions(text: str | bytes) -> None:
 
 def test_utf16_positions_count_characters() -> None:
     assert read_positions("ä: {b: 1}\n".encode("utf-16"))["/ä/b"] == (1, 5)
+
+
+@pytest.mark.parametrize("entry_point", [run, prepare], ids=["run", "prepare"])
+def test_entry_points_name_line_and_column_of_every_problem(
+    entry_point: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: Upper\nmodel: {path: file:///m}\ntraining:\n  learning_rat: 1.0e-3\n")
+    monkeypatch.setattr(
+        "sys.argv", ["program", str(file), "--run-dir", str(tmp_path / "run")][: 4 if entry_point is run else 2]
+    )
+    with pytest.raises(SystemExit) as exited:
+        entry_point.main()
+    lines = str(exited.value.code).splitlines()
+    assert f"{file}:4:3: training.learning_rat: no such field" in "\n".join(lines)
+    assert [line for line in lines if not line.startswith(f"{file}:")] == []
+    assert len(lines) > 1
