@@ -31,7 +31,6 @@ from train_loop.run_dir import Outcome, Stop, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.system.gc import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import group_journal
 from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
@@ -41,11 +40,10 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     """Train this rank's share of a run, from its newest checkpoint to its end or a stop request."""
     model = spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
-    journal = group_journal(session.run_dir, session.token, rank=session.rank)
-    journal.event("workers_ready", world=session.world)
+    session.journal.event("workers_ready", world=session.world)
     with watched(session) as watchdog, memory_watched(spec, session):
         run = build_run(spec, session, dataset, evaluation)
-        saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
+        saver = Saver(session, spec.checkpoint, spec.strategy.save_mode)
         with no_garbage_collection():
             restore(run)
             keep_what_is_there()
@@ -61,9 +59,9 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(run)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
-    run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+    session.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     # The driver reads the event as soon as the workers are gone.
-    retry_storage(run.journal.flush, seconds=session.patience, may_pass=storage_failed)
+    retry_storage(session.journal.flush, seconds=session.patience, may_pass=storage_failed)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
@@ -109,7 +107,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         record_step(run, result, clock, agreed, evaluation)
         collect_garbage(state.step)
         # A checkpoint, if due. A save is collective: either all ranks save or none does.
-        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
+        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news()):
             times.begin(state.step)
             mark(state.step, Phase.SAVE)
             save(run, saver, measured, clock)
@@ -142,7 +140,7 @@ def prove(run: Run, result: StepResult) -> None:
     count_skips(run, result)
     # Graph breaks and repeated compilations slow training silently.
     if run.watch is not None and (news := run.watch.news()):
-        run.journal.event("compiled", step=run.state.step, **news)
+        run.session.journal.event("compiled", step=run.state.step, **news)
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:

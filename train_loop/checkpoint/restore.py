@@ -76,7 +76,7 @@ def _continue(run: Run, parent: Parent) -> None:
     if state.ema is not None:
         state.ema.begin(averages.keys() - wanted["ema"].keys())
     state.consumed = run.origin.consumed
-    run.journal.event(
+    run.session.journal.event(
         "continued",
         job=parent.job,
         step=parent.manifest.step,

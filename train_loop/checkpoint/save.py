@@ -33,7 +33,6 @@ from train_loop.run_dir import (
 )
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.system.retry import patiently
-from train_loop.telemetry.event_log import EventLog
 from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
@@ -54,11 +53,11 @@ class RankFiles(NamedTuple):
 class Saver:
     """The writer of a run's checkpoints. Every rank has a Saver and calls it at the same steps."""
 
-    def __init__(self, session: Session, journal: EventLog, spec: CheckpointSpec, mode: SaveMode) -> None:
+    def __init__(self, session: Session, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
         self._token = session.token
         self._ledger: CheckpointStore = open_store(session.run_dir, session.token)
-        self._journal = journal
+        self._journal = session.journal
         self._spec = spec
         self._mode = mode
         # A separate process group: its collectives run in a thread, concurrently with those of the loop. Its timeout

@@ -112,7 +112,7 @@ def _reject(run: Run, faults: dict[int, list[str]]) -> None:
     while faults:
         # Report first: a crash in between repeats the event, but cannot lose it.
         step, found = next(iter(faults.items()))
-        run.journal.event("checkpoint_rejected", step=step, reason="; ".join(found))
+        run.session.journal.event("checkpoint_rejected", step=step, reason="; ".join(found))
         ledger.put_aside(step)
         del faults[step]
 

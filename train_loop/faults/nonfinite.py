@@ -13,13 +13,13 @@ def count_skips(run: Run, result: StepResult) -> None:
     state, training = run.state, run.spec.training
     if result.overflow:
         # The scaler lowers its factor after an overflow: the step does not count as non-finite.
-        run.journal.event("loss_scale_lowered", step=state.step, loss_scale=state.scaler.get_scale())
+        run.session.journal.event("loss_scale_lowered", step=state.step, loss_scale=state.scaler.get_scale())
         return
     state.skipped = 0 if result.applied else state.skipped + 1
     if result.applied:
         return
     numbers = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm}
-    run.journal.event("step_skipped", **numbers, in_a_row=state.skipped)
+    run.session.journal.event("step_skipped", **numbers, in_a_row=state.skipped)
     said = f"{', '.join(f'{name}={value}' for name, value in numbers.items())} is not finite"
     if training.on_nonfinite == "fail":
         raise NonFiniteError(f"{said}; lower learning_rate, or choose on_nonfinite: skip")

@@ -26,7 +26,6 @@ from train_loop.plan import START, BatchPlan, Origin, Plan, chunk_rows, plan_job
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.system.retry import patiently
-from train_loop.telemetry.event_log import EventLog, group_journal
 from train_loop.telemetry.flops import Flops, count_flops
 from train_loop.telemetry.timers import ComputeTimer
 
@@ -49,7 +48,6 @@ class Run:
     timer: ComputeTimer
     watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
-    journal: EventLog
     evaluation: Dataset | None = None
     """Data for evaluation; None without eval data."""
     parent: Parent | None = None
@@ -108,7 +106,6 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         ),
         timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
-        journal=group_journal(session.run_dir, session.token, rank=session.rank),
         evaluation=evaluation,
         parent=parent,
         origin=origin,

@@ -37,4 +37,4 @@ def profiled(run: Run) -> Iterator[None]:
             table = found.key_averages().table(sort_by="self_cpu_memory_usage")
             Path(work, file("memory.txt").name).write_text(table)
         copy_files(Path(work), folder)
-    run.journal.event("profiled", step=step, folder=str(folder))
+    run.session.journal.event("profiled", step=step, folder=str(folder))

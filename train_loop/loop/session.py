@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
 from train_loop.data.dataset import Rows
@@ -10,6 +11,7 @@ from train_loop.data.stream.local import StreamPlan
 from train_loop.liveness.heartbeat import Phase
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import Fence, RunDir, storage_seconds
+from train_loop.telemetry.event_log import EventLog, group_journal
 
 
 class Preemption(NamedTuple):
@@ -61,6 +63,14 @@ class Session:
     def token(self) -> Fence:
         """Return the fencing token of this rank's worker group."""
         return Fence(self.attempt, self.epoch)
+
+    @cached_property
+    def journal(self) -> EventLog:
+        """Return the only event log of this rank.
+
+        While storage is unavailable, lines wait in its queue. A second log would overtake them, or lose its own.
+        """
+        return group_journal(self.run_dir, self.token, rank=self.rank)
 
     @property
     def patience(self) -> float:

@@ -33,7 +33,6 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
-from train_loop.telemetry.event_log import EventLog
 from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
@@ -63,7 +62,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
     save.PATIENCE = 0.0
     trace = Trace(run_dir.checkpoints)
     restore(run)
-    saver = Saver(run.session, run.journal, run.spec.checkpoint, "thread")
+    saver = Saver(run.session, run.spec.checkpoint, "thread")
     for step in steps:
         run.state.step = run.state.consumed = abs(step)
         fill(run, abs(step))
@@ -152,7 +151,7 @@ def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
     whole = [step for step in range(1, 10) if is_whole(run_dir.checkpoint(step), step)]
     passed_over = {step for step in range(max(whole, default=0) + 1, 10) if claims(run_dir.checkpoint(step))}
     run.state.step = run.state.consumed = 0
-    restore(replace(run, session=replace(run.session, run_dir=run_dir), journal=EventLog(run_dir.attempt(2))))
+    restore(replace(run, session=replace(run.session, run_dir=run_dir)))
     found, expected = run.state.step, max(whole, default=0)
     assert found == expected, f"{name}: step {found} was resumed, and step {expected} is the newest that is whole"
     assert found >= told, f"{name}: step {told} was told to be durable"

@@ -33,7 +33,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Request
     with pytest.MonkeyPatch.context() as patch:
         trace = RequestTrace(patch, "default/traced/checkpoints/")
         restore(run)
-        saver = Saver(run.session, run.journal, run.spec.checkpoint, "thread")
+        saver = Saver(run.session, run.spec.checkpoint, "thread")
         for step in steps:
             run.state.step = run.state.consumed = abs(step)
             fill(run, abs(step))

@@ -46,7 +46,7 @@ def a_run(folder: Path) -> Run:
 
 
 def a_saver(run: Run, mode: SaveMode = "thread") -> Saver:
-    return Saver(run.session, run.journal, run.spec.checkpoint, mode)
+    return Saver(run.session, run.spec.checkpoint, mode)
 
 
 def whole(run: Run) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def save_a_run_of(
         for average in run.state.ema.averages.values():
             average.mul_(0.5)
     run.state.step = 3
-    saver = Saver(session, run.journal, job.checkpoint, "sync")
+    saver = Saver(session, job.checkpoint, "sync")
     saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
     saver.close()
     return _weights_of(run), {name: _whole(average) for name, average in run.state.ema.averages.items()}
