@@ -85,7 +85,7 @@ class Ours:
         self._run_dir = RunDir(folder)
         session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, self._run_dir, local_stream)
         # Keep all checkpoints, as the other methods do.
-        self._saver = Saver(session, CheckpointSpec(keep_last=1000), mode)
+        self._saver = Saver(session.access, CheckpointSpec(keep_last=1000), mode)
 
     def save(self, values: dict[str, Any], step: int) -> None:
         """Copy the values, and write them in the background."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.files.layout import Contents, FileLayout, TensorLocations
 from train_loop.checkpoint.files.staging import StagingBuffer
 from train_loop.checkpoint.files.writer import FileWriter, OwnWriter, ProcessWriter, write_files
@@ -20,7 +21,6 @@ from train_loop.checkpoint.store.base import CheckpointStore
 from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import CheckpointError, FencedError
 from train_loop.liveness.fencing import check_fence
-from train_loop.loop.session import Session
 from train_loop.run_dir import (
     CheckpointFile,
     Manifest,
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = storage_seconds()
 """Seconds for which a save retries storage errors."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class RankFiles(NamedTuple):
@@ -53,17 +54,19 @@ class RankFiles(NamedTuple):
 class Saver:
     """The writer of a run's checkpoints. Every rank has a Saver and calls it at the same steps."""
 
-    def __init__(self, session: Session, spec: CheckpointSpec, mode: SaveMode) -> None:
-        self._run_dir = session.run_dir
-        self._token = session.token
-        self._ledger: CheckpointStore = open_store(session.run_dir, session.token)
-        self._journal = session.journal
+    def __init__(
+        self, access: RunAccess, spec: CheckpointSpec, mode: SaveMode, *, timeout: timedelta = COLLECTIVE_TIMEOUT
+    ) -> None:
+        self._run_dir = access.run_dir
+        self._token = access.token
+        self._ledger: CheckpointStore = open_store(access.run_dir, access.token)
+        self._journal = access.journal
         self._spec = spec
         self._mode = mode
         # A separate process group: its collectives run in a thread, concurrently with those of the loop. Its timeout
         # allows for ranks that retry their storage.
         patience = timedelta(seconds=2 * PATIENCE)
-        self._group = dist.new_group(backend="gloo", timeout=session.timeout + patience)
+        self._group = dist.new_group(backend="gloo", timeout=timeout + patience)
         self._rank = dist.get_rank(self._group)
         self._buffer = StagingBuffer(shared=mode == "process") if mode != "sync" or torch.cuda.is_available() else None
         self._image = FileLayout(self._group, self._buffer)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple
 
+from train_loop.checkpoint.access import RunAccess
 from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan
 from train_loop.liveness.heartbeat import Phase
@@ -71,6 +72,11 @@ class Session:
         While storage is unavailable, lines wait in its queue. A second log would overtake them, or lose its own.
         """
         return group_journal(self.run_dir, self.token, rank=self.rank)
+
+    @property
+    def access(self) -> RunAccess:
+        """Return this rank's access to the run directory."""
+        return RunAccess(self.run_dir, self.token, self.journal, self.patience)
 
     @property
     def patience(self) -> float:

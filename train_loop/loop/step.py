@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.loss import TokenLoss
-from train_loop.loop.state import TrainState
 from train_loop.optim import clip_gradients
+from train_loop.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from tests.support.builders.specs import spec
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from train_loop import train
 from train_loop.checkpoint import save, select
 from train_loop.checkpoint.files import layout
 from train_loop.checkpoint.manifest import verify
-from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.checkpoint.store.open import open_store
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
@@ -46,7 +45,7 @@ def a_run(folder: Path) -> Run:
 
 
 def a_saver(run: Run, mode: SaveMode = "thread") -> Saver:
-    return Saver(run.session, run.spec.checkpoint, mode)
+    return Saver(run.session.access, run.spec.checkpoint, mode)
 
 
 def whole(run: Run) -> dict[str, Tensor]:
@@ -57,7 +56,7 @@ def whole(run: Run) -> dict[str, Tensor]:
 
 def save_at(run: Run, saver: Saver, step: int) -> None:
     run.state.step = step
-    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepTimer())
+    train.save(run, saver, {"loss": float(step)}, StepTimer())
 
 
 def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
@@ -74,14 +73,14 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     save_at(run, saver, 8)
     saver.close()
     zeroed, other = a_run(folder), a_run(folder)
-    restore(zeroed)
+    train.resume(zeroed)
     assert zeroed.state.step == 8
     assert all(not weight.any() for weight in whole(zeroed).values())
     dist.barrier()
     if dist.get_rank() == 0:
         open_store(run.session.run_dir, Fence(1)).put_aside(8)
     dist.barrier()
-    restore(other)
+    train.resume(other)
     assert other.state.step == 7
     assert all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
     return before
@@ -179,7 +178,7 @@ def resume_from_unreadable(folder: Path) -> list[str]:
             patch.setattr(select, "verify", unreadable(number, times))
             again = a_run(folder)
             try:
-                restore(again)
+                train.resume(again)
                 found.append(f"step {again.state.step}")
             except OSError as error:
                 found.append(type(error).__name__)
@@ -218,7 +217,7 @@ def resume_with_an_unused_parameter(folder: Path) -> bool:
     save_at(run, saver, 1)
     saver.close()
     again = a_run(folder)
-    restore(again)
+    train.resume(again)
     (fresh,) = again.state.optimizers
     weights = dict(again.state.model.named_parameters())
     assert all(not value.any() for value in fresh.state[weights[UNUSED]].values())
