@@ -81,12 +81,17 @@ class Case:
 
 _FAST: dict[str, Any] = {"compile": True, "gradient_checkpointing": "none"}
 _LARGE: dict[str, Any] = {"compile": True, "gradient_checkpointing": "full"}
+_8B = _LARGE | {"master_dtype": "bf16"}
+_FLEX = {"attn_implementation": "flex_attention"}
 
 CASES = {
     "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, documents=8, model=_FAST),
+    "qwen3-0.6b-4k-flex": Case(QWEN3_06B, 4096, rows=8, documents=8, model=_FAST | _FLEX),
     "qwen3-1.7b-4k": Case(QWEN3_17B, 4096, rows=4, documents=8, model=_FAST),
     # Weights and moments in bf16, because they need 128 GB in fp32; batch and recomputation as in KempnerForge.
-    "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_LARGE | {"master_dtype": "bf16"}),
+    "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_8B),
+    "llama3-8b-4k-flex": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_8B | _FLEX),
+    "llama3-8b-4k-one-document": Case(LLAMA3_8B, 4096, rows=4, model=_8B),
     "qwen3-4b-8k": Case(QWEN3_4B, 8192, rows=2, model=_LARGE),
     "qwen3-4b-32k": Case(QWEN3_4B, 32768, steps=8, first_counted=3, model=_LARGE),
     "qwen3-4b-128k": Case(QWEN3_4B, 131072, steps=3, first_counted=1, model=_LARGE),

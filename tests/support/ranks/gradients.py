@@ -24,6 +24,7 @@ from train_loop.plan import plan_job
 from train_loop.spec import JobSpec
 
 Gradients = dict[str, Tensor]
+CPU = torch.device("cpu")
 _MESHES: dict[Any, Mesh] = {}
 
 
@@ -47,28 +48,28 @@ def weigh(rows: Rows) -> Rows:
     return replace(rows, weights=np.array(drawn, np.float32))
 
 
-def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
+def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
     """Build the model of a spec on its mesh, with its weights, and its loss."""
-    mesh = mesh_of(job)
+    mesh = mesh_of(job, device)
     sharded = build_sharded(job, mesh)
     return sharded.model, build_loss(sharded, job, plan_job(job, model_shape(job.model))), mesh
 
 
-def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
+def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[float, Gradients]:
     """Return the loss of all rows over all ranks, and the gradients in the parameters."""
-    model, loss, mesh = build(job)
+    model, loss, mesh = build(job, device)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    mean = accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False))
+    mean = accumulate(loss, micro, divisor(batch, mesh), GradScaler(device.type, enabled=False))
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def mesh_of(job: JobSpec) -> Mesh:
+def mesh_of(job: JobSpec, device: torch.device = CPU) -> Mesh:
     """Return the mesh of a spec; specs with the same mesh share its groups."""
-    plan = plan_job(job, model_shape(job.model)).mesh
-    if plan not in _MESHES:
-        _MESHES[plan] = build_mesh(plan, torch.device("cpu"))
-    return _MESHES[plan]
+    key = plan_job(job, model_shape(job.model)).mesh, device
+    if key not in _MESHES:
+        _MESHES[key] = build_mesh(*key)
+    return _MESHES[key]
 
 
 def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
