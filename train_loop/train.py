@@ -82,7 +82,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         clock.data_arrived()
         mine = rank_requests(sign, times, watch, saver)
         mark(state.step + 1, Phase.AGREE)
-        agreed = agree(batch, clock, mine, run.mesh)
+        agreed = agree(batch, clock, mine, run.mesh, run.ordered)
         stop = agreed.stop
         if agreed.trouble:
             saver.raise_trouble()
@@ -94,7 +94,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         profile = profiled(state.step + 1, run.session, steps=training.profile_steps, device=run.mesh.device)
         with profile, clock.training(run.timer):
             micro = micro_batches(batch, training.per_device_train_batch_size, state.model, run.mesh)
-            result = train_step(state, run.loss, micro, agreed.divisor, training.max_grad_norm)
+            result = train_step(state, run.loss, micro, agreed.divisor, training.max_grad_norm, run.ordered)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
         return None
     assert run.evaluation is not None, "a spec with eval_steps has eval data"
     with run.state.ema.applied() if run.state.ema is not None else nullcontext():
-        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size)
+        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size, in_order=run.ordered is not None)
     log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
     return found
 

@@ -10,7 +10,7 @@ samples repeats before all of them have been used.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +134,11 @@ class StepOrder:
     dp: int
     per_rank: int
     """Sequences per data-parallel rank and optimizer step."""
+    micro_batch: int | None = None
+    """Deal micro-batches of that many sequences to the ranks of a shard group in turn, as a reduction tree needs it;
+    None: each rank takes consecutive sequences."""
+    replicas: int = 1
+    """Shard groups, each of which takes consecutive micro-batches."""
 
     @property
     def global_batch(self) -> int:
@@ -146,12 +151,22 @@ class StepOrder:
 
     def step(self, consumed: int) -> Ids:
         """Return the sample ids of the step that starts at a position. Shape [dp, per_rank]."""
-        return self.order.at(np.arange(consumed, consumed + self.global_batch).reshape(self.dp, self.per_rank))
+        return self.order.at(consumed + self._places)
 
     def rank_steps(self, consumed: int, steps: int, data_rank: int) -> Ids:
         """Return one rank's sample ids for several consecutive steps. Shape [steps, per_rank]."""
-        starts = consumed + data_rank * self.per_rank + self.global_batch * np.arange(steps)
-        return self.order.at(starts[:, None] + np.arange(self.per_rank)[None, :])
+        starts = consumed + self.global_batch * np.arange(steps)
+        return self.order.at(starts[:, None] + self._places[data_rank])
+
+    @cached_property
+    def _places(self) -> Ids:
+        """Return the positions of each rank within a step. Shape [dp, per_rank]."""
+        places: Ids = np.arange(self.global_batch)
+        if self.micro_batch is None:
+            return places.reshape(self.dp, self.per_rank)
+        turns, shards = self.per_rank // self.micro_batch, self.dp // self.replicas
+        dealt = places.reshape(self.replicas, turns, shards, self.micro_batch).swapaxes(1, 2)
+        return dealt.reshape(self.dp, self.per_rank)
 
 
 def permute(places: Ids, size: int, keys: NDArray[_U64]) -> Ids:

@@ -14,7 +14,8 @@ from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimi
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.plan import START, BatchPlan, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
+from train_loop.parallel.ordered import OrderedReduction
+from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -40,6 +41,8 @@ class Run:
     timer: ComputeTimer
     watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
+    ordered: OrderedReduction | None = None
+    """Sums of an `any_size` run; None for other runs."""
     evaluation: Dataset | None = None
     """Data for evaluation; None without eval data."""
     parent: Parent | None = None
@@ -75,7 +78,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         session=session,
         mesh=mesh,
         dataset=dataset,
-        order=_order(spec, plan.batch, dataset, origin),
+        order=_order(spec, plan, dataset, origin),
         steps=steps,
         state=state,
         loss=build_loss(sharded, spec, plan),
@@ -87,9 +90,19 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         ),
         timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
+        ordered=order_sums(sharded.model, plan, mesh),
         evaluation=evaluation,
         parent=parent,
     )
+
+
+def order_sums(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> OrderedReduction | None:
+    """Make a model sum in the order of the plan's reduction tree, if it has one."""
+    if plan.tree is None:
+        return None
+    ordered = OrderedReduction(plan.tree, mesh)
+    ordered.install(model)
+    return ordered
 
 
 def build_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
@@ -107,7 +120,7 @@ def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
     scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
     average = Ema(model, training.ema_decay) if training.ema_decay is not None else None
-    return TrainState(model, optimizers, schedulers, scaler, average)
+    return TrainState(model, optimizers, schedulers, scaler, average, training.seed)
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:
@@ -120,8 +133,10 @@ def _origin(parent: Parent | None, dataset: Dataset) -> Origin:
     return Origin(manifest.step, manifest.tokens, consumed)
 
 
-def _order(spec: JobSpec, batch: BatchPlan, dataset: Dataset, origin: Origin) -> StepOrder:
-    samples = dataset.epoch_samples
+def _order(spec: JobSpec, plan: Plan, dataset: Dataset, origin: Origin) -> StepOrder:
+    samples, batch = dataset.epoch_samples, plan.batch
     end = plan_samples(spec.training, samples=samples, global_batch=batch.global_batch, origin=origin)
     order = Order(samples, spec.data.seed, spec.data.shuffle, dataset.fingerprint, end, dataset.mixture)
-    return StepOrder(order, batch.dp, batch.per_data_rank)
+    if plan.tree is None:
+        return StepOrder(order, batch.dp, batch.per_data_rank)
+    return StepOrder(order, batch.dp, batch.per_data_rank, batch.per_device, plan.mesh.ddp)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from train_loop.loop.batch import StepBatch
 from train_loop.loop.session import Session
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.system.limited_log import LimitedLog
@@ -105,8 +106,13 @@ class StopSignal:
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
 
 
-def agree(batch: StepBatch, clock: StepTimer, mine: RankRequests, mesh: Mesh) -> Agreement:
-    """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call."""
+def agree(
+    batch: StepBatch, clock: StepTimer, mine: RankRequests, mesh: Mesh, ordered: OrderedReduction | None = None
+) -> Agreement:
+    """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call.
+
+    `ordered` sums weights of labels in the order of a reduction tree; sums of counts are exact.
+    """
     # Ulysses peers hold the same samples; count their tokens once.
     divisor = batch.divisor
     # A sum of weights makes the whole tensor float64, which represents all counts exactly.
@@ -118,6 +124,8 @@ def agree(batch: StepBatch, clock: StepTimer, mine: RankRequests, mesh: Mesh) ->
     with clock.waiting():
         dist.all_reduce(words)
         whole, tokens, save, look, trouble, *asked = words.tolist()
+        if ordered is not None and batch.weights is not None:
+            whole = ordered.sum_weights(batch.weights).item()
     stop = next((stop for stop, times in zip(_STOPS, asked, strict=True) if times), None)
     return Agreement(whole, int(tokens), stop, bool(save), bool(look), bool(trouble))
 

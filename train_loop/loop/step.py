@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.loss import TokenLoss
 from train_loop.optim import clip_gradients
-from train_loop.state import TrainState
+from train_loop.parallel.ordered import OrderedReduction
+from train_loop.state import TrainState, seed_generators
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,27 @@ class StepResult:
 
 
 def train_step(
-    state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, max_grad_norm: float | None
+    state: TrainState,
+    loss: TokenLoss,
+    batches: Iterable[MicroBatch],
+    divisor: float,
+    max_grad_norm: float | None,
+    ordered: OrderedReduction | None = None,
 ) -> StepResult:
-    """Run forward, backward, clipping and update. `divisor` is the loss divisor over all ranks and micro-batches."""
+    """Run forward, backward, clipping and update. `divisor` is the loss divisor over all ranks and micro-batches.
+
+    `ordered` sums in the order of a reduction tree.
+    """
     scaler = state.scaler
-    mean = accumulate(loss, batches, divisor, scaler)
+    if ordered is None:
+        mean = accumulate(loss, batches, divisor, scaler)
+        norm = None
+    else:
+        mean = accumulate_in_order(loss, batches, divisor, ordered, seed=state.seed, step=state.step)
+        norm = ordered.grad_norm(state.model)
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(state.model, max_grad_norm)
+    norm = clip_gradients(state.model, max_grad_norm, norm)
     # Both numbers are identical on all ranks: either all skip or none does.
     finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
     # The loss is unscaled: the scaler cannot cause a non-finite loss.
@@ -73,3 +87,28 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, s
         total = total.to(mean.device) + mean.detach()
     dist.all_reduce(total)
     return total
+
+
+def accumulate_in_order(
+    loss: TokenLoss,
+    batches: Iterable[MicroBatch],
+    divisor: float,
+    ordered: OrderedReduction,
+    *,
+    seed: int,
+    step: int,
+) -> Tensor:
+    """Accumulate a step's gradients as `accumulate` does, in the order of a reduction tree, and return its loss."""
+    ordered.begin_step()
+    losses: list[Tensor] = []
+    for number, batch in enumerate(batches):
+        # Dropout depends on the place of the micro-batch, and not on the rank that computes it.
+        seed_generators(seed, step=step, rank=ordered.slice_of(number))
+        mean = loss(batch) / (divisor or 1)
+        torch.autograd.backward(mean)
+        losses.append(mean.detach())
+        if not batch.last:
+            # The unit keeps its partial sum; FSDP2 would add to the gradient in another order.
+            for parameter in loss.model.parameters():
+                parameter.grad = None
+    return ordered.sum(torch.stack(losses))

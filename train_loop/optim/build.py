@@ -47,7 +47,9 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) ->
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     if name == "adamw_8bit":
         return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
-    return AdamW(groups, lr, betas=betas, eps=eps, fused=True)
+    # On CPUs the bits of the fused step depend on how parameters are sharded; on GPUs they do not.
+    fused = training.reproducible == "same_size" or all(p.is_cuda for p in parameters)
+    return AdamW(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> Iterator[Group]:
@@ -78,10 +80,14 @@ def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | flo
     ]
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients to a common norm of at most `max_norm`; return the norm before, over all ranks."""
+def clip_gradients(model: nn.Module, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
+    """Scale all gradients to a common norm of at most `max_norm`; return the norm before, over all ranks.
+
+    `norm` is the norm before, if it is known.
+    """
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if norm is None:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)

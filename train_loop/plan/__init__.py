@@ -20,6 +20,7 @@ from train_loop.plan.preview import Preview, SampleCount
 from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
+from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
     "AUTOSCALED_VARIABLE",
@@ -34,7 +35,9 @@ __all__ = [
     "Origin",
     "Plan",
     "Preview",
+    "ReductionTree",
     "SampleCount",
+    "allowed_workers",
     "check_schedule",
     "chunk_rows",
     "data_starves",
@@ -58,6 +61,7 @@ __all__ = [
     "plan_sizes",
     "plan_steps",
     "read_shape",
+    "shards_of",
     "splits",
     "too_big",
     "why_no_data_cpu",

@@ -5,6 +5,7 @@ from typing import Literal
 
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
+from train_loop.plan.tree import ReductionTree
 from train_loop.spec import JobSpec
 
 Place = Literal["device", "host"]
@@ -26,7 +27,9 @@ class MemoryTerm:
     """`device` for the memory in which the model computes; `host` for host memory of a worker with a GPU."""
 
 
-def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
+def estimate_memory(
+    spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None = None
+) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
     Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters count too, because their
@@ -55,11 +58,22 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
         MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
+        *_partial_sums(shape, mesh, tree, shard),
         _staging(spec, sum(term.bytes for term in state), beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
     )
+
+
+def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
+    """Estimate what an `any_size` run keeps of a step's gradients, and the buffer of its exchange."""
+    if tree is None:
+        return ()
+    kept = tree.partial_sums(mesh)
+    exchanged = 4 * max(shape.layer_parameters, shape.embedding_parameters) if mesh.world > 1 else 0
+    formula = f"{kept} partial sums x 4 bytes x parameters / fsdp + 4 bytes x the largest unit"
+    return (MemoryTerm("partial_sums", 4 * kept * shard + exchanged, formula),)
 
 
 def _staging(spec: JobSpec, state: int, beside: Place) -> MemoryTerm:

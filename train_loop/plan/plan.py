@@ -6,6 +6,7 @@ from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory import MemoryTerm, estimate_memory
 from train_loop.plan.mesh import MeshPlan, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape
+from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import JobSpec, Problem, SpecError
 
 
@@ -18,6 +19,8 @@ class Plan:
     shape: ModelShape
     memory: tuple[MemoryTerm, ...]
     warnings: tuple[str, ...]
+    tree: ReductionTree | None = None
+    """The order of sums of an `any_size` job; None for other jobs."""
 
     @property
     def memory_bytes(self) -> int:
@@ -48,6 +51,8 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
             sharded=strategy.sharding_strategy != "NO_SHARD",
         )
         check_reshard(strategy.reshard_after_forward, mesh)
+        tree, unfit = plan_tree(spec, mesh)
+        problems += unfit
         batch = plan_batch(spec.training, dp=mesh.dp)
     except ValueError as error:
         field = str(error).partition("=")[0]
@@ -56,7 +61,7 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
         )
     if problems:
         raise SpecError(problems)
-    return Plan(mesh, batch, shape, estimate_memory(spec, shape, mesh), _warnings(spec, shape))
+    return Plan(mesh, batch, shape, estimate_memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
 
 
 def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:

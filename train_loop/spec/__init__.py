@@ -11,7 +11,7 @@ from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, as_pointer, read_positions, read_yaml
-from train_loop.spec.training import TrainingSpec
+from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 
 __all__ = [
     "SCHEMA_ID",
@@ -23,6 +23,7 @@ __all__ = [
     "ModelSpec",
     "Position",
     "Problem",
+    "ReductionTreeSpec",
     "SaveMode",
     "ScalingSpec",
     "SourceSpec",

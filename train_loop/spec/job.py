@@ -9,7 +9,13 @@ from train_loop.spec.data import DataSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
-from train_loop.spec.training import TrainingSpec
+from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
+
+
+def _power_of_two(size: int) -> int:
+    """Return the largest power of two that is at most `size`, and at least 1."""
+    return 1 << (max(size, 1).bit_length() - 1)
+
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
 # The service rejects control characters in submitted labels; stored specs may hold some.
@@ -56,8 +62,24 @@ class JobSpec(SpecModel):
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
 
     def at(self, workers: int) -> "JobSpec":
-        """Return the spec with a chosen number of workers."""
-        return self.model_copy(update={"scaling": self.scaling.at(workers)})
+        """Return the spec with a chosen number of workers; the reduction tree stays that of the largest number."""
+        return self.model_copy(update={"scaling": self.scaling.at(workers), "training": self._with_tree()})
+
+    @property
+    def reduction_tree(self) -> ReductionTreeSpec | None:
+        """The reduction tree of an `any_size` run: the given one, or that of its largest mesh; otherwise None."""
+        if self.training.reproducible == "same_size" or self.training.reduction_tree is not None:
+            return self.training.reduction_tree
+        strategy, most = self.strategy, self.scaling.bounds[1]
+        if strategy.sharding_strategy == "NO_SHARD":
+            return ReductionTreeSpec(max_shards=1, max_replicas=_power_of_two(most // strategy.ulysses_size))
+        fsdp = most if strategy.fsdp_size <= 1 or strategy.fsdp_size >= most else strategy.fsdp_size
+        return ReductionTreeSpec(
+            max_shards=_power_of_two(fsdp // strategy.ulysses_size), max_replicas=_power_of_two(most // fsdp)
+        )
+
+    def _with_tree(self) -> TrainingSpec:
+        return self.training.model_copy(update={"reduction_tree": self.reduction_tree})
 
     def at_any_size(self) -> "JobSpec":
         """Return the spec without the fields that may change on resume.
@@ -66,6 +88,11 @@ class JobSpec(SpecModel):
         """
         if self.training.global_batch_size is None:
             return self
+        if self.training.reproducible == "any_size":
+            strategy = self.strategy.model_copy(update={"fsdp_size": 0})
+            return self.model_copy(
+                update={"scaling": ScalingSpec(), "strategy": strategy, "training": self._with_tree()}
+            )
         return self.model_copy(
             update={
                 "scaling": ScalingSpec(),
@@ -152,6 +179,27 @@ class JobSpec(SpecModel):
                 f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; "
                 "remove one or make them equal"
             )
+        return strategy
+
+    @field_validator("strategy")
+    @classmethod
+    def _any_size_is_proven(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        model, training = info.data.get("model"), info.data.get("training")
+        if model is None or training is None or training.reproducible == "same_size":
+            return strategy
+        unproven = {
+            f"model.dtype={model.dtype}": model.dtype == "fp16",
+            f"model.master_dtype={model.master_dtype}": model.master_dtype != "fp32",
+            f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
+            f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
+            and strategy.sharding_strategy == "NO_SHARD",
+        }
+        for setting, chosen in unproven.items():
+            if chosen:
+                raise ValueError(
+                    f"{setting} is not proven to give the same bits at every size; change it, or choose "
+                    "training.reproducible=same_size"
+                )
         return strategy
 
     @field_validator("strategy")

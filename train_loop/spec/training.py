@@ -17,6 +17,21 @@ OPTIMIZER_OPTIONS = {
 """The fields that each optimizer reads, besides learning_rate and weight_decay."""
 
 
+class ReductionTreeSpec(SpecModel):
+    """The largest mesh of an `any_size` run, in data-parallel ranks. Smaller meshes divide it."""
+
+    max_shards: int = Field(ge=1, description="largest number of data-parallel ranks in a shard group: a power of two")
+    max_replicas: int = Field(default=1, ge=1, description="largest number of shard groups (HSDP): a power of two")
+
+    @field_validator("max_shards", "max_replicas")
+    @classmethod
+    def _is_a_power_of_two(cls, size: int) -> int:
+        if size & (size - 1):
+            below = 1 << (size.bit_length() - 1)
+            raise ValueError(f"{size} is not a power of two; choose {below} or {2 * below}")
+        return size
+
+
 class TrainingSpec(SpecModel):
     """The settings of training. Steps are optimizer steps and batches count sequences, whatever the mesh."""
 
@@ -68,6 +83,15 @@ class TrainingSpec(SpecModel):
         default=1.0, gt=0, description="maximum norm of the gradients; null: no clipping"
     )
     seed: int = Field(default=0, ge=0, description="seed of random weights and dropout")
+    reproducible: Literal["same_size", "any_size"] = Field(
+        default="same_size",
+        description="runs that end with the same bits: same_size: those with the same number of workers, resumed or "
+        "not; any_size: also those with other numbers of workers, and resized ones",
+    )
+    reduction_tree: ReductionTreeSpec | None = Field(
+        default=None,
+        description="largest mesh of an any_size run, which fixes the order of its sums; null: from num_workers",
+    )
     logging_steps: int = Field(
         default=1, ge=1, description="optimizer steps per metrics line, whose loss is the mean over them"
     )
@@ -124,6 +148,24 @@ class TrainingSpec(SpecModel):
             raise ValueError(
                 f"lr_scheduler_type=constant has no warm-up, so warmup_steps={self.warmup_steps} has no effect; "
                 "choose constant_with_warmup, or remove warmup_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _any_size_is_proven(self) -> "TrainingSpec":
+        if self.reproducible == "same_size":
+            if self.reduction_tree is not None:
+                raise ValueError("reduction_tree has no effect with reproducible=same_size; remove one of the two")
+            return self
+        if self.optimizer in ("adafactor", "adamw_8bit"):
+            raise ValueError(
+                f"optimizer={self.optimizer} gives other bits on other shards, so reproducible=any_size does not hold; "
+                "choose adamw, muon or sgd, or reproducible=same_size"
+            )
+        if self.global_batch_size is None:
+            raise ValueError(
+                "reproducible=any_size needs the same sequences per step at every number of workers; add "
+                "global_batch_size"
             )
         return self
 
