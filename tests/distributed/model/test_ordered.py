@@ -1,6 +1,7 @@
 """Runs of `reproducible: any_size` have the same bits at every number of ranks and across changes of it."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.ranks import on_ranks
-from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from tests.support.ranks.ranks import ranks_of_any_number
+from tests.support.ranks.torchrun import load_checkpoint
 from train_loop.data.dataset import Rows
+from train_loop.data.order import StepOrder
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.session import Session
+from train_loop.optim import clip_gradients
+from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir, Stop, read_lines
 from train_loop.spec import JobSpec
@@ -68,7 +73,6 @@ CASES: dict[str, Case] = {
     "offloaded": Case(strategy={"offload_policy": True}),
     "weighted": Case(data={"weight": "weight"}, training={"eval_steps": 3}),
     "not finite": Case(training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
-
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -97,16 +101,31 @@ def job_of(case: Case, data: Path, world: int, mesh: dict[str, Any]) -> JobSpec:
     )
 
 
-def train_cases(folder: Path, name: str, names: list[str]) -> None:
-    """Train every case on a mesh, in a folder of its own."""
+def train_case(folder: Path, case: Case, name: str, run_dir: RunDir, attempt: int, stop: tuple[int, bool]) -> str:
+    """Train a case on a mesh, up to a step at which it is told to stop with or without a checkpoint."""
     world, mesh = MESHES[name]
-    for case in names:
-        job = job_of(CASES[case], folder / "data.parquet", world, mesh)
-        dataset = find_dataset(job, folder)
-        other = evaluation_spec(job, dataset)
-        run_dir = RunDir(folder / f"{case} on {name}")
-        session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream)
-        train(job, session, dataset, None if other is None else find_dataset(other, folder))
+    job = job_of(case, folder / "data.parquet", world, mesh)
+    last, checkpoint = stop
+
+    def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // plan.order.global_batch):
+            if step == last and rank == 0:
+                run_dir.write_stop(Stop(mode="resize", checkpoint=checkpoint))
+            yield rows
+
+    dataset = find_dataset(job, folder)
+    other = evaluation_spec(job, dataset)
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stream)
+    return train(job, session, dataset, None if other is None else find_dataset(other, folder)).result
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    with ranks_of_any_number(4) as ask:
+        yield ask
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +137,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ids = [draw.integers(0, 203, n).astype(np.int32).tolist() for n in draw.integers(1, 33, rows)]
         weights = draw.random(rows).tolist()
         pq.write_table(pa.table({"ids": ids, "weight": weights}), folder / f"{name}.parquet")
-    for name, (world, _) in MESHES.items():
-        on_ranks(world, train_cases, folder, name, list(CASES))
     return folder
+
+
+def trained(ask: Ask, folder: Path, case: str, mesh: str) -> Path:
+    """Return the folder of a case's undisturbed run on a mesh."""
+    run_dir = folder / f"{case} on {mesh}"
+    if not run_dir.exists():
+        ask(MESHES[mesh][0], train_case, folder, CASES[case], mesh, RunDir(run_dir), 1, (STEPS, True))
+    return run_dir
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the results of each step."""
     told = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
-    return [{name: line[name] for name in told if name in line} for line in read_lines(RunDir(folder).attempt(1).metrics)]
+    lines = [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
+    return [{name: line[name] for name in told if name in line} for line in lines]
 
 
 def flat(values: Any, name: str = "") -> dict[str, Any]:
@@ -137,19 +163,142 @@ def flat(values: Any, name: str = "") -> dict[str, Any]:
 
 def state(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint: weights, optimizer states and averages."""
-    return {name: value for name, value in flat(load_checkpoint(folder, step)).items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value for name, value in flat(load_checkpoint(folder, step)).items() if isinstance(value, torch.Tensor)
+    }
 
 
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_mesh_has_the_bits_of_one_rank(folder: Path, case: str, mesh: str) -> None:
-    alone, found = folder / f"{case} on 1", folder / f"{case} on {mesh}"
+def test_every_mesh_has_the_bits_of_one_rank(ask: Ask, folder: Path, case: str, mesh: str) -> None:
+    alone, found = trained(ask, folder, case, "1"), trained(ask, folder, case, mesh)
+    assert len(numbers(alone)) == STEPS
     assert str(numbers(found)) == str(numbers(alone))
-    expected, values = state(alone), state(found)
+    assert differing(found, alone) == []
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Return the tensors of the last checkpoints that differ; NaN equals NaN."""
+    values, expected = state(one), state(other)
+    assert {name.split("/")[1] for name in expected} >= {"model", "optimizer"}
     assert values.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not same_bits(values[name], value)] == []
+    return [name for name, value in expected.items() if not same_bits(values[name], value)]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal, where NaN equals NaN."""
     return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
+
+
+def test_the_case_that_is_not_finite_skips_steps(ask: Ask, folder: Path) -> None:
+    events = read_lines(RunDir(trained(ask, folder, "not finite", "2x2")).attempt(1).events)
+    assert [event["step"] for event in events if event["event"] == "step_skipped"]
+
+
+ULYSSES = {"2": (2, {}), "4": (4, {}), "2x2": (4, {"fsdp_size": 2})}
+
+
+def test_ulysses_keeps_the_bits_at_a_fixed_size(ask: Ask, folder: Path) -> None:
+    """Check two ranks per sequence; two ranks are one data-parallel rank."""
+    case = Case(strategy={"ulysses_size": 2}, training={"reduction_tree": {"max_shards": 2, "max_replicas": 2}})
+    runs = {}
+    for name, (world, _) in ULYSSES.items():
+        runs[name] = folder / f"ulysses on {name}"
+        ask(world, train_case, folder, case, name, RunDir(runs[name]), 1, (STEPS, True))
+    for name in ("4", "2x2"):
+        assert numbers(runs[name]) == numbers(runs["2"])
+        assert differing(runs[name], runs["2"]) == []
+
+
+def test_unsharded_runs_have_the_same_bits_at_every_number_of_replicas(ask: Ask, folder: Path) -> None:
+    tree = {"max_shards": 1, "max_replicas": 4}
+    case = Case(strategy={"sharding_strategy": "NO_SHARD"}, training={"reduction_tree": tree})
+    runs = {name: folder / f"unsharded on {name}" for name in ("1", "2", "4")}
+    for name, run_dir in runs.items():
+        ask(MESHES[name][0], train_case, folder, case, name, RunDir(run_dir), 1, (STEPS, True))
+    for name in ("2", "4"):
+        assert numbers(runs[name]) == numbers(runs["1"])
+        assert differing(runs[name], runs["1"]) == []
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.more) for n in range(6, 200))])
+def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(ask: Ask, folder: Path, seed: int) -> None:
+    """Check random schedules: each leg has a mesh and ends with a checkpoint, or without one as if it were killed."""
+    draw = random.Random(seed)
+    case = draw.choice(("qwen3 fp32", "qwen3 tied bf16", "muon", "weighted"))
+    alone, run_dir = trained(ask, folder, case, "1"), RunDir(folder / f"{case} by schedule {seed}")
+    attempt = done = 0
+    while done < STEPS:
+        attempt += 1
+        mesh = draw.choice(list(MESHES))
+        stop = draw.randint(done + 1, STEPS) if attempt < 5 else STEPS
+        checkpoint = draw.random() < 0.6
+        run_dir.write_fence(attempt)
+        ask(MESHES[mesh][0], train_case, folder, CASES[case], mesh, run_dir, attempt, (stop, checkpoint))
+        run_dir.stop_file.unlink(missing_ok=True)
+        done = stop if checkpoint or stop == STEPS else done
+    expected = {line["step"]: line for line in numbers(alone)}
+    assert {line["step"] for line in numbers(run_dir.root)} == expected.keys()
+    for line in numbers(run_dir.root):
+        assert str(line) == str(expected[line["step"]])
+    assert differing(run_dir.root, alone) == []
+
+
+def train_without(folder: Path, ingredient: str, run_dir: RunDir) -> None:
+    """Train the first case on two ranks, with one part of the order missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        ABLATIONS[ingredient](patch)
+        train_case(folder, CASES["qwen3 fp32"], "2", run_dir, 1, (STEPS, True))
+
+
+def default_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda *_: None)
+
+
+def torch_norm(patch: pytest.MonkeyPatch) -> None:
+    def norm(_: object, model: torch.nn.Module) -> torch.Tensor:
+        return clip_gradients(model, None)
+
+    patch.setattr(OrderedReduction, "grad_norm", norm)
+
+
+def fused_adamw(patch: pytest.MonkeyPatch) -> None:
+    make = torch.optim.AdamW.__init__
+
+    def fused(*arguments: Any, **options: Any) -> None:
+        make(*arguments, **options | {"fused": True, "foreach": False})
+
+    patch.setattr(torch.optim.AdamW, "__init__", fused)
+
+
+def order_by_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepOrder, "_places", property(lambda self: np.arange(self.global_batch).reshape(self.dp, -1)))
+
+
+def seed_by_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OrderedReduction, "slice_of", lambda self, micro_batch: 100 * dist.get_rank() + micro_batch)
+
+
+def losses_by_rank(patch: pytest.MonkeyPatch) -> None:
+    def sum_float32(_: object, values: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+        total = values.sum()
+        dist.all_reduce(total)
+        return total
+
+    patch.setattr(OrderedReduction, "sum", sum_float32)
+
+
+ABLATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "gradients: FSDP2's reduce-scatter": default_reduce_scatter,
+    "gradient norm": torch_norm,
+    "optimizer flavour": fused_adamw,
+    "order of samples": order_by_rank,
+    "dropout seeds": seed_by_rank,
+    "losses": losses_by_rank,
+}
+
+
+@pytest.mark.parametrize("ingredient", ABLATIONS)
+def test_every_ingredient_is_needed(ask: Ask, folder: Path, ingredient: str) -> None:
+    alone, run_dir = trained(ask, folder, "qwen3 fp32", "1"), folder / f"without {ingredient}"
+    ask(2, train_without, folder, ingredient, RunDir(run_dir))
+    assert numbers(run_dir) != numbers(alone) or differing(run_dir, alone)

@@ -51,6 +51,32 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
 
 
 @contextmanager
+def ranks_of_any_number(most: int) -> Iterator[Callable[..., Any]]:
+    """Ranks that stay, of which each call uses the first `world` in a new group: `ask(world, function, *arguments)`.
+
+    Returns rank 0's result. For tests that change the number of ranks often.
+    """
+    context = get_context("forkserver")
+    asked, answers = [context.Queue() for _ in range(most)], context.Queue()
+
+    def ask(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        with tempfile.TemporaryDirectory() as group:
+            for queue in asked[:world]:
+                queue.put((world, group, function, arguments))
+            found = [answers.get(timeout=120) for _ in range(world)]
+        for _, error, _ in found:
+            if error:
+                raise AssertionError(error)
+        return next(answer for rank, _, answer in found if rank == 0)
+
+    ranks = _start(_answer_in_groups, most, (dict(os.environ), asked, answers))
+    yield ask
+    for queue in asked:
+        queue.put(None)
+    _join(ranks)
+
+
+@contextmanager
 def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
     """Yield processes of ranks that call `function(*arguments)`, for tests that kill them; all are ended afterwards."""
     with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +125,19 @@ def _answer(
                 answer = traceback.format_exc(), None
             if rank == 0 or answer[0]:
                 answers.put(answer)
+    answers.close()
+    answers.join_thread()
+    leave()
+
+
+def _answer_in_groups(rank: int, environment: dict[str, str], asked: "list[Queue[Any]]", answers: "Queue[Any]") -> None:
+    while (question := asked[rank].get()) is not None:
+        world, folder, function, arguments = question
+        try:
+            with _group(rank, environment, world, folder):
+                answers.put((rank, None, function(*arguments)))
+        except Exception:
+            answers.put((rank, traceback.format_exc(), None))
     answers.close()
     answers.join_thread()
     leave()
