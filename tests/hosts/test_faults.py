@@ -228,18 +228,24 @@ def test_job_without_capacity_reports_what_is_missing_and_is_cancelled_at_once(
     for host in lost:
         host.kill()
     killed = time.monotonic()
-    message = wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
-    assert time.monotonic() - killed < 30
-    assert "need 3 CPU (the cluster has 2)" in message
-    assert message.endswith(f"; {lost[-1].name} left the cluster")
-    asked = time.monotonic()
-    cluster.client.cancel(job_id)
-    cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
-    assert time.monotonic() - asked < 10
-    for host in lost:
-        host.start()
-        cluster.start_node(host)
-    cluster.wait_for_nodes(3)
+    try:
+        wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
+        assert time.monotonic() - killed < 30
+        # The driver also reports the start of the wait. It corrects its report if Ray frees resources late.
+        missing = "4 workers with 0.75 CPU each; the nodes have room for 2"
+        expected = re.compile(rf"waits since \d\d:\d\d:\d\d UTC for {missing}; {lost[-1].name} left the cluster")
+        wait_for(lambda: expected.fullmatch(cluster.waits_for(job_id, "capacity")), expected.pattern, seconds=60)
+    finally:
+        # The next tests need these hosts, and a job that has ended.
+        asked = time.monotonic()
+        cluster.client.cancel(job_id)
+        cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
+        seconds = time.monotonic() - asked
+        for host in lost:
+            host.start()
+            cluster.start_node(host)
+        cluster.wait_for_nodes(3)
+    assert seconds < 10
 
 
 def test_every_sample_was_trained_once_and_lost_work_is_reported(cluster: HostCluster, job_id: str) -> None:
