@@ -169,7 +169,7 @@ class HostCluster:
             "RAY_ADDRESS": f"{self.head.in_url}:6379",
         }
 
-    def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
+    def wait_for_nodes(self, count: int, *, seconds: float = 120) -> None:
         """Wait until this number of nodes is alive."""
         wait_for(lambda: len(self.alive()) == count, f"{count} nodes", seconds=seconds)
 
