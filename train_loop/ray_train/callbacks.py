@@ -267,8 +267,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
     def waiting(self, missing: str) -> None:
         """Report missing capacity for the next worker group; called several times a second while it waits."""
         assert self._monitor is not None
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in alive])
+        # Ray may still list a host as alive that the monitor has declared lost.
+        usable = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*self.avoided()}
+        self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in usable])
 
     def _stacks(self) -> dict[str, list[str]]:
         found = list[str]()

@@ -11,10 +11,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from train_loop.liveness.group import Liveness, Stall
 from train_loop.liveness.heartbeat import Beat, Target, decode
@@ -27,6 +27,8 @@ SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
 STALL_AGAIN_SECONDS = 3.0
 """Minimum time between two reports of a stall, if other ranks are behind now."""
+LACK_AGAIN_SECONDS = 30.0
+"""Minimum time between two reports of missing capacity, if other capacity is missing now."""
 _LATE_SECONDS = 2.5
 """Seconds of silence after which a host counts as the cause of a failure."""
 _CAUSE_SECONDS = 4.0
@@ -52,6 +54,17 @@ class Cluster(Protocol):
 
     def answers(self, host: str) -> bool:
         """Return whether a host answers, within a few seconds."""
+
+
+class _Lack(NamedTuple):
+    """A report of missing capacity."""
+
+    missing: str
+    left: Sequence[str]
+    since: float
+    """Unix seconds since which the group has waited."""
+    at: float
+    """Time of the report by the monitor's clock."""
 
 
 @dataclass
@@ -101,7 +114,7 @@ class GroupMonitor:
         self._storage = storage
         self._group: _Group | None = None
         self._placing_since: float | None = None
-        self._lack_reported = False
+        self._lack: _Lack | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_tick = clock()
@@ -134,11 +147,14 @@ class GroupMonitor:
     def lacking(self, missing: str, *, left: Collection[str]) -> None:
         """Report the capacity that the waiting group lacks, and which hosts of the last group have left."""
         with self._lock:
-            now = self._clock()
-            if self._placing_since is not None and not self._lack_reported and now - self._placing_since > LACK_SECONDS:
-                self._lack_reported = True
-                since = time.time() - (now - self._placing_since)
-                self._report("waiting_for_capacity", missing=missing, left=list(left), since=round(since, 3))
+            now, lack = self._clock(), self._lack
+            if self._placing_since is None or now - self._placing_since <= LACK_SECONDS:
+                return
+            # The cluster changes while the group waits, and the report must not become wrong.
+            if lack is None or ((lack.missing, lack.left) != (missing, [*left]) and now - lack.at > LACK_AGAIN_SECONDS):
+                since = time.time() - (now - self._placing_since) if lack is None else lack.since
+                self._lack = _Lack(missing, [*left], since, now)
+                self._report("waiting_for_capacity", missing=missing, left=[*left], since=round(since, 3))
 
     def lost_hosts(self) -> set[str]:
         """Return the lost hosts of the last group; if it failed, wait for the probe of its hosts."""
@@ -158,7 +174,7 @@ class GroupMonitor:
         """Monitor a new worker group. An unreported failure of the previous group is reported first."""
         with self._lock:
             self._settle_failure(force=True)
-            self._placing_since, self._lack_reported = None, False
+            self._placing_since = self._lack = None
             self._group = _Group(Liveness(epoch, hosts))
 
     def failed(self, errors: Mapping[int, str], unreachable: Mapping[int, str], **extra: Any) -> None:

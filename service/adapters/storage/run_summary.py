@@ -16,7 +16,7 @@ _RECENT = 50
 Read = Callable[[LogSource, LogOffset], LogChunk]
 """Function that reads the next lines of one of a run's files, from a position."""
 _NO_FAULTS = ("paused", "resized")
-_KINDS: tuple[LogSource, ...] = (LogSource("events"), LogSource("metrics"))
+_EVENTS, _METRICS = LogSource("events"), LogSource("metrics")
 
 
 class RunSummaryReader:
@@ -24,8 +24,10 @@ class RunSummaryReader:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._places = {kind: LogOffset() for kind in _KINDS}
-        self._groups = {kind: CurrentGroup() for kind in _KINDS}
+        self._places = {kind: LogOffset() for kind in (_EVENTS, _METRICS)}
+        self._groups = {kind: CurrentGroup() for kind in (_EVENTS, _METRICS)}
+        self._unapplied: list[Line] = []
+        """Lines that were read but are not yet part of the story."""
         self._lock = threading.Lock()
         self._story = EMPTY_SUMMARY
         self.last = Reading(EMPTY_SUMMARY, None)
@@ -41,9 +43,7 @@ class RunSummaryReader:
     def tell(self, read: Read, *, now: float) -> RunSummary:
         """Read the new lines, and return the updated story."""
         with self._lock:
-            fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
-            # Merge the lines read from both files in the order in which they were written.
-            for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
+            for line in self._next(read):
                 if "event" not in line:
                     self._step(line)
                     continue
@@ -60,6 +60,25 @@ class RunSummaryReader:
                     self._story = replace(self._story, draining=dict(self._conditions.draining))
             self.last = Reading(self._story, now)
             return self._story
+
+    def _next(self, read: Read) -> list[Line]:
+        """Return the new lines of both files in the order in which they were written.
+
+        Workers write between the reads. Events are therefore read again after the metrics: each step follows the events
+        that precede it. Events after the newest step wait for the next call, because steps before them may be unread.
+        """
+        # If a read fails, the lines of earlier reads are kept for the next call.
+        for kind in (_EVENTS, _METRICS):
+            self._unapplied.extend(self._new_lines(read, kind))
+        newest = max((_order(line) for line in self._unapplied if "event" not in line), default=None)
+        later = list[Line]()
+        if newest is not None:
+            certain = len(self._unapplied)
+            self._unapplied.extend(self._new_lines(read, _EVENTS))
+            later = [line for line in self._unapplied[certain:] if _order(line) > newest]
+            self._unapplied[certain:] = [line for line in self._unapplied[certain:] if _order(line) <= newest]
+        ready, self._unapplied = sorted(self._unapplied, key=_order), later
+        return ready
 
     def _new_lines(self, read: Read, kind: LogSource) -> Iterator[Line]:
         while True:
@@ -135,3 +154,8 @@ class RunSummaryReader:
         seconds, waited = number(line, "step_seconds"), number(line, "data_wait_seconds")
         data_wait = min(waited / seconds, 1.0) if seconds and waited is not None else None
         return Progress(step, of, loss, speed, mfu, eta, number(line, "time"), usual, data_wait)
+
+
+def _order(line: Line) -> tuple[float, float]:
+    """Return the sort key of a line: its attempt and time."""
+    return number(line, "attempt") or 0, number(line, "time") or 0

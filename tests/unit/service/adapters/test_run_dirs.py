@@ -1,13 +1,17 @@
 """Run directories as the service reads them."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
 
 from service.adapters.storage import run_dirs as module
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.storage.run_summary import RunSummaryReader
 from service.domain.jobs.decide import WorkerStatus
 from service.ports import Cursor, LogChunk, LogOffset, LogSource, Loss
 from service.use_cases.runs.filters import Filter, contains
@@ -58,6 +62,49 @@ def test_progress_comes_from_the_newest_line(run_dir: RunDir) -> None:
     progress = LocalRunDirs().story(uri(run_dir)).progress
     assert progress is not None
     assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
+
+
+@pytest.mark.parametrize("per_read", [1, 2, 3])
+@pytest.mark.parametrize("quiet_reads", range(8))
+def test_lines_written_during_a_read_are_applied_in_order(run_dir: RunDir, quiet_reads: int, per_read: int) -> None:
+    """Write some lines before each read of a file, from a certain read on."""
+
+    def lines() -> Iterator[Callable[[], None]]:
+        metrics = JsonLines(run_dir.attempt(1).metrics, attempt=1)
+        for replayed in range(5):
+            yield partial(event, run_dir, "training_started", replayed=replayed)
+            for step in range(replayed, replayed + 3):
+                yield partial(metrics.append, step=step, step_seconds=2.0)
+            yield partial(event, run_dir, "workers_lost")
+
+    def read(what: LogSource, place: LogOffset) -> LogChunk:
+        for write in islice(script, per_read if next(reads) >= quiet_reads else 0):
+            write()
+        return dirs.tail(uri(run_dir), what, place)
+
+    script, reads, dirs, reader = lines(), count(), LocalRunDirs(), RunSummaryReader(run_dir)
+    for _ in range(40):
+        progress = reader.tell(read, now=0.0).progress
+        assert progress is None or progress.of == 10
+    assert next(script, None) is None, "some lines are not written"
+    assert reader.tell(read, now=0.0) == LocalRunDirs().story(uri(run_dir))
+
+
+def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=1, step_seconds=2.0)
+    reader = RunSummaryReader(run_dir)
+    for failing in range(1, 8):
+        reads = count(1)
+
+        def read(what: LogSource, place: LogOffset, failing: int = failing, reads: Iterator[int] = reads) -> LogChunk:
+            if next(reads) == failing:
+                raise OSError("no answer")
+            return LocalRunDirs().tail(uri(run_dir), what, place)
+
+        with suppress(OSError):
+            reader.tell(read, now=0.0)
+    assert reader.last.story == LocalRunDirs().story(uri(run_dir))
 
 
 def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
