@@ -56,6 +56,7 @@ from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.jobs.submit import Submitter
 from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.webhooks.deliver import Deliverer
 from service.use_cases.webhooks.webhooks import Webhooks
@@ -103,19 +104,23 @@ def create_app(settings: Settings) -> FastAPI:
     world = _world(settings)
     leaving = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
     opening = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
-    once_open = list(_parts_once_open(settings, world, leaving))
-    ledger = CheckpointActions(
-        _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
+    background = Background(
+        parts=list(_parts(world)),
+        once_open=list(_parts_once_open(settings, world, leaving)),
+        opening=opening,
+        leaving=leaving,
     )
+    submitter = _submitter(settings, world)
     app = build_api(
         Parts(
-            ledger,
-            _guard(settings, world.keys),
-            _watching(world),
-            _webhooks(settings, world),
-            _doctor(settings, world),
+            submitter=submitter,
+            checkpoints=_checkpoints(settings, world, submitter.jobs),
+            guard=_guard(settings, world.keys),
+            watching=_watching(world),
+            webhooks=_webhooks(settings, world),
+            doctor=_doctor(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
-            lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
+            lifespan=background.lifespan,
             opening=opening,
             leaving=leaving,
             checks=settings.preflight_checks,
@@ -150,7 +155,11 @@ def _world(settings: Settings) -> _World:
 
 
 def _preflight_limits(settings: Settings) -> PreflightLimits:
-    return PreflightLimits(settings.preflight_seconds, settings.preflight_cpu_seconds, settings.preflight_memory_bytes)
+    return PreflightLimits(
+        seconds=settings.preflight_seconds,
+        cpu_seconds=settings.preflight_cpu_seconds,
+        memory_bytes=settings.preflight_memory_bytes,
+    )
 
 
 def _open(settings: Settings, world: _World) -> None:
@@ -182,23 +191,38 @@ def _has_run_below(store: SqlJobStore, root: str) -> bool:
     return any(job.attempts and job.run_dir.startswith(f"{root.rstrip('/')}/") for job in newest)
 
 
-def _jobs(settings: Settings, world: _World) -> Jobs:
-    return Jobs(
+def _submitter(settings: Settings, world: _World) -> Submitter:
+    jobs = Jobs(
         store=world.store,
         cluster=world.cluster,
         run_dirs=world.run_dirs,
         preflight=world.preflight,
         board=world.board,
-        default_root=settings.default_root,
-        grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
+        grace=Grace(cancel=settings.cancel_grace_seconds, pause=settings.pause_grace_seconds),
         clock=time.time,
-        new_id=lambda: f"job-{_new_number()}",
+    )
+    return Submitter(jobs, settings.default_root, new_id=lambda: f"job-{_new_number()}")
+
+
+def _checkpoints(settings: Settings, world: _World, jobs: Jobs) -> CheckpointActions:
+    return CheckpointActions(
+        jobs=jobs,
+        run_dirs=world.run_dirs,
+        tools=HelperTools(timeout=settings.verify_seconds),
+        audit=world.keys,
+        clock=time.time,
     )
 
 
 def _watching(world: _World) -> ServiceMetrics:
-    counts = SqlJobCounts(world.database.engine)
-    return ServiceMetrics(counts, world.store, world.run_dirs, world.watch, time.time, world.board)
+    return ServiceMetrics(
+        counts=SqlJobCounts(world.database.engine),
+        store=world.store,
+        run_dirs=world.run_dirs,
+        watch=world.watch,
+        clock=time.time,
+        board=world.board,
+    )
 
 
 def _parts(world: _World) -> Iterator[Part]:
@@ -225,26 +249,30 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Shutdown) -> It
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
     deliverer = Deliverer(
-        SqlOutbox(world.database.engine, world.box), world.sender, time.time, random.random, _owner(settings)
+        outbox=SqlOutbox(world.database.engine, world.box),
+        sender=world.sender,
+        clock=time.time,
+        jitter=random.random,
+        owner=_owner(settings),
     )
     yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)
 
 
 def _webhooks(settings: Settings, world: _World) -> Webhooks:
     store = SqlWebhookStore(world.database.engine, world.box)
-    return Webhooks(store, world.sender, settings.receivers, time.time, _new_number)
+    return Webhooks(store=store, sender=world.sender, allowed=settings.receivers, clock=time.time, new_id=_new_number)
 
 
 def _reconciler(settings: Settings, world: _World) -> Reconciler:
     return Reconciler(
-        world.store,
-        world.cluster,
-        world.own_run_dirs,
-        time.time,
-        _owner(settings),
-        _pace(settings),
-        settings.rules,
-        world.board,
+        store=world.store,
+        cluster=world.cluster,
+        run_dirs=world.own_run_dirs,
+        clock=time.time,
+        owner=_owner(settings),
+        pace=_pace(settings),
+        rules=settings.rules,
+        board=world.board,
         watch=world.watch,
         traces=world.traces,
     )
@@ -289,8 +317,15 @@ def _guard(settings: Settings, keys: KeyStore) -> Guard:
     scraper = None
     if settings.metrics_key_file is not None:
         scraper = _sha256(read_key(settings.metrics_key_file, setting="TRAINSHED_METRICS_KEY_FILE"))
-    access = Access(keys, _sha256(_admin_key(settings)), time.time, _new_number, _tokens(settings), scraper)
-    return Guard(access, Rates(_limits(settings), time.monotonic), settings.max_body_bytes)
+    access = Access(
+        store=keys,
+        operator_sha256=_sha256(_admin_key(settings)),
+        clock=time.time,
+        new_id=_new_number,
+        tokens=_tokens(settings),
+        scraper_sha256=scraper,
+    )
+    return Guard(access, Rates(_limits(settings), time.monotonic), max_body_bytes=settings.max_body_bytes)
 
 
 def _admin_key(settings: Settings) -> str:
@@ -319,13 +354,17 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
     # The cluster needs to see the home only if it contains run directories.
     roots = [root for root in settings.all_roots if root != settings.default_root]
     storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
-    probe, connections = RayProbe(world.cluster, roots=roots), (max_connections(), settings.connections)
-    return Doctor(probe, storage, versions_here(), connections=connections)
+    return Doctor(
+        cluster=RayProbe(world.cluster, roots=roots),
+        storage=storage,
+        versions=versions_here(),
+        connections=(max_connections(), settings.connections),
+    )
 
 
 def _pace(settings: Settings) -> ReconcileTimings:
-    retry = Retry(settings.retry_seconds, settings.retry_cap_seconds)
-    return ReconcileTimings(settings.lease_seconds, retry, room=settings.pause_grace_seconds)
+    retry = Retry(base=settings.retry_seconds, cap=settings.retry_cap_seconds)
+    return ReconcileTimings(lease=settings.lease_seconds, retry=retry, room=settings.pause_grace_seconds)
 
 
 def _owner(settings: Settings) -> str:

@@ -78,7 +78,7 @@ class HttpSender:
         target = parse_target(webhook.url)
         addresses = await _in_thread(self._look_up, target.host)
         # All addresses must be allowed: the next lookup may return any of them first.
-        if not addresses or not all(self._allowed.opens(target, address) for address in addresses):
+        if not addresses or not all(self._allowed.permits(target, address) for address in addresses):
             return Answer(None, _refusal(target))
         url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
         async with (

@@ -19,6 +19,7 @@ from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup, opened
 from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.submit import Submitter
 from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.runs.streams import ReadCache
 from service.use_cases.webhooks.webhooks import Webhooks
@@ -35,7 +36,8 @@ _TRIALS = 8
 class Parts:
     """The components of the HTTP side."""
 
-    ledger: CheckpointActions
+    submitter: Submitter
+    checkpoints: CheckpointActions
     guard: Guard
     watching: ServiceMetrics
     webhooks: Webhooks
@@ -72,14 +74,14 @@ def build_api(parts: Parts) -> FastAPI:
 
 def put_state(app: FastAPI, parts: Parts) -> None:
     """Set the objects that handlers read from `request.app.state`."""
-    ledger, guard = parts.ledger, parts.guard
-    app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
+    actions, guard = parts.checkpoints, parts.guard
+    app.state.jobs, app.state.run_dirs, app.state.checkpoints = actions.jobs, actions.run_dirs, actions
     app.state.guard, app.state.access = guard, guard.access
     app.state.watching = parts.watching
     app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, ReadCache()
-    app.state.pulse = DatabaseProbe(ledger.jobs.store.ping)
+    app.state.pulse = DatabaseProbe(actions.jobs.store.ping)
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
-    app.state.known = GroupCommit(ledger.jobs.submit_known)
+    app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
     app.state.verifying = CapacityLimiter(_VERIFYING)
     app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from service.domain.access.roles import ANY, OPERATOR, Principal, Role
+from service.domain.access.roles import ANY, Principal, Role
 from service.domain.jobs.job import Job, JobState
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import Forbidden
@@ -39,20 +39,15 @@ class ServiceMetrics:
     clock: Callable[[], float]
     board: QueueSnapshot = field(default_factory=QueueSnapshot)
     last: Last = field(default_factory=Last)
-    caller: Principal = OPERATOR
 
-    def of(self, caller: Principal) -> "ServiceMetrics":
-        """Return this use case for another caller."""
-        return replace(self, caller=caller)
-
-    def text(self, *, database_up: bool = True) -> bytes:
+    def text(self, caller: Principal, *, database_up: bool = True) -> bytes:
         """Return all series in Prometheus format; without a database, only the series of this process.
 
         Raises Forbidden.
         """
-        if not self.caller.may(Role.VIEWER, ANY):
+        if not caller.has_role(Role.VIEWER, ANY):
             raise Forbidden(
-                f"key {self.caller.name!r} is not a viewer of all projects, which metrics require; ask the operator "
+                f"key {caller.name!r} is not a viewer of all projects, which metrics require; ask the operator "
                 "for a key with this role (trainshed keys create NAME --role '*=viewer')"
             )
         totals = self._totals() if database_up else Totals(database_up=False)

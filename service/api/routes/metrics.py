@@ -23,10 +23,10 @@ _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes that probes and scrapers call every few seconds; logged at debug level."""
 
 
-def watching_of(request: Request, caller: ScraperIs) -> ServiceMetrics:
-    """Return the use case for the caller of this request."""
-    watching: ServiceMetrics = request.app.state.watching
-    return watching.of(caller)
+async def metrics_of(request: Request) -> ServiceMetrics:
+    """Return the use case of the app that serves this request."""
+    metrics: ServiceMetrics = request.app.state.watching
+    return metrics
 
 
 @router.get(
@@ -34,10 +34,12 @@ def watching_of(request: Request, caller: ScraperIs) -> ServiceMetrics:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "the series"}},
 )
-async def metrics(request: Request, watching: Annotated[ServiceMetrics, Depends(watching_of)]) -> Response:
+async def metrics(
+    request: Request, caller: ScraperIs, service: Annotated[ServiceMetrics, Depends(metrics_of)]
+) -> Response:
     """Return Prometheus series of this process and all jobs. Needs the metrics key or viewer role in all projects."""
     pulse: DatabaseProbe = request.app.state.pulse
-    text = await run_sync(partial(watching.text, database_up=await pulse.beats()))
+    text = await run_sync(partial(service.text, caller, database_up=await pulse.beats()))
     return Response(text, media_type=_TEXT)
 
 

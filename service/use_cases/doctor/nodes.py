@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from service.domain.access.roles import Role
+from service.domain.access.roles import Principal, Role
 from service.domain.jobs.condition import clock_time
 from service.domain.jobs.job import Job, JobState
 from service.errors import ClusterUnreachable
@@ -41,13 +41,13 @@ class _Running:
     visible: bool
 
 
-def list_nodes(jobs: Jobs) -> list[NodeView]:
+def list_nodes(caller: Principal, jobs: Jobs) -> list[NodeView]:
     """Return the live nodes, head first, then the nodes that died in the last hour. Raises ClusterUnreachable."""
     nodes, now = jobs.cluster.nodes(), jobs.clock()
     if nodes is None:
         url, since = jobs.cluster.dashboard(None), jobs.board.silent_since
         raise ClusterUnreachable(f"Ray{f' at {url}' if url else ''}", clock_time(now if since is None else since))
-    running = list(_running(jobs))
+    running = list(_running(caller, jobs))
     alive = sorted((node for node in nodes if node.alive), key=lambda node: (not node.is_head, node.host, node.id))
     dead = [node for node in nodes if not node.alive]
     recent = [node for node in dead if now - (node.ended_at or 0.0) <= _HOUR and not _replaced(node, alive)]
@@ -55,10 +55,10 @@ def list_nodes(jobs: Jobs) -> list[NodeView]:
     return [_view(node, running, [one for one in dead if _same_host(one, node)]) for node in shown]
 
 
-def _running(jobs: Jobs) -> Iterator[_Running]:
+def _running(caller: Principal, jobs: Jobs) -> Iterator[_Running]:
     for job in jobs.store.page(JobQuery(states=_HOLDING, limit=_MOST_JOBS)):
         if job.attempts:
-            yield _Running(job, _story(jobs, job), jobs.caller.may(Role.VIEWER, job.spec.project))
+            yield _Running(job, _story(jobs, job), caller.has_role(Role.VIEWER, job.spec.project))
 
 
 def _story(jobs: Jobs, job: Job) -> RunSummary:

@@ -17,6 +17,7 @@ from service.adapters.prometheus import PrometheusWatch
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.decide import Retry, SubmissionStatus
 from service.domain.jobs.job import Job, JobState
 from service.domain.queue.policy import QueuePolicy
@@ -30,6 +31,7 @@ from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.jobs.submit import JobRequest, Submitter
 from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.webhooks.webhooks import Webhooks
 from tests.support.fakes.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
@@ -140,11 +142,14 @@ class FakeService:
             run_dirs=self.run_dirs,
             preflight=self.preflight,
             board=self.board,
-            default_root=self.root.as_uri(),
             grace=Grace(cancel=30.0, pause=300.0),
             clock=self.clock,
-            new_id=lambda: f"job-{next(self.ids):04d}",
         )
+
+    @property
+    def submitter(self) -> Submitter:
+        """The use cases of new jobs."""
+        return Submitter(self.jobs, self.root.as_uri(), new_id=lambda: f"job-{next(self.ids):04d}")
 
     @property
     def watching(self) -> ServiceMetrics:
@@ -162,9 +167,18 @@ class FakeService:
 
     def parts(self, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> Parts:
         """What the HTTP side is made of."""
-        ledger = CheckpointActions(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
+        submitter, tools = self.submitter, HelperTools(timeout=60.0)
+        checkpoints = CheckpointActions(submitter.jobs, self.run_dirs, tools, self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
-        return Parts(ledger, guard, self.watching, self.webhooks, self.doctor, opening=opening or opened())
+        return Parts(
+            submitter=submitter,
+            checkpoints=checkpoints,
+            guard=guard,
+            watching=self.watching,
+            webhooks=self.webhooks,
+            doctor=self.doctor,
+            opening=opening or opened(),
+        )
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""
@@ -189,12 +203,11 @@ class FakeService:
 
     def submit(self, **parts: Any) -> Job:
         """Submit a job through the use case."""
-        view, _ = self.jobs.submit(spec_body(**parts).encode(), None)
-        return view.job
+        return self.submitter.submit(JobRequest(OPERATOR, spec_body(**parts).encode())).view.job
 
     def get(self, job_id: str) -> Job:
         """The job as it is stored."""
-        return self.jobs.find(job_id)
+        return self.jobs.find(OPERATOR, job_id)
 
     def run_dir(self, job_id: str) -> RunDir:
         """The job's run directory."""

@@ -11,7 +11,7 @@ from service.domain.access.oidc_claims import Claims
 from service.domain.access.roles import AuditEntry, Key
 from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import LIVE, Job, JobState
-from service.domain.jobs.usage import Usage, UsageByDay, together
+from service.domain.jobs.usage import Usage, UsageByDay, merge_usage
 from service.domain.queue.entry import QueueEntry
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
 from service.ports import (
@@ -77,7 +77,7 @@ class MemoryJobStore:
             if self.jobs.get(job.id) != job:
                 return False
             del self.jobs[job.id]
-            self.deleted = together(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
+            self.deleted = merge_usage(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
             self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
             self._record(deed)
             return True
@@ -310,7 +310,7 @@ class MemoryPreflight:
         """Return the reason that a test set; None if there is none."""
         return self.starting
 
-    def known(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of an earlier check of the same spec without problems, else None."""
         return self.in_order.get(spec.model_dump_json())
 

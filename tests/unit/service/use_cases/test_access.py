@@ -49,9 +49,9 @@ def test_caller_has_role_if_it_or_a_higher_one_was_granted(roles: dict[str, Role
     for project in ("a", "b", "c"):
         granted = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
         for role in Role:
-            assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in granted)
+            assert caller.has_role(role, project) == any(rank >= ranks.index(role) for rank in granted)
             seen = caller.projects(role)
-            assert caller.may(role, project) == (seen is None or project in seen)
+            assert caller.has_role(role, project) == (seen is None or project in seen)
 
 
 @given(st.lists(st.sampled_from(["x", "y", "z", "unheard-of"])), st.dictionaries(st.sampled_from("xyz"), ROLES))
@@ -60,7 +60,7 @@ def test_caller_of_token_gets_highest_role_of_its_groups(names: list[str], group
     for project in ("a", "b", "c"):
         for role in Role:
             granted = (Principal("key-1", "bob", groups[name]) for name in names if name in groups)
-            assert caller.may(role, project) == any(one.may(role, project) for one in granted)
+            assert caller.has_role(role, project) == any(one.has_role(role, project) for one in granted)
 
 
 def test_caller_of_token_takes_name_from_claims_and_rejects_invalid_sub_or_exp() -> None:
@@ -85,9 +85,9 @@ def test_idempotency_key_ids_of_different_callers_never_collide() -> None:
 
 def test_key_opens_until_expired_or_revoked() -> None:
     key = a_key(1)
-    assert [key.opens(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
-    assert not replace(key, revoked_at=5.0).opens(5.0)
-    assert replace(key, expires_at=None).opens(1e12)
+    assert [key.is_valid(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
+    assert not replace(key, revoked_at=5.0).is_valid(5.0)
+    assert replace(key, expires_at=None).is_valid(1e12)
 
 
 def test_key_store_returns_keys_unchanged_and_revokes_each_once(stores: Stores) -> None:

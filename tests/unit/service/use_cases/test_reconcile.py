@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
@@ -69,13 +70,13 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
         Code.CLUSTER_UNREACHABLE,
         message,
     )
-    assert service.jobs.get(job.id).waits_for == silent.reason
+    assert service.jobs.get(OPERATOR, job.id).waits_for == silent.reason
     service.clock.now += 3600
     reconciler.run_once()
     assert service.get(job.id) == silent
     service.cluster.total = total
     reconciler.run_once()
-    assert (service.get(job.id).reason, service.jobs.get(job.id).waits_for) == (None, None)
+    assert (service.get(job.id).reason, service.jobs.get(OPERATOR, job.id).waits_for) == (None, None)
 
 
 def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(service: FakeService) -> None:
@@ -94,7 +95,7 @@ def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(s
     # Ray may have forgotten the name of a dead host.
     service.cluster.known_nodes = [Node("id-3", "10.0.0.3", "10.0.0.3", alive=False, ended_at=service.clock())]
     reconciler.run_once()
-    waits = service.jobs.get(job.id).waits_for
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
     assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU (the cluster has 1)")
@@ -109,7 +110,7 @@ def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -
     stalled: dict[str, Any] = {"waiting": [0, 1], "for": [2], "hosts": ["node3"], "step": 41, "seconds": 12.0}
     service.event(job.id, "stalled", **stalled)
     reconciler.run_once()
-    view = service.jobs.get(job.id)
+    view = service.jobs.get(OPERATOR, job.id)
     assert view.waits_for is not None
     assert (view.job.state, view.waits_for.code) == (JobState.RUNNING, Code.STALLED)
     assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0 and 1 wait for rank 2 on node3"
@@ -131,7 +132,7 @@ def test_long_silence_without_events_is_reported_as_stalled(service: FakeService
         service.clock.now = now
         reconciler.run_once()
         assert (service.get(job.id).reason is None) == (now < 1022)
-    silent = service.jobs.get(job.id).waits_for
+    silent = service.jobs.get(OPERATOR, job.id).waits_for
     assert silent is not None
     assert silent.code is Code.STALLED
     assert silent.message == "no step has ended since 00:16:52 UTC; until then the longest took 3 s"
@@ -273,7 +274,7 @@ class CancelsDuringAdmission(MemoryCluster):
     service: FakeService
 
     def capacity(self) -> Capacity | None:
-        self.service.jobs.cancel("job-0001", grace_seconds=60, checkpoint=True)
+        self.service.jobs.cancel(OPERATOR, "job-0001", grace_seconds=60, checkpoint=True)
         return super().capacity()
 
 
@@ -340,7 +341,7 @@ class CancelsDuringSubmit(MemoryCluster):
     service: FakeService
 
     def submit(self, launch: SubmitRequest) -> None:
-        self.service.jobs.cancel(launch.job_id, grace_seconds=60, checkpoint=True)
+        self.service.jobs.cancel(OPERATOR, launch.job_id, grace_seconds=60, checkpoint=True)
         super().submit(launch)
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
+from service.domain.access.roles import OPERATOR
 from service.domain.changes import outcomes, waited
 from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
@@ -71,7 +72,7 @@ def series(text: bytes) -> dict[tuple[str, Labels], float]:
 
 def value(service: FakeService, series_name: str, /, **labels: str) -> float | None:
     """Return the current value of a sample, or None."""
-    return series(service.watching.text()).get((f"trainshed_{series_name}", tuple(sorted(labels.items()))))
+    return series(service.watching.text(OPERATOR)).get((f"trainshed_{series_name}", tuple(sorted(labels.items()))))
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_cluster_and_database_outages_are_reported(service: FakeService) -> None
     assert (value(service, "cluster_up"), value(service, "database_up")) == (1, 1)
     service.board.unreachable = True
     assert value(service, "cluster_up") == 0
-    found = series(service.watching.text(database_up=False))
+    found = series(service.watching.text(OPERATOR, database_up=False))
     assert found["trainshed_database_up", ()] == 0
     assert not any(name == "trainshed_jobs" for name, _ in found)
     assert any(name == "trainshed_build_info" for name, _ in found), "metrics of the process need no database"
@@ -194,7 +195,7 @@ def test_progress_age_starts_at_the_newest_attempt(service: FakeService) -> None
 
 def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -> None:
     service.submit()
-    families = text_string_to_metric_families(service.watching.text().decode())
+    families = text_string_to_metric_families(service.watching.text(OPERATOR).decode())
     exported = {family.name for family in families if family.name.startswith("trainshed_")}
     known = {one.full_name.removesuffix("_total") for one in ALL}
     assert {name for name in exported if not name.endswith("_created")} == known
@@ -205,12 +206,12 @@ def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -
 def test_concurrent_scrapes_query_the_database_once(service: FakeService) -> None:
     watching = service.watching
     service.submit()
-    first = watching.text()
+    first = watching.text(OPERATOR)
     service.submit()
     queued = ("trainshed_jobs", (("project", "default"), ("state", "QUEUED")))
-    assert series(watching.text())[queued] == series(first)[queued] == 1
+    assert series(watching.text(OPERATOR))[queued] == series(first)[queued] == 1
     service.clock.now += 5
-    assert series(watching.text())[queued] == 2
+    assert series(watching.text(OPERATOR))[queued] == 2
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
