@@ -21,15 +21,15 @@ from service.adapters.helpers.preflight import Limits as PreflightLimits
 from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
-from service.adapters.prometheus import PrometheusWatch
+from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.ray.embedded import EmbeddedRay
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.adapters.ray.probe import RayProbe
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
-from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.queries import SqlJobCounts
 from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
@@ -91,8 +91,8 @@ class _World:
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
     cluster: RayJobs
-    board: QueueSnapshot
-    watch: PrometheusWatch
+    queue: QueueSnapshot
+    metrics: PrometheusMetrics
     traces: AppTraces
     sender: HttpSender
     box: SecretBox
@@ -116,7 +116,7 @@ def create_app(settings: Settings) -> FastAPI:
             submitter=submitter,
             checkpoints=_checkpoints(settings, world, submitter.jobs),
             guard=_guard(settings, world.keys),
-            watching=_watching(world),
+            service_metrics=_service_metrics(world),
             webhooks=_webhooks(settings, world),
             doctor=_doctor(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
@@ -146,8 +146,8 @@ def _world(settings: Settings) -> _World:
         preflight=HelperPreflight(read_policy=settings.read_policy, limits=_preflight_limits(settings)),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
-        board=QueueSnapshot(),
-        watch=PrometheusWatch(own_version()),
+        queue=QueueSnapshot(),
+        metrics=PrometheusMetrics(own_version()),
         traces=open_traces(os.environ),
         sender=HttpSender(settings.receivers),
         box=SecretBox(),
@@ -197,7 +197,7 @@ def _submitter(settings: Settings, world: _World) -> Submitter:
         cluster=world.cluster,
         run_dirs=world.run_dirs,
         preflight=world.preflight,
-        board=world.board,
+        queue=world.queue,
         grace=Grace(cancel=settings.cancel_grace_seconds, pause=settings.pause_grace_seconds),
         clock=time.time,
     )
@@ -214,14 +214,14 @@ def _checkpoints(settings: Settings, world: _World, jobs: Jobs) -> CheckpointAct
     )
 
 
-def _watching(world: _World) -> ServiceMetrics:
+def _service_metrics(world: _World) -> ServiceMetrics:
     return ServiceMetrics(
         counts=SqlJobCounts(world.database.engine),
         store=world.store,
         run_dirs=world.run_dirs,
-        watch=world.watch,
+        metrics=world.metrics,
         clock=time.time,
-        board=world.board,
+        queue=world.queue,
     )
 
 
@@ -272,8 +272,8 @@ def _reconciler(settings: Settings, world: _World) -> Reconciler:
         owner=_owner(settings),
         pace=_pace(settings),
         rules=settings.rules,
-        board=world.board,
-        watch=world.watch,
+        queue=world.queue,
+        metrics=world.metrics,
         traces=world.traces,
     )
 

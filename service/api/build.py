@@ -39,7 +39,7 @@ class Parts:
     submitter: Submitter
     checkpoints: CheckpointActions
     guard: Guard
-    watching: ServiceMetrics
+    service_metrics: ServiceMetrics
     webhooks: Webhooks
     doctor: Doctor
     hosts: Sequence[str] = ()
@@ -64,7 +64,7 @@ def build_api(parts: Parts) -> FastAPI:
     put_state(app, parts)
     app.add_middleware(ReadinessGate, opening=parts.opening)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
-    app.add_middleware(Observed, watch=parts.watching.watch)
+    app.add_middleware(Observed, metrics=parts.service_metrics.metrics)
     app.add_middleware(RequestIds)
     install_problems(app)
     for module in (health, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
@@ -77,7 +77,7 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     actions, guard = parts.checkpoints, parts.guard
     app.state.jobs, app.state.run_dirs, app.state.checkpoints = actions.jobs, actions.run_dirs, actions
     app.state.guard, app.state.access = guard, guard.access
-    app.state.watching = parts.watching
+    app.state.service_metrics = parts.service_metrics
     app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, ReadCache()
     app.state.pulse = DatabaseProbe(actions.jobs.store.ping)
     app.state.doctor = parts.doctor

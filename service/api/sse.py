@@ -53,7 +53,7 @@ class Sender:
         return self._answer(str(cursor), _behind(entries, cursor))
 
     def _answer(self, begin: str, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
-        parts = _counted(_send(begin, messages), self.request.app.state.watching.watch)
+        parts = _counted(_send(begin, messages), self.request.app.state.service_metrics.metrics)
         return EventSourceResponse(parts, headers=_UNBUFFERED)
 
     def _follow(self, reader: Reader, place: LogOffset, job_id: str) -> AsyncIterator[LogLine | Signal]:
@@ -108,13 +108,13 @@ def _id(place: LogOffset) -> str:
     return f"{place.attempt}.{place.offset}"
 
 
-async def _counted(parts: AsyncIterator[bytes], watch: Metrics) -> AsyncIterator[bytes]:
-    watch.followed(more=True)
+async def _counted(parts: AsyncIterator[bytes], metrics: Metrics) -> AsyncIterator[bytes]:
+    metrics.followed(more=True)
     try:
         async for part in parts:
             yield part
     finally:
-        watch.followed(more=False)
+        metrics.followed(more=False)
 
 
 async def _send(begin: str, messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:

@@ -106,7 +106,7 @@ def test_viewer_sees_all_hosts_and_only_the_jobs_of_its_projects(client: TestCli
 
 
 def test_unreachable_cluster_returns_503_with_the_start_of_the_outage(client: TestClient, service: FakeService) -> None:
-    service.cluster.total, service.board.silent_since = None, 990.0
+    service.cluster.total, service.queue.silent_since = None, 990.0
     answer = client.get("/nodes")
     assert (answer.status_code, answer.json()["code"]) == (503, "cluster_unreachable")
     assert "has not answered since 00:16:30 UTC" in answer.json()["detail"]

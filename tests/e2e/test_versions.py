@@ -19,8 +19,8 @@ from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.api.convert import delivery_out
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.fixtures.versions import make
 from tests.support.builders.versions import VERSIONS, OldVersion, move_database
 from tests.support.fakes.service import FakeService

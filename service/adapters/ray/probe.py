@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from service.adapters.ray.jobs import RayJobs
 from service.domain.doctor.checks import ProbeReply, Reachability
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 

@@ -22,7 +22,7 @@ _sizes = TypeAdapter(tuple[int, ...])
 
 def to_row(job: Job) -> dict[str, Value]:
     """Return all columns of a job, except its lease, which is not part of the job."""
-    ticket = QueueEntry.of(job)
+    entry = QueueEntry.of(job)
     return {
         "id": job.id,
         "name": job.spec.name,
@@ -44,11 +44,11 @@ def to_row(job: Job) -> dict[str, Value]:
         "parent": _lineage.dump_json(job.parent).decode() if job.parent else None,
         "sizes": _sizes.dump_json(job.sizes).decode(),
         "granted": job.granted,
-        "size": ticket.scaling.model_dump_json(),
-        "holds": int(ticket.holds),
-        "waits": int(ticket.waits),
-        "since": ticket.since,
-        "ulysses": ticket.group,
+        "size": entry.scaling.model_dump_json(),
+        "holds": int(entry.holds),
+        "waits": int(entry.waits),
+        "since": entry.since,
+        "ulysses": entry.group,
         "version": job.version,
     }
 
@@ -77,8 +77,8 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
     )
 
 
-def ticket_of(row: Any) -> QueueEntry:
-    """Return the ticket of a row, without the validation of the whole spec."""
+def queue_entry_of(row: Any) -> QueueEntry:
+    """Return the entry of a row, without the validation of the whole spec."""
     return QueueEntry(
         id=row.id,
         project=row.project,

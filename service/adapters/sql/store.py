@@ -23,11 +23,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from service.adapters.sql.access import write_deeds
+from service.adapters.sql.access import write_audit_entries
 from service.adapters.sql.database import status_of
 from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
 from service.adapters.sql.queries import matching
-from service.adapters.sql.rows import from_row, ticket_of, to_row
+from service.adapters.sql.rows import from_row, queue_entry_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.domain.access.roles import AuditEntry
 from service.domain.jobs.job import Job, JobState
@@ -39,7 +39,7 @@ from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, Lease, NewJ
 _QUEUE = "queue"
 _PROBE = "probe"
 _ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
-_TICKET = (
+_ENTRY = (
     jobs.c.id,
     jobs.c.project,
     jobs.c.priority,
@@ -62,7 +62,7 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tickets: dict[str, tuple[int, QueueEntry]] = {}
+        self._entries: dict[str, tuple[int, QueueEntry]] = {}
 
     def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
@@ -97,7 +97,7 @@ class SqlJobStore:
             return False
         return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], entry: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
@@ -106,7 +106,7 @@ class SqlJobStore:
             if used:
                 hours = [kept | {"day": day} | asdict(usage) for day, usage in used.items()]
                 connection.execute(insert(deleted_usage), hours)
-            write_deeds(connection, [deed])
+            write_audit_entries(connection, [entry])
         return True
 
     def get(self, job_id: str) -> Job | None:
@@ -136,22 +136,22 @@ class SqlJobStore:
             rows = connection.execute(query.group_by(columns.project, columns.day)).all()
         return {(project, day): Usage(*used) for project, day, *used in rows}
 
-    def tickets(self) -> list[QueueEntry]:
-        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
-        known = self._tickets
+    def queue_entries(self) -> list[QueueEntry]:
+        """Return the entries of all jobs that hold resources of the cluster or wait for them."""
+        known = self._entries
         with self._engine.connect() as connection:
             now = connection.execute(select(jobs.c.id, jobs.c.version).where(_IN_QUEUE)).all()
-            # Reuse unchanged tickets: of ten thousand jobs, only a few have changed since the last call.
+            # Reuse unchanged entries: of ten thousand jobs, only a few have changed since the last call.
             same = {job_id: known[job_id] for job_id, version in now if known.get(job_id, (0,))[0] == version}
             others = [job_id for job_id, _ in now if job_id not in same]
             which = jobs.c.id.in_(others) if len(others) <= _NAMED else true()
-            rows = connection.execute(select(*_TICKET).where(_IN_QUEUE, which)).all() if others else []
+            rows = connection.execute(select(*_ENTRY).where(_IN_QUEUE, which)).all() if others else []
         # `rows` leaves out a job that left the queue between the two queries.
-        self._tickets = same | {row.id: (row.version, ticket_of(row)) for row in rows}
-        return [ticket for _, ticket in self._tickets.values()]
+        self._entries = same | {row.id: (row.version, queue_entry_of(row)) for row in rows}
+        return [entry for _, entry in self._entries.values()]
 
-    def queue_mark(self) -> Hashable:
-        """Return a value that changes whenever the result of `tickets` may change. Much faster than `tickets`."""
+    def queue_version(self) -> Hashable:
+        """Return a value that changes whenever the result of `queue_entries` may change. Much faster than that."""
         rows = func.count(), func.max(jobs.c.id), func.sum(jobs.c.version), func.sum(jobs.c.updated_at)
         with self._engine.connect() as connection:
             return tuple(connection.execute(select(*rows).where(_IN_QUEUE)).one())
@@ -207,7 +207,7 @@ class SqlJobStore:
             )
             connection.execute(delete(leases).where(leases.c.owner == owner))
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, entry: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -225,7 +225,7 @@ class SqlJobStore:
             if connection.execute(update(jobs).where(guard).values(values)).rowcount != 1:
                 return False
             write_news(connection, news)
-            write_deeds(connection, [deed])
+            write_audit_entries(connection, [entry])
         return True
 
     def ping(self) -> None:
@@ -257,7 +257,7 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
     if pairs:
         connection.execute(insert(labels), pairs)
     write_news(connection, news_of_added(connection, [new.job for new in added]))
-    write_deeds(connection, [deed for new in added for deed in new.deeds])
+    write_audit_entries(connection, [entry for new in added for entry in new.audit_entries])
 
 
 def _outdated(now: float) -> ColumnElement[bool]:

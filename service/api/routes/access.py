@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 
-from service.api.convert import deed_out, key_out
+from service.api.convert import audit_entry_out, key_out
 from service.api.guard import CallerIs, parse_body, read_body
 from service.api.openapi import json_body
 from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
@@ -59,6 +59,6 @@ def audit(
 ) -> Page[DeedOut]:
     """List the writes in projects that the caller administers, newest first."""
     found = access.audit_log(caller, project, after=after, limit=limit + 1)
-    data = [deed_out(number, deed) for number, deed in found[:limit]]
+    data = [audit_entry_out(number, entry) for number, entry in found[:limit]]
     more = len(found) > limit
     return Page(data=data, has_more=more, next=str(data[-1].number) if more else None)

@@ -25,7 +25,7 @@ _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 async def metrics_of(request: Request) -> ServiceMetrics:
     """Return the use case of the app that serves this request."""
-    metrics: ServiceMetrics = request.app.state.watching
+    metrics: ServiceMetrics = request.app.state.service_metrics
     return metrics
 
 
@@ -49,9 +49,9 @@ class Observed:
     It is on the path of every request, so it must cost only a few microseconds.
     """
 
-    def __init__(self, app: ASGIApp, *, watch: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self.app = app
-        self.watch = watch
+        self.metrics = metrics
         self._outage = _EachSecond()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +78,7 @@ class Observed:
         # Only known routes and methods become labels: made-up paths must not create new series.
         route = getattr(scope.get("route"), "path", "(none)")
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
-        self.watch.answered(method, route, status, seconds)
+        self.metrics.answered(method, route, status, seconds)
         tell, left_out = log.debug if route in _QUIET else log.info, {}
         if scope["state"].get("outage"):
             if (count := self._outage.count()) is None:

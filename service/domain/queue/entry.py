@@ -38,12 +38,12 @@ class QueueEntry:
         return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
 
     def at(self, workers: int) -> "QueueEntry":
-        """Return the ticket with another number of workers."""
+        """Return the entry with another number of workers."""
         return replace(self, scaling=self.scaling.at(workers))
 
     @classmethod
     def of(cls, job: Job) -> "QueueEntry":
-        """Build the ticket of a job."""
+        """Build the entry of a job."""
         preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
         return cls(
             id=job.id,
@@ -68,9 +68,9 @@ def _held_size(job: Job) -> ScalingSpec:
     return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
 
 
-def queue_order(ticket: QueueEntry) -> tuple[int, str]:
+def queue_order(entry: QueueEntry) -> tuple[int, str]:
     """Return the sort key of the start order: priority, then age (ids sort by time)."""
-    return (-ticket.priority, ticket.id)
+    return (-entry.priority, entry.id)
 
 
 def add_up(parts: Iterable[Resources]) -> Resources:

@@ -16,26 +16,26 @@ class Placement:
         self._free: list[dict[str, float]] = [dict(node) for node in cluster.nodes]
         self._known = bool(self._free)
         self._taken: dict[str, tuple[Resources, Mapping[int, range]]] = {}
-        for ticket in holders:
-            self.take(ticket)
+        for entry in holders:
+            self.take(entry)
 
-    def take(self, ticket: QueueEntry) -> None:
+    def take(self, entry: QueueEntry) -> None:
         """Place a job. This replaces its earlier placement, if it has one."""
-        self._leave(ticket.id)
-        ranks = lay_out(ticket.scaling, self._free, group=ticket.group) if self._known else None
+        self._leave(entry.id)
+        ranks = lay_out(entry.scaling, self._free, group=entry.group) if self._known else None
         if ranks is None:
             self._known = False
             return
-        self._taken[ticket.id] = ticket.scaling.resources_per_worker, ranks
-        self._change(ticket.id, -1)
+        self._taken[entry.id] = entry.scaling.resources_per_worker, ranks
+        self._change(entry.id, -1)
 
-    def fits(self, ticket: QueueEntry) -> bool:
+    def fits(self, entry: QueueEntry) -> bool:
         """Return whether the nodes can hold a job; its own places count as free. True if the placement is unknown."""
         if not self._known:
             return True
-        self._change(ticket.id, +1)
-        ranks = lay_out(ticket.scaling, self._free, group=ticket.group)
-        self._change(ticket.id, -1)
+        self._change(entry.id, +1)
+        ranks = lay_out(entry.scaling, self._free, group=entry.group)
+        self._change(entry.id, -1)
         return ranks is not None
 
     def _leave(self, job_id: str) -> None:

@@ -107,14 +107,14 @@ class Access:
             raise Forbidden(
                 f"{key_id} has roles in projects that {caller.name!r} does not administer; ask an admin of all of them"
             )
-        self.store.revoke(key_id, now=self.clock(), deed=self._audit_entry(caller, "revoke", key))
+        self.store.revoke(key_id, now=self.clock(), entry=self._audit_entry(caller, "revoke", key))
 
     def audit_log(
         self, caller: Principal, project: str | None, *, after: int | None, limit: int
     ) -> list[tuple[int, AuditEntry]]:
         """Return the audit log of a project, or of all projects that the caller administers, newest first."""
         projects = caller.projects(Role.ADMIN, among=None if project is None else frozenset({project}))
-        return self.store.deeds(projects, after=after, limit=limit)
+        return self.store.entries(projects, after=after, limit=limit)
 
     def _audit_entry(self, caller: Principal, verb: str, key: Key) -> AuditEntry:
         project = next(iter(key.roles)) if len(key.roles) == 1 else ANY

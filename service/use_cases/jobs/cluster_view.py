@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from service.domain.jobs.condition import capacity_reason, clock_time
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.ports import AttemptObservation, Cluster, Node
 from train_loop.plan import Capacity, no_place, too_big

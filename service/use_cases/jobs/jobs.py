@@ -39,14 +39,14 @@ class JobView:
     """A job with data from its run directory and the cluster."""
 
     job: Job
-    story: RunSummary
+    summary: RunSummary
     dashboard_url: str | None
     waits_for: Reason | None = None
     """Reason why a queued job does not start, or why its attempt makes no progress."""
     place: int | None = None
     """Position in the queue, from 1."""
     read_at: float | None = None
-    """Time at which the story was read from storage (Unix seconds); None if it never was."""
+    """Time at which the summary was read from storage (Unix seconds); None if it never was."""
     warnings: tuple[str, ...] = ()
     """Warnings about the cluster's nodes, only for a job that was just submitted."""
 
@@ -67,7 +67,7 @@ class Jobs:
     cluster: Cluster
     run_dirs: RunDirs
     preflight: Preflight
-    board: QueueSnapshot
+    queue: QueueSnapshot
     grace: Grace
     clock: Callable[[], float]
 
@@ -148,24 +148,26 @@ class Jobs:
             job = self.find(caller, job_id, Role.EDITOR)
             now = self.clock()
             wanted = change(job, now)
-            if wanted == job or self.store.save(wanted, deed=change_entry(caller, action, job, wanted, now=now)):
+            if wanted == job or self.store.save(wanted, entry=change_entry(caller, action, job, wanted, now=now)):
                 return self.view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
     def view(self, job: Job) -> JobView:
         """Return a job with data from its run directory, the cluster and the queue."""
         submission = job.attempt.submission_id if job.attempt else None
-        # The cached story: listing ten thousand jobs must not read ten thousand folders.
-        read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(EMPTY_SUMMARY, self.clock())
+        # The cached summary: listing ten thousand jobs must not read ten thousand folders.
+        read = self.run_dirs.cached_summary(job.run_dir) if job.attempts else Reading(EMPTY_SUMMARY, self.clock())
         dashboard = self.cluster.dashboard(submission)
         if not QueueEntry.of(job).waits:
-            return JobView(job, read.story, dashboard, _missing(job, read) or job.waits_for, read_at=read.read_at)
-        queue, story = self.board.admission, read.story
-        return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id), read_at=read.read_at)
+            return JobView(job, read.summary, dashboard, _missing(job, read) or job.waits_for, read_at=read.read_at)
+        admission, summary = self.queue.admission, read.summary
+        return JobView(
+            job, summary, dashboard, admission.waits.get(job.id), admission.places.get(job.id), read_at=read.read_at
+        )
 
 
 def _missing(job: Job, read: Reading) -> Reason | None:
-    """Return the storage outage that makes the story of an unfinished job stale; None if there is none."""
+    """Return the storage outage that makes the summary of an unfinished job stale; None if there is none."""
     if read.error is None or job.state.terminal:
         return None
     return storage_unavailable(read.error, read.since, root=read.root)

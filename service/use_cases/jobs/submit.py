@@ -127,7 +127,7 @@ class Submitter:
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes_of(spec, plans))
         if parent is None:
             return job
-        if not self.jobs.run_dirs.inherit(run_dir, parent):
+        if not self.jobs.run_dirs.link_parent(run_dir, parent):
             raise CheckpointNotFound(parent.job, parent.manifest.step)
         return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
@@ -194,13 +194,13 @@ class Submitter:
             # The connection may have broken after the commit. In that case the job needs its parent's checkpoint.
             with suppress(NotReady):
                 if new.job.parent is not None and store.get(new.job.id) is None:
-                    run_dirs.let_go(new.job.run_dir)
+                    run_dirs.release_parent(new.job.run_dir)
             raise
         except BaseException:
-            run_dirs.let_go(new.job.run_dir)
+            run_dirs.release_parent(new.job.run_dir)
             raise
         if not stored:
-            run_dirs.let_go(new.job.run_dir)
+            run_dirs.release_parent(new.job.run_dir)
         return stored
 
     def _submitted(self, job: Job, *, created: bool) -> Submitted:

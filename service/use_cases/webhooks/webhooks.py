@@ -69,8 +69,8 @@ class Webhooks:
     def rotate(self, caller: Principal, webhook_id: str) -> Webhook:
         """Rotate the signing secret; the previous one also signs for 24 hours."""
         webhook = self.find(caller, webhook_id)
-        until, deed = self.clock() + OVERLAP, self._audit_entry(caller, "rotate", webhook)
-        rotated = self.store.rotate(webhook_id, _secret(), until=until, deed=deed)
+        until, entry = self.clock() + OVERLAP, self._audit_entry(caller, "rotate", webhook)
+        rotated = self.store.rotate(webhook_id, _secret(), until=until, entry=entry)
         if rotated is None:
             raise WebhookNotFound(webhook_id)
         return rotated
@@ -87,8 +87,8 @@ class Webhooks:
         webhook = self.find(caller, webhook_id)
         if webhook.disabled_at is not None:
             raise IllegalState(f"{webhook_id} is disabled; POST /webhooks/{webhook_id}/test enables it once it answers")
-        deed = self._audit_entry(caller, "redeliver", webhook, after={"number": number})
-        delivery = self.store.redeliver(webhook_id, number, now=self.clock(), deed=deed)
+        entry = self._audit_entry(caller, "redeliver", webhook, after={"number": number})
+        delivery = self.store.redeliver(webhook_id, number, now=self.clock(), entry=entry)
         if delivery is None:
             raise DeliveryNotFound(webhook_id, number)
         return delivery

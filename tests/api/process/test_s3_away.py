@@ -15,8 +15,8 @@ from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import KEY, Clock, FakeService
 from tests.support.servers.s3 import S3Server
 from tests.support.servers.serving import serving

@@ -11,8 +11,8 @@ from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code
 from tests.support.fakes.service import Clock, FakeService
 from train_loop.run_dir import forget_expected

@@ -13,13 +13,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from service.adapters.helpers.checkpoints import HelperTools
-from service.adapters.prometheus import PrometheusWatch
+from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.domain.webhooks.ssrf import AllowList
@@ -108,10 +109,10 @@ class FakeService:
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     run_dirs: RunDirs = field(default_factory=LocalRunDirs)
     rules: QueuePolicy = field(default_factory=QueuePolicy)
-    board: QueueSnapshot = field(default_factory=QueueSnapshot)
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
     counts: JobCounts = field(default_factory=MemoryJobStore)
-    watch: Metrics = field(default_factory=PrometheusWatch)
+    metrics: Metrics = field(default_factory=PrometheusMetrics)
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
     hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
@@ -119,7 +120,7 @@ class FakeService:
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
-            self.keys.done = self.hooks.done = self.store.deeds
+            self.keys.done = self.hooks.done = self.store.audit_log
             self.counts = self.store
 
     @property
@@ -141,7 +142,7 @@ class FakeService:
             cluster=self.cluster,
             run_dirs=self.run_dirs,
             preflight=self.preflight,
-            board=self.board,
+            queue=self.queue,
             grace=Grace(cancel=30.0, pause=300.0),
             clock=self.clock,
         )
@@ -152,9 +153,9 @@ class FakeService:
         return Submitter(self.jobs, self.root.as_uri(), new_id=lambda: f"job-{next(self.ids):04d}")
 
     @property
-    def watching(self) -> ServiceMetrics:
-        """The use case of those who watch."""
-        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
+    def service_metrics(self) -> ServiceMetrics:
+        """The use case of those who metrics."""
+        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.metrics, self.clock, self.queue)
 
     @property
     def doctor(self) -> Doctor:
@@ -174,7 +175,7 @@ class FakeService:
             submitter=submitter,
             checkpoints=checkpoints,
             guard=guard,
-            watching=self.watching,
+            service_metrics=self.service_metrics,
             webhooks=self.webhooks,
             doctor=self.doctor,
             opening=opening or opened(),
@@ -196,8 +197,8 @@ class FakeService:
             owner="me",
             pace=ReconcileTimings(lease=30.0, retry=RETRY),
             rules=self.rules,
-            board=self.board,
-            watch=self.watch,
+            queue=self.queue,
+            metrics=self.metrics,
             traces=traces or NoTracer(),
         )
 

@@ -9,8 +9,8 @@ from datetime import date
 
 from service.domain.access.oidc_claims import Claims
 from service.domain.access.roles import AuditEntry, Key
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import LIVE, Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.usage import Usage, UsageByDay, merge_usage
 from service.domain.queue.entry import QueueEntry
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
@@ -41,7 +41,7 @@ class MemoryJobStore:
     keys: dict[str, tuple[IdempotencyKey, float, str]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     deleted: UsageByDay = field(default_factory=dict)
-    deeds: list[AuditEntry] = field(default_factory=list)
+    audit_log: list[AuditEntry] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
@@ -68,10 +68,10 @@ class MemoryJobStore:
             self.keys |= keys
             self.jobs |= {new.job.id: new.job for new in added}
             for new in added:
-                self._record(*new.deeds)
+                self._record(*new.audit_entries)
             return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], entry: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         with self.lock:
             if self.jobs.get(job.id) != job:
@@ -79,7 +79,7 @@ class MemoryJobStore:
             del self.jobs[job.id]
             self.deleted = merge_usage(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
             self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
-            self._record(deed)
+            self._record(entry)
             return True
 
     def get(self, job_id: str) -> Job | None:
@@ -108,13 +108,13 @@ class MemoryJobStore:
         )
         return {key: used for key, used in found if first <= key[1] <= last}
 
-    def tickets(self) -> list[QueueEntry]:
-        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
+    def queue_entries(self) -> list[QueueEntry]:
+        """Return the entries of all jobs that hold resources of the cluster or wait for them."""
         with self.lock:
-            return [ticket for ticket in map(QueueEntry.of, self.jobs.values()) if ticket.holds or ticket.waits]
+            return [entry for entry in map(QueueEntry.of, self.jobs.values()) if entry.holds or entry.waits]
 
-    def queue_mark(self) -> Hashable:
-        """Return a value that changes whenever the result of `tickets` may change."""
+    def queue_version(self) -> Hashable:
+        """Return a value that changes whenever the result of `queue_entries` may change."""
         with self.lock:
             return tuple((job.id, job.version) for job in self.jobs.values())
 
@@ -157,7 +157,7 @@ class MemoryJobStore:
         with self.lock:
             self.leases = {name: lease for name, lease in self.leases.items() if lease.owner != owner}
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, entry: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -167,7 +167,7 @@ class MemoryJobStore:
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
                 return False
             self.jobs[job.id] = replace(job, version=job.version + 1)
-            self._record(deed)
+            self._record(entry)
             return True
 
     def _take(self, name: str, lease: Lease) -> bool:
@@ -185,7 +185,7 @@ class MemoryJobStore:
         """Do nothing: this store always answers."""
 
     def _record(self, *done: AuditEntry | None) -> None:
-        self.deeds += filter(None, done)
+        self.audit_log += filter(None, done)
 
 
 @dataclass
@@ -195,10 +195,10 @@ class MemoryKeyStore:
     done: list[AuditEntry] = field(default_factory=list)
     keys: dict[str, Key] = field(default_factory=dict)
 
-    def add(self, key: Key, deed: AuditEntry) -> None:
+    def add(self, key: Key, entry: AuditEntry) -> None:
         """Store a new key."""
         self.keys[key.id] = key
-        self.record(deed)
+        self.record(entry)
 
     def get(self, key_id: str) -> Key | None:
         """Return the key with this id; None if there is none."""
@@ -208,23 +208,25 @@ class MemoryKeyStore:
         """Return all keys, also expired and revoked ones, newest first."""
         return sorted(self.keys.values(), key=lambda key: key.id, reverse=True)
 
-    def revoke(self, key_id: str, *, now: float, deed: AuditEntry) -> bool:
+    def revoke(self, key_id: str, *, now: float, entry: AuditEntry) -> bool:
         """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         if key_id not in self.keys or self.keys[key_id].revoked_at is not None:
             return False
         self.keys[key_id] = replace(self.keys[key_id], revoked_at=now)
-        self.record(deed)
+        self.record(entry)
         return True
 
-    def record(self, deed: AuditEntry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Store the audit entry of a change that is not in the store."""
-        self.done.append(deed)
+        self.done.append(entry)
 
-    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
+    def entries(
+        self, projects: frozenset[str] | None, *, after: int | None, limit: int
+    ) -> list[tuple[int, AuditEntry]]:
         """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         found = reversed(list(enumerate(self.done, 1)))
-        wanted = ((n, deed) for n, deed in found if projects is None or deed.project in projects)
-        return [(n, deed) for n, deed in wanted if after is None or n < after][:limit]
+        wanted = ((n, entry) for n, entry in found if projects is None or entry.project in projects)
+        return [(n, entry) for n, entry in wanted if after is None or n < after][:limit]
 
 
 @dataclass

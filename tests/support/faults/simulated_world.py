@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 from service.domain.jobs.commands import cancelled, paused, resumed
-from service.domain.jobs.decide import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.observation import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import Quota
 from service.errors import ClusterError, IllegalState, StaleAttempt
@@ -190,7 +190,7 @@ class World:
         """The newest attempt that was prepared or shut out."""
         disk = self.disks.get(run_dir, Disk())
         number = max(disk.prepared, disk.fence - 1)
-        return LatestAttempt(number, over=disk.fence > number)
+        return LatestAttempt(number, fenced=disk.fence > number)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""

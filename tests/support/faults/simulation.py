@@ -12,8 +12,9 @@ from typing import Any
 from greenlet import GreenletExit, greenlet
 
 from service.domain.jobs.commands import resumed
-from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterError
@@ -107,7 +108,7 @@ class Replica:
             owner=self.owner,
             pace=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
             rules=QueuePolicy(quotas=QUOTAS, resize_seconds=5.0),
-            board=QueueSnapshot(),
+            queue=QueueSnapshot(),
         )
         while True:
             try:

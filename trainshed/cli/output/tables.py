@@ -67,11 +67,19 @@ def show_me(me: Me) -> None:
     show_facts({"id": me.id, "name": me.name, "roles": _roles(me.roles)})
 
 
-def show_audit(deeds: Iterable[DeedOut]) -> None:
+def show_audit(entries: Iterable[DeedOut]) -> None:
     """Print the audit log, one write per row."""
     rows = (
-        (str(deed.number), f"{deed.time:%F %T}", deed.key_name, deed.action, deed.target, deed.project, _changes(deed))
-        for deed in deeds
+        (
+            str(entry.number),
+            f"{entry.time:%F %T}",
+            entry.key_name,
+            entry.action,
+            entry.target,
+            entry.project,
+            _changes(entry),
+        )
+        for entry in entries
     )
     show_table(("number", "time", "who", "what", "to", "project", "changes"), rows)
 
@@ -87,9 +95,9 @@ def _roles(roles: Mapping[str, Role]) -> str:
     return " ".join(f"{project}={role}" for project, role in roles.items())
 
 
-def _changes(deed: DeedOut) -> str:
-    names = dict.fromkeys((*deed.before, *deed.after))
-    return ", ".join(f"{name}: {deed.before.get(name)} → {deed.after.get(name)}" for name in names)
+def _changes(entry: DeedOut) -> str:
+    names = dict.fromkeys((*entry.before, *entry.after))
+    return ", ".join(f"{name}: {entry.before.get(name)} → {entry.after.get(name)}" for name in names)
 
 
 def _nodes(plan: PlanOut) -> str | None:

@@ -10,7 +10,7 @@ from service.adapters.ray import probe as ray_probe
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.adapters.ray.probe import RayProbe
 from service.domain.doctor.checks import Reachability, least
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from tests.support.fakes.doctor import a_visit
 from train_loop.run_dir import VISIT_MARK

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.jobs.decide import Decision, Effect, Observation, SubmissionStatus
+from service.domain.jobs.decide import Decision, Effect
 from service.domain.jobs.job import Job, JobState, StopRequest
+from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import preempt, start, stop_with_service
 from tests.support.builders.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step

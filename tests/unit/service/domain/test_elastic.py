@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.domain.jobs.commands import paused, resumed
-from service.domain.jobs.decide import Observation, Retry, SubmissionStatus, decide
+from service.domain.jobs.decide import Retry, decide
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resize, start
 from service.domain.queue.admission import admit
@@ -91,9 +92,9 @@ def test_elastic_job_grows_only_to_size_that_nodes_can_place() -> None:
     )
     total = {"CPU": 9.0, "GPU": 6.0}
     whole, halves = Capacity(total, (total,)), Capacity(total, ({"CPU": 9.0, "GPU": 3.0}, {"GPU": 3.0}))
-    tickets = [QueueEntry.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
-    assert admit(tickets, whole, QueuePolicy(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
-    assert admit(tickets, halves, QueuePolicy(), now=RESIZE_SECONDS).resizes == {}
+    entries = [QueueEntry.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
+    assert admit(entries, whole, QueuePolicy(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
+    assert admit(entries, halves, QueuePolicy(), now=RESIZE_SECONDS).resizes == {}
 
 
 def on_nodes(jobs: list[Job], nodes: int, **each: float) -> Admission:

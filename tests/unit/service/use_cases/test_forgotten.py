@@ -12,8 +12,8 @@ from service.backup import back_up
 from service.backup import restore as restore_backup
 from service.config.settings import Settings
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService
 from tests.support.fakes.stores import MemoryCluster, MemoryJobStore
 from train_loop.run_dir import Fence, Outcome

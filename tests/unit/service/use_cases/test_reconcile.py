@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code
 from service.ports import Lease, Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler
@@ -198,7 +199,7 @@ def test_higher_priority_job_preempts_a_lower_one_that_restarts_afterwards(servi
     high = service.submit(priority=5)
     service.reconciler().run_once()
     assert service.get(low.id).state is JobState.PAUSING
-    assert "preempting job-0001 of lower priority" in service.board.admission.waits[high.id].message
+    assert "preempting job-0001 of lower priority" in service.queue.admission.waits[high.id].message
     service.reconciler().run_once()
     stop = service.run_dir(low.id).stop(attempt=1)
     assert stop is not None
@@ -393,3 +394,24 @@ def test_long_pass_is_followed_by_a_longer_rest(tmp_path: Path, monkeypatch: pyt
     stopped.clear()
     reconciler.run(stopped, interval=0.5)
     assert rests[1] == 0.5
+
+
+class LostCheckpoints(LocalRunDirs):
+    """Run directories whose storage fails once the newest committed step is read."""
+
+    def committed(self, run_dir: str) -> int | None:
+        """Raise the error of a network file system that does not answer."""
+        raise TimeoutError("storage does not answer")
+
+
+def test_storage_that_fails_between_two_reads_is_the_reason_of_the_job(tmp_path: Path) -> None:
+    service = FakeService(tmp_path)
+    job = started(service)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.run_dirs = LostCheckpoints()
+    service.reconciler().run_once()
+    away = service.get(job.id)
+    assert (away.state, away.reason.code if away.reason else None) == (JobState.RUNNING, Code.STORAGE_UNAVAILABLE)
+    service.run_dirs = LocalRunDirs()
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.SUCCEEDED

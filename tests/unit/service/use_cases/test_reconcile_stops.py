@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService, started
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Outcome
