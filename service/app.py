@@ -102,13 +102,13 @@ def create_app(settings: Settings) -> FastAPI:
     """Return the service as an ASGI app. It runs the reconciler and, without TRAINSHED_RAY_ADDRESS, Ray."""
     settings.make_home()
     world = _world(settings)
-    leaving = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
-    opening = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
+    shutdown = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
+    startup = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
     background = Background(
         parts=list(_parts(world)),
-        once_open=list(_parts_once_open(settings, world, leaving)),
-        opening=opening,
-        leaving=leaving,
+        with_database=list(_parts_with_database(settings, world, shutdown)),
+        startup=startup,
+        shutdown=shutdown,
     )
     submitter = _submitter(settings, world)
     app = build_api(
@@ -121,8 +121,8 @@ def create_app(settings: Settings) -> FastAPI:
             doctor=_doctor(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=background.lifespan,
-            opening=opening,
-            leaving=leaving,
+            startup=startup,
+            shutdown=shutdown,
             checks=settings.preflight_checks,
         )
     )
@@ -236,7 +236,7 @@ def _parts(world: _World) -> Iterator[Part]:
         yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=3.0)
 
 
-def _parts_once_open(settings: Settings, world: _World, leaving: Shutdown) -> Iterator[Part]:
+def _parts_with_database(settings: Settings, world: _World, shutdown: Shutdown) -> Iterator[Part]:
     """Return the background parts that need the database, in start order."""
     yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
     # Stopped after the parts that use leases, so that another service takes over at once.
@@ -247,7 +247,7 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Shutdown) -> It
         stop = partial(reconciler.stop_jobs, seconds=settings.stop_seconds)
         yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds + _MORE_SECONDS)
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
-    yield looping("reconciler", run, leaving, seconds=1.5)
+    yield looping("reconciler", run, shutdown, seconds=1.5)
     deliverer = Deliverer(
         outbox=SqlOutbox(world.database.engine, world.box),
         sender=world.sender,
@@ -270,7 +270,7 @@ def _reconciler(settings: Settings, world: _World) -> Reconciler:
         run_dirs=world.own_run_dirs,
         clock=time.time,
         owner=_owner(settings),
-        pace=_pace(settings),
+        timings=_timings(settings),
         rules=settings.rules,
         queue=world.queue,
         metrics=world.metrics,
@@ -362,7 +362,7 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
     )
 
 
-def _pace(settings: Settings) -> ReconcileTimings:
+def _timings(settings: Settings) -> ReconcileTimings:
     retry = Retry(base=settings.retry_seconds, cap=settings.retry_cap_seconds)
     return ReconcileTimings(lease=settings.lease_seconds, retry=retry, room=settings.pause_grace_seconds)
 

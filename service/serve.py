@@ -60,8 +60,8 @@ def _serve(settings: Settings) -> None:
         server.run()
     finally:
         settings.address_file.unlink(missing_ok=True)
-    if server.opening.hopeless is not None:
-        raise server.opening.hopeless
+    if server.database_startup.hopeless is not None:
+        raise server.database_startup.hopeless
 
 
 class _Server(uvicorn.Server):
@@ -83,20 +83,20 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._settings = settings
-        self._leaving: Shutdown = app.state.leaving
-        self.opening: DatabaseStartup = app.state.opening
+        self._shutdown: Shutdown = app.state.shutdown
+        self.database_startup: DatabaseStartup = app.state.startup
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; streams end, and clients reconnect with the id of their last line."""
         if self.should_exit:
-            self._leaving.end_now(128 + sig, "second stop signal")
-        self._leaving.begin()
+            self._shutdown.end_now(128 + sig, "second stop signal")
+        self._shutdown.begin()
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to stop the server, also if the database can never be opened."""
-        if self.opening.hopeless is not None:
-            self._leaving.begin()
+        if self.database_startup.hopeless is not None:
+            self._shutdown.begin()
             return True
         return await super().on_tick(counter)
 

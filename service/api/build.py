@@ -45,8 +45,8 @@ class Parts:
     hosts: Sequence[str] = ()
     """Allowed Host header names, in addition to those of loopback."""
     lifespan: Lifespan | None = None
-    opening: DatabaseStartup = field(default_factory=opened)
-    leaving: Shutdown = field(default_factory=Shutdown)
+    startup: DatabaseStartup = field(default_factory=opened)
+    shutdown: Shutdown = field(default_factory=Shutdown)
     checks: int = 32
     """Maximum number of specs checked concurrently; further ones wait."""
 
@@ -62,7 +62,7 @@ def build_api(parts: Parts) -> FastAPI:
         separate_input_output_schemas=False,
     )
     put_state(app, parts)
-    app.add_middleware(ReadinessGate, opening=parts.opening)
+    app.add_middleware(ReadinessGate, startup=parts.startup)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
     app.add_middleware(Observed, metrics=parts.service_metrics.metrics)
     app.add_middleware(RequestIds)
@@ -78,8 +78,8 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.jobs, app.state.run_dirs, app.state.checkpoints = actions.jobs, actions.run_dirs, actions
     app.state.guard, app.state.access = guard, guard.access
     app.state.service_metrics = parts.service_metrics
-    app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, ReadCache()
-    app.state.pulse = DatabaseProbe(actions.jobs.store.ping)
+    app.state.shutdown, app.state.startup, app.state.read_cache = parts.shutdown, parts.startup, ReadCache()
+    app.state.database_probe = DatabaseProbe(actions.jobs.store.ping)
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)

@@ -91,14 +91,14 @@ def _secret(request: Request) -> str:
 
 
 async def _let_in(guard: Guard, attempt: AuthAttempt) -> Principal:
-    counted = guard.rates.admit(attempt)
+    counted = guard.rates.check(attempt)
     try:
         caller = await _identify(guard, attempt.secret)
     except Unauthorized:
-        guard.rates.turned_away(attempt)
+        guard.rates.record_failure(attempt)
         raise
     if not counted:
-        guard.rates.let_in(attempt, caller)
+        guard.rates.record_success(attempt, caller)
     return caller
 
 

@@ -60,7 +60,7 @@ class Sender:
         ended = partial(_has_ended, self.caller, self.jobs, job_id)
         state, caller = self.request.app.state, self.caller
         listener = Subscriber((caller.id, caller.until), partial(state.access.is_valid, caller))
-        return LogStream(reader, ended, state.leaving, listener, state.recent).follow(place)
+        return LogStream(reader, ended, state.shutdown, listener, state.read_cache).follow(place)
 
 
 async def sender_of(request: Request, caller: CallerIs, jobs: UseCases) -> AsyncIterator[Sender]:

@@ -85,7 +85,7 @@ class RunSummary:
 
 
 EMPTY_SUMMARY = RunSummary(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
-"""Story of a run that has not started."""
+"""Summary of a run that has not started."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class RunDirs(Protocol):
     def summary(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
 
-    def cached_summary(self, run_dir: str) -> Reading:
+    def latest_summary(self, run_dir: str) -> Reading:
         """Return the current summary, or the last one read. Does not raise while the storage is unavailable."""
 
     def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:

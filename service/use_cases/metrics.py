@@ -63,7 +63,7 @@ class ServiceMetrics:
     def _ask(self, now: float) -> Totals:
         # At most the newest 200 runs: reading more would take too long.
         running = self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS))
-        runs = [(job, self.run_dirs.cached_summary(job.run_dir).summary) for job in running]
+        runs = [(job, self.run_dirs.latest_summary(job.run_dir).summary) for job in running]
         waits = bounded_oldest(self.counts.queued_since(), _MOST_PROJECTS)
         return Totals(
             bounded(self.counts.counts(), _MOST_PROJECTS),

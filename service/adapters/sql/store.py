@@ -25,7 +25,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.access import write_audit_entries
 from service.adapters.sql.database import status_of
-from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
+from service.adapters.sql.outbox import enqueue_events, events_for_change, events_for_new_jobs
 from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, queue_entry_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
@@ -221,10 +221,10 @@ class SqlJobStore:
         with self._engine.begin() as connection:
             if leads and connection.execute(lead).rowcount != 1:
                 return False
-            news = news_of_change(connection, job)
+            events = events_for_change(connection, job)
             if connection.execute(update(jobs).where(guard).values(values)).rowcount != 1:
                 return False
-            write_news(connection, news)
+            enqueue_events(connection, events)
             write_audit_entries(connection, [entry])
         return True
 
@@ -256,7 +256,7 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
     pairs = [{"job_id": job_id, "key": key, "value": value} for job_id, pairs in given for key, value in pairs.items()]
     if pairs:
         connection.execute(insert(labels), pairs)
-    write_news(connection, news_of_added(connection, [new.job for new in added]))
+    enqueue_events(connection, events_for_new_jobs(connection, [new.job for new in added]))
     write_audit_entries(connection, [entry for new in added for entry in new.audit_entries])
 
 

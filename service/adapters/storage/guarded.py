@@ -57,7 +57,7 @@ class GuardedRunDirs:
         """Return the summary of all attempts."""
         return self._read(run_dir, partial(self._inner.summary, run_dir))
 
-    def cached_summary(self, run_dir: str) -> Reading:
+    def latest_summary(self, run_dir: str) -> Reading:
         """Return the current summary, or the last one read with the error that prevents a newer one."""
         try:
             self.summary(run_dir)

@@ -136,7 +136,7 @@ class LocalRunDirs:
         self._roots.check(root_of(run_dir))
         return chronicle.tell(partial(self.tail, run_dir), now=self._clock())
 
-    def cached_summary(self, run_dir: str) -> Reading:
+    def latest_summary(self, run_dir: str) -> Reading:
         """Return the current summary, or the last one read with the error that prevents a newer one."""
         try:
             return Reading(self.summary(run_dir), self._clock())

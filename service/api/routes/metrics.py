@@ -38,8 +38,8 @@ async def metrics(
     request: Request, caller: ScraperIs, service: Annotated[ServiceMetrics, Depends(metrics_of)]
 ) -> Response:
     """Return Prometheus series of this process and all jobs. Needs the metrics key or viewer role in all projects."""
-    pulse: DatabaseProbe = request.app.state.pulse
-    text = await run_sync(partial(service.text, caller, database_up=await pulse.beats()))
+    database_probe: DatabaseProbe = request.app.state.database_probe
+    text = await run_sync(partial(service.text, caller, database_up=await database_probe.is_up()))
     return Response(text, media_type=_TEXT)
 
 

@@ -13,7 +13,7 @@ _RESIZED = Reason(Code.RESIZED, "resumes at the size that a user requested, once
 _PAUSED = Reason(Code.USER, "paused by a user", "resume the job to continue")
 
 
-def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
+def request_cancel(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
     """Return the job after a cancel request. A repeated request can only shorten its deadline."""
     if job.state is JobState.CANCELLED:
         return job
@@ -25,7 +25,7 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
     return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), wish=wish)
 
 
-def paused(job: Job, *, deadline: float, now: float) -> Job:
+def request_pause(job: Job, *, deadline: float, now: float) -> Job:
     """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be paused; clone it to train further")
@@ -40,7 +40,9 @@ def paused(job: Job, *, deadline: float, now: float) -> Job:
     return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
 
 
-def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float) -> Job:
+def request_resume(
+    job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float
+) -> Job:
     """Return the job after a resume request, at another size if `scaling` is given.
 
     `sizes` are the possible numbers of workers of an elastic job. A pausing job resumes after the pause. A running job

@@ -1,15 +1,13 @@
 """Queue entries: the resources that jobs hold or wait for. Pure."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
+from service.domain.queue.resources import Resources, add_up
 from train_loop.plan import DATA_CPUS, needed
 from train_loop.spec import ScalingSpec
-
-Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,3 @@ def _held_size(job: Job) -> ScalingSpec:
 def queue_order(entry: QueueEntry) -> tuple[int, str]:
     """Return the sort key of the start order: priority, then age (ids sort by time)."""
     return (-entry.priority, entry.id)
-
-
-def add_up(parts: Iterable[Resources]) -> Resources:
-    """Sum resources by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total

@@ -15,7 +15,7 @@ from service.errors import Forbidden, InvalidRequest, KeyNotFound, Unauthorized
 from service.ports import KeyStore, TokenVerifier
 from train_loop.spec import Problem
 
-_MARK = "trainshed"
+KEY_PREFIX = "trainshed"
 """Prefix of every secret, so that secret scanners find leaked ones."""
 _OTHER_KEY = "send the key in $TRAINSHED_HOME/admin.key, or ask an admin of your project for a key"
 
@@ -69,7 +69,7 @@ class Access:
                 raise Unauthorized("this service accepts keys, not tokens; send a key, or set TRAINSHED_OIDC_ISSUER")
             return self.tokens.identify(secret)
         mark, _, rest = secret.partition("_")
-        key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == _MARK else None
+        key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == KEY_PREFIX else None
         # Comparing digests takes the same time for every secret.
         if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.is_valid(self.clock()):
             raise Unauthorized(f"unknown, expired or revoked key; {_OTHER_KEY}")
@@ -89,7 +89,7 @@ class Access:
         now, number = self.clock(), self.new_id()
         if expires_at is not None and expires_at <= now:
             raise InvalidRequest([Problem("/expires_at", "the time is in the past; choose a future time")])
-        secret = f"{_MARK}_{number}_{secrets.token_hex(32)}"
+        secret = f"{KEY_PREFIX}_{number}_{secrets.token_hex(32)}"
         key = Key(f"key-{number}", name, dict(roles), _sha256(secret), now, caller.id, expires_at)
         self.store.add(key, self._audit_entry(caller, "create", key))
         return key, secret

@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 from service.domain.access.permissions import require_role
 from service.domain.access.roles import Principal, Role
-from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.commands import request_cancel, request_pause, request_resume
 from service.domain.jobs.job import Job
 from service.domain.jobs.reason import Reason, storage_unavailable
 from service.domain.jobs.usage import UsageByDay, begin_of, day_of, merge_usage, usage_by_day
@@ -101,13 +101,13 @@ class Jobs:
             caller,
             job_id,
             "cancel",
-            lambda job, now: cancelled(job, deadline=now + grace, checkpoint=checkpoint, now=now),
+            lambda job, now: request_cancel(job, deadline=now + grace, checkpoint=checkpoint, now=now),
         )
 
     def pause(self, caller: Principal, job_id: str, *, grace_seconds: float | None) -> JobView:
         """Pause a job: it saves, and leaves the cluster until it is resumed. Raises IllegalState, JobNotFound."""
         grace = self.grace.pause if grace_seconds is None else grace_seconds
-        return self._change(caller, job_id, "pause", lambda job, now: paused(job, deadline=now + grace, now=now))
+        return self._change(caller, job_id, "pause", lambda job, now: request_pause(job, deadline=now + grace, now=now))
 
     def resume(self, caller: Principal, job_id: str, scaling: ScalingSpec | None) -> JobView:
         """Resume a job, at another size if `scaling` is given. Raises IllegalState, InvalidSpec, JobNotFound."""
@@ -117,7 +117,10 @@ class Jobs:
             sizes = sizes_of(spec, self.planner.check(spec))
         grace = self.grace.pause
         return self._change(
-            caller, job_id, "resume", lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now)
+            caller,
+            job_id,
+            "resume",
+            lambda job, now: request_resume(job, scaling, sizes, deadline=now + grace, now=now),
         )
 
     def delete(self, caller: Principal, job_id: str) -> None:
@@ -156,7 +159,7 @@ class Jobs:
         """Return a job with data from its run directory, the cluster and the queue."""
         submission = job.attempt.submission_id if job.attempt else None
         # The cached summary: listing ten thousand jobs must not read ten thousand folders.
-        read = self.run_dirs.cached_summary(job.run_dir) if job.attempts else Reading(EMPTY_SUMMARY, self.clock())
+        read = self.run_dirs.latest_summary(job.run_dir) if job.attempts else Reading(EMPTY_SUMMARY, self.clock())
         dashboard = self.cluster.dashboard(submission)
         if not QueueEntry.of(job).waits:
             return JobView(job, read.summary, dashboard, _missing(job, read) or job.waits_for, read_at=read.read_at)

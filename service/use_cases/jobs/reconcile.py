@@ -67,7 +67,7 @@ class Reconciler:
     run_dirs: RunDirs
     clock: Callable[[], float]
     owner: str
-    pace: ReconcileTimings
+    timings: ReconcileTimings
     rules: QueuePolicy = field(default_factory=QueuePolicy)
     queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     metrics: Metrics = field(default_factory=NoMetrics)
@@ -156,10 +156,10 @@ class Reconciler:
         if not leads:
             return []
         for job_id, whom in admission.preempts.items():
-            deadline = now + self.pace.room
+            deadline = now + self.timings.room
             self._change(entries[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
         for job_id, workers in admission.resizes.items():
-            self._change(entries[job_id], partial(resize, workers=workers, patience=self.pace.room, now=now))
+            self._change(entries[job_id], partial(resize, workers=workers, patience=self.timings.room, now=now))
         return [
             job_id
             for job_id in admission.starts
@@ -199,13 +199,13 @@ class Reconciler:
             if job is None:
                 return
             seen = self._observe(job)
-            decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.pace.retry)
+            decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.timings.retry)
             if not self._apply(job, decision):
                 return
 
     def _lease(self) -> Lease:
         now = self.clock()
-        return Lease(self.owner, now, now + self.pace.lease)
+        return Lease(self.owner, now, now + self.timings.lease)
 
     def _observe(self, job: Job) -> Observation:
         submission = self.observer.submission(job)

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from service.domain.access.permissions import require_admin
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import JobState
-from service.domain.webhooks.delivery import OVERLAP, Answer, Delivery, Webhook, trial_message
+from service.domain.webhooks.delivery import OVERLAP, Answer, Delivery, Webhook, test_message
 from service.domain.webhooks.ssrf import AllowList, parse_target
 from service.errors import Busy, DeliveryNotFound, IllegalState, InvalidRequest, WebhookNotFound
 from service.ports import Sender, WebhookStore
@@ -59,7 +59,7 @@ class Webhooks:
     def test(self, caller: Principal, webhook_id: str) -> Answer:
         """Send a test message now, and return the answer; a disabled webhook that receives it is enabled again."""
         webhook, now = self.find(caller, webhook_id), self.clock()
-        answer = self.sender.send(webhook, trial_message(webhook, number=self.new_id(), now=now), now=now)
+        answer = self.sender.send(webhook, test_message(webhook, number=self.new_id(), now=now), now=now)
         if answer is None:
             raise Busy("the service is shutting down, and nothing was sent; retry in a few seconds")
         if answer.received and webhook.disabled_at is not None:

@@ -20,7 +20,7 @@ from tests.support.servers.streams import Address
 from tests.support.waiting import wait_for
 
 LIMITS = Limits(
-    {Kind.READS: Rate(3, "minute"), Kind.WRITES: Rate(2, "minute"), Kind.STRANGERS: Rate(4, "minute")},
+    {Kind.READS: Rate(3, "minute"), Kind.WRITES: Rate(2, "minute"), Kind.UNAUTHENTICATED: Rate(4, "minute")},
     streams_per_key=2,
 )
 

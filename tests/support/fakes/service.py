@@ -154,7 +154,7 @@ class FakeService:
 
     @property
     def service_metrics(self) -> ServiceMetrics:
-        """The use case of those who metrics."""
+        """The use case of service metrics."""
         return ServiceMetrics(self.counts, self.store, self.run_dirs, self.metrics, self.clock, self.queue)
 
     @property
@@ -162,11 +162,11 @@ class FakeService:
         """One who finds all in order."""
         return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
 
-    def app(self, *, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> FastAPI:
+    def app(self, *, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> FastAPI:
         """The HTTP side."""
-        return build_api(self.parts(max_body_bytes, opening))
+        return build_api(self.parts(max_body_bytes, startup))
 
-    def parts(self, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> Parts:
+    def parts(self, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> Parts:
         """What the HTTP side is made of."""
         submitter, tools = self.submitter, HelperTools(timeout=60.0)
         checkpoints = CheckpointActions(submitter.jobs, self.run_dirs, tools, self.keys, self.clock)
@@ -178,7 +178,7 @@ class FakeService:
             service_metrics=self.service_metrics,
             webhooks=self.webhooks,
             doctor=self.doctor,
-            opening=opening or opened(),
+            startup=startup or opened(),
         )
 
     def client(self, **headers: str) -> TestClient:
@@ -195,7 +195,7 @@ class FakeService:
             self.run_dirs,
             self.clock,
             owner="me",
-            pace=ReconcileTimings(lease=30.0, retry=RETRY),
+            timings=ReconcileTimings(lease=30.0, retry=RETRY),
             rules=self.rules,
             queue=self.queue,
             metrics=self.metrics,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.commands import request_cancel, request_pause, request_resume
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.observation import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.queue.entry import QueueEntry
@@ -244,10 +244,10 @@ class World:
         """A user wants something of a job."""
         job, now = self.store.jobs[job_id], self.now
         wishes: list[Callable[[], Job]] = [
-            lambda: paused(job, deadline=now + 10, now=now),
-            lambda: resumed(job, None, deadline=now + 10, now=now),
-            lambda: resumed(job, *self._another_size(job), deadline=now + 10, now=now),
-            lambda: cancelled(job, deadline=now + 10, checkpoint=True, now=now),
+            lambda: request_pause(job, deadline=now + 10, now=now),
+            lambda: request_resume(job, None, deadline=now + 10, now=now),
+            lambda: request_resume(job, *self._another_size(job), deadline=now + 10, now=now),
+            lambda: request_cancel(job, deadline=now + 10, checkpoint=True, now=now),
         ]
         try:
             wanted = self.chance.choices(wishes, (4, 4, 1, 1))[0]()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.commands import paused, resumed
+from service.domain.jobs.commands import request_pause, request_resume
 from service.domain.jobs.decide import Retry, decide
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus
@@ -184,15 +184,15 @@ def test_retried_attempt_keeps_its_size() -> None:
 
 def test_resume_with_other_scaling_resizes_running_job() -> None:
     job, requested = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
-    resized = resumed(job, requested, deadline=90.0, now=50.0)
+    resized = request_resume(job, requested, deadline=90.0, now=50.0)
     assert (resized.state, resized.wish and resized.wish.mode) == (JobState.PAUSING, "resize")
     assert QueueEntry.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
-    assert resumed(resized, requested, deadline=99.0, now=51.0) == resized
-    assert resumed(job, job.asked, deadline=90.0, now=50.0) == job
+    assert request_resume(resized, requested, deadline=99.0, now=51.0) == resized
+    assert request_resume(job, job.asked, deadline=90.0, now=50.0) == job
     seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)
-    held = paused(resized, deadline=90.0, now=52.0)
+    held = request_pause(resized, deadline=90.0, now=52.0)
     assert (held.wish and held.wish.mode, held.wish and held.wish.then_resume) == ("pause", False)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.commands import request_cancel, request_pause, request_resume
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
 from service.domain.jobs.transitions import preempt, start
@@ -35,15 +35,15 @@ def in_state(state: JobState) -> Job:
 
 
 def cancel(job: Job, *, grace: float = 60.0) -> Job:
-    return cancelled(job, deadline=NOW + grace, checkpoint=True, now=NOW)
+    return request_cancel(job, deadline=NOW + grace, checkpoint=True, now=NOW)
 
 
 def pause(job: Job, *, grace: float = 600.0) -> Job:
-    return paused(job, deadline=NOW + grace, now=NOW)
+    return request_pause(job, deadline=NOW + grace, now=NOW)
 
 
 def resume(job: Job, scaling: ScalingSpec | None = None) -> Job:
-    return resumed(job, scaling, deadline=NOW + 600.0, now=NOW)
+    return request_resume(job, scaling, deadline=NOW + 600.0, now=NOW)
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])

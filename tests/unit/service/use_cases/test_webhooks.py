@@ -23,7 +23,7 @@ from service.domain.webhooks.delivery import (
     KEPT,
     LIMIT,
     LONGEST_PAUSE,
-    PATIENCE,
+    RETRY_SECONDS,
     Answer,
     Delivery,
     DeliveryStatus,
@@ -214,8 +214,8 @@ def test_message_failing_for_three_days_is_given_up_and_can_be_redelivered(world
         world.clock.now = first.next_at
         assert world.deliverer.run_once()
     assert first.settled is DeliveryStatus.GIVEN_UP
-    assert PATIENCE - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= PATIENCE
-    assert first.attempts > PATIENCE / LONGEST_PAUSE
+    assert RETRY_SECONDS - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= RETRY_SECONDS
+    assert first.attempts > RETRY_SECONDS / LONGEST_PAUSE
     world.sender.answers = [RECEIVED]
     assert world.deliver() == ["job-1.2"], "the next message is not blocked"
     again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), entry=ENTRY)
