@@ -39,8 +39,8 @@ from service.adapters.storage.probe import RunsProbe
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.adapters.traces import AppTraces, open_traces
+from service.api.authentication import Guard
 from service.api.build import Parts, build_api
-from service.api.guard import Guard
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.jobs.decide import Retry

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
+from service.api.authentication import Guard
 from service.api.fair_share import Checks, FairSlots
 from service.api.group_commit import GroupCommit
-from service.api.guard import Guard, HostCheck, RequestIds
+from service.api.middleware import HostCheck, RequestIds, RequestMetrics
 from service.api.openapi import OpenApiApp, operation_id
 from service.api.problems import install_problems
 from service.api.readiness import DatabaseProbe, ReadinessGate
 from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, schemas, usage, webhooks
-from service.api.routes.metrics import Observed
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup, opened
 from service.use_cases.checkpoints import CheckpointActions
@@ -64,7 +64,7 @@ def build_api(parts: Parts) -> FastAPI:
     put_state(app, parts)
     app.add_middleware(ReadinessGate, startup=parts.startup)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
-    app.add_middleware(Observed, metrics=parts.service_metrics.metrics)
+    app.add_middleware(RequestMetrics, metrics=parts.service_metrics.metrics)
     app.add_middleware(RequestIds)
     install_problems(app)
     for module in (health, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):

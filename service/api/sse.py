@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.sse import EventSourceResponse, format_sse_event
 
-from service.api.guard import CallerIs, guard_of
+from service.api.authentication import CallerIs, guard_of
 from service.api.routes.jobs import UseCases
 from service.domain.access.roles import Principal
 from service.errors import JobNotFound

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 
+from service.api.authentication import CallerIs
+from service.api.bodies import parse_body, read_body
 from service.api.convert import audit_entry_out, key_out
-from service.api.guard import CallerIs, parse_body, read_body
 from service.api.openapi import json_body
 from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
 from service.use_cases.access.access import Access

@@ -6,8 +6,9 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
+from service.api.authentication import CallerIs, require_key
+from service.api.bodies import parse_body, read_body
 from service.api.convert import checkpoint_out, export_out
-from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import Answers, json_body
 from service.api.schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job

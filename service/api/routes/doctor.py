@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
+from service.api.authentication import CallerIs
 from service.api.convert import examination_out
-from service.api.guard import CallerIs
 from service.api.schemas import ExaminationOut
 from service.domain.access.roles import ANY, Role
 from service.errors import Forbidden

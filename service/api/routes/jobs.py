@@ -9,10 +9,11 @@ from typing import Annotated, TypeVar, TypeVarTuple
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
+from service.api.authentication import CallerIs, require_key
+from service.api.bodies import parse_body, read_body
 from service.api.convert import job_out, plan_out
 from service.api.fair_share import Checks
 from service.api.group_commit import GroupCommit
-from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
 from service.api.query import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn

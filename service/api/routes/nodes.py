@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter, Depends
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import node_out
-from service.api.guard import CallerIs, require_key
 from service.api.routes.jobs import UseCases
 from service.api.schemas import NodesOut
 from service.use_cases.doctor.nodes import list_nodes

@@ -8,8 +8,8 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import run_audit_out
-from service.api.guard import CallerIs, require_key
 from service.api.openapi import Answers
 from service.api.query import ANY_CASE
 from service.api.routes.jobs import UseCases

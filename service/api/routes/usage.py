@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import BeforeValidator
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import usage_days
-from service.api.guard import CallerIs, require_key
 from service.api.routes.jobs import UseCases
 from service.api.schemas import UsageDays
 from service.domain.jobs.usage import day_of

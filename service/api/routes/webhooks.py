@@ -6,8 +6,9 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request
 
+from service.api.authentication import CallerIs
+from service.api.bodies import parse_body, read_body
 from service.api.convert import delivery_out, new_webhook, trial_out, webhook_out
-from service.api.guard import CallerIs, parse_body, read_body
 from service.api.openapi import json_body
 from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.use_cases.webhooks.webhooks import Webhooks

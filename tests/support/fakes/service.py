@@ -15,8 +15,8 @@ from fastapi.testclient import TestClient
 from service.adapters.helpers.checkpoints import HelperTools
 from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.api.authentication import Guard
 from service.api.build import Parts, build_api
-from service.api.guard import Guard
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
