@@ -10,7 +10,7 @@ from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
 
-from service.api.query import check_query
+from service.api.query_parameters import check_query
 from service.domain.access.oidc_claims import is_token
 from service.domain.access.roles import OPERATOR, SCRAPER, Principal
 from service.errors import Unauthorized

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request
 
-from service.api.query import CHECKED
+from service.api.query_parameters import CHECKED
 from service.api.readiness import DatabaseProbe
 from service.api.schemas import Health
 from service.errors import GoingAway, PreflightStarting

@@ -15,7 +15,7 @@ from service.api.convert import job_out, plan_out
 from service.api.fair_share import Checks
 from service.api.group_commit import GroupCommit
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
-from service.api.query import ANY_CASE
+from service.api.query_parameters import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
 from service.domain.access.permissions import require_any_editor
 from service.domain.access.roles import Principal

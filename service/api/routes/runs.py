@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from service.api.authentication import CallerIs, require_key
 from service.api.convert import run_audit_out
 from service.api.openapi import Answers
-from service.api.query import ANY_CASE
+from service.api.query_parameters import ANY_CASE
 from service.api.routes.jobs import UseCases
 from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
