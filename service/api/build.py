@@ -8,7 +8,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api.authentication import Guard
-from service.api.fair_share import Checks, FairSlots
+from service.api.concurrency_limits import Checks, FairSlots
 from service.api.group_commit import GroupCommit
 from service.api.middleware import HostCheck, RequestIds, RequestMetrics
 from service.api.openapi import OpenApiApp, operation_id

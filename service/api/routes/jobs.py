@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, R
 
 from service.api.authentication import CallerIs, require_key
 from service.api.bodies import parse_body, read_body
+from service.api.concurrency_limits import Checks
 from service.api.convert import job_out, plan_out
-from service.api.fair_share import Checks
 from service.api.group_commit import GroupCommit
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
 from service.api.query_parameters import ANY_CASE
