@@ -18,7 +18,6 @@ from ulid import ULID
 from service.adapters.helpers.checkpoints import HelperTools
 from service.adapters.helpers.preflight import HelperPreflight
 from service.adapters.helpers.preflight import Limits as PreflightLimits
-from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.prometheus import PrometheusMetrics
@@ -39,6 +38,7 @@ from service.adapters.storage.probe import RunsProbe
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.adapters.traces import AppTraces, open_traces
+from service.adapters.webhook_sender import WebhookSender
 from service.api.authentication import Guard
 from service.api.build import Parts, build_api
 from service.config.settings import Settings
@@ -94,7 +94,7 @@ class _World:
     queue: QueueSnapshot
     metrics: PrometheusMetrics
     traces: AppTraces
-    sender: HttpSender
+    sender: WebhookSender
     box: SecretBox
 
 
@@ -149,7 +149,7 @@ def _world(settings: Settings) -> _World:
         queue=QueueSnapshot(),
         metrics=PrometheusMetrics(own_version()),
         traces=open_traces(os.environ),
-        sender=HttpSender(settings.receivers),
+        sender=WebhookSender(settings.receivers),
         box=SecretBox(),
     )
 

@@ -30,7 +30,7 @@ def look_up(host: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-class HttpSender:
+class WebhookSender:
     """A Sender that any thread may use. `seconds` limits the whole attempt, including the DNS lookup."""
 
     def __init__(
