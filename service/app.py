@@ -18,7 +18,7 @@ from ulid import ULID
 from service.adapters.helpers.checkpoints import HelperTools
 from service.adapters.helpers.preflight import HelperPreflight
 from service.adapters.helpers.preflight import Limits as PreflightLimits
-from service.adapters.keys import ensure_key, read_key
+from service.adapters.key_files import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.ray.embedded import EmbeddedRay

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.secret_box import SecretBox, read_secret_keys
 from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up
