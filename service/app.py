@@ -15,9 +15,9 @@ import structlog
 from fastapi import FastAPI
 from ulid import ULID
 
-from service.adapters.helpers.checkpoints import HelperTools
-from service.adapters.helpers.preflight import HelperPreflight
-from service.adapters.helpers.preflight import Limits as PreflightLimits
+from service.adapters.helper_processes.checkpoints import HelperTools
+from service.adapters.helper_processes.preflight import HelperPreflight
+from service.adapters.helper_processes.preflight import Limits as PreflightLimits
 from service.adapters.key_files import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.prometheus import PrometheusMetrics

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.helper_processes.checkpoints import HelperTools
 from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.authentication import Guard

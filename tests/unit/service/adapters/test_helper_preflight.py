@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
 from service.ports import PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
