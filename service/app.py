@@ -32,11 +32,11 @@ from service.adapters.sql.queries import SqlJobCounts
 from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.probe import RunsProbe
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from service.adapters.traces import AppTraces, open_traces
 from service.adapters.webhook_sender import WebhookSender
 from service.api.authentication import Guard

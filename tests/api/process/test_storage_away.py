@@ -7,10 +7,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.adapters.storage import guard
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code

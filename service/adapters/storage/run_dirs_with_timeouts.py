@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.roots import root_of
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from service.domain.jobs.observation import LatestAttempt
 from service.errors import StorageAway
 from service.ports import AttemptObservation, Checkpoint, LogChunk, LogOffset, LogSource, Reading, RunSummary
