@@ -45,7 +45,7 @@ from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.jobs.decide import Retry
 from service.domain.queue.snapshot import QueueSnapshot
-from service.lifecycle.connections import max_connections
+from service.lifecycle.connection_limits import max_connections
 from service.lifecycle.lifespan import Background, Part, looping
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup

@@ -17,7 +17,14 @@ from service.config.environment import BadSettings, read_settings, unknown_varia
 from service.config.logs import configure_logs
 from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
-from service.lifecycle.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
+from service.lifecycle.connection_limits import (
+    BACKLOG,
+    Limits,
+    bounded,
+    max_connections,
+    parse_proxies,
+    raise_open_files,
+)
 from service.lifecycle.locks import locked
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup
