@@ -58,7 +58,7 @@ from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from service.use_cases.jobs.submit import Submitter
 from service.use_cases.metrics import ServiceMetrics
-from service.use_cases.webhooks.deliver import Deliverer
+from service.use_cases.webhooks.delivery_loop import Deliverer
 from service.use_cases.webhooks.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.run_dir import (

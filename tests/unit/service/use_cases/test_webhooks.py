@@ -32,7 +32,7 @@ from service.domain.webhooks.delivery import (
 )
 from service.errors import WebhookLimit
 from service.ports import Lease, NewJob, WebhookStore
-from service.use_cases.webhooks.deliver import LEASE, Deliverer
+from service.use_cases.webhooks.delivery_loop import LEASE, Deliverer
 from tests.support.fakes.service import Clock, a_job
 from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
 from tests.support.servers.databases import emptied
