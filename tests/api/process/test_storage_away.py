@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from service.adapters.storage import guard
+from service.adapters.storage import timeouts
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
@@ -20,7 +20,7 @@ from train_loop.run_dir import forget_expected
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
-    monkeypatch.setattr(guard, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "_RETRY_SECONDS", 0.0)
     clock, root = Clock(), tmp_path / "storage"
     roots = StorageRoots()
     run_dirs = GuardedRunDirs(LocalRunDirs(roots, clock=clock), StorageGuard(roots.check, clock=clock))
