@@ -4,15 +4,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pydantic import JsonValue
-
 from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
-
-Line = Mapping[str, JsonValue]
-"""One line of events.jsonl or metrics.jsonl. Any writer may add fields."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from service.domain.jobs.condition import Conditions, hosts_of
-from service.ports import EMPTY_SUMMARY, Line, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
-from service.ports.json_lines import number, parse
+from service.domain.runs.json_lines import Line, number, parse
+from service.ports import EMPTY_SUMMARY, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50

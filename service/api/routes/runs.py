@@ -16,8 +16,9 @@ from service.api.routes.jobs import UseCases
 from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
 from service.domain.jobs.job import Job
+from service.domain.runs.json_lines import Line
 from service.errors import InvalidRequest
-from service.ports import Cursor, Line, LogOffset, LogSource, RunDirs
+from service.ports import Cursor, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.audit import audit_job
 from service.use_cases.runs.filters import AtLeast, Filter, downsample
 from service.use_cases.runs.filters import contains as containing

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from service.domain.runs.json_lines import Line, number, parse
 from service.errors import NotReady, StorageAway
-from service.ports import Cursor, Line, LogLine, LogOffset, LogSource, RunDirs
-from service.ports.json_lines import number, parse
+from service.ports import Cursor, LogLine, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.filters import Filter
 
 T = TypeVar("T")

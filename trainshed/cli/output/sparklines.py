@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from service.ports.json_lines import number
+from service.domain.runs.json_lines import number
 from trainshed import Line
 from trainshed.cli.output.show import console, show_text
 
