@@ -13,7 +13,7 @@ from trainshed.cli.common import AsJson, JobRef, Step
 from trainshed.cli.connect import LONG_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.ids import find_job
-from trainshed.cli.output.show import notes, show_json, show_next, show_note, show_text
+from trainshed.cli.output.printing import notes, show_json, show_next, show_note, show_text
 from trainshed.cli.output.tables import show_checkpoints
 
 _POLL_SECONDS = 1.0

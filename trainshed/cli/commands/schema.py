@@ -7,7 +7,7 @@ import typer
 
 from train_loop.spec import dump_schema
 from trainshed.cli.common import AsJson, write_file
-from trainshed.cli.output.show import show_next, show_text
+from trainshed.cli.output.printing import show_next, show_text
 
 
 def schema(

@@ -7,7 +7,7 @@ import typer
 
 from trainshed.cli.common import AsJson
 from trainshed.cli.connect import connect
-from trainshed.cli.output.show import show_json, show_next
+from trainshed.cli.output.printing import show_json, show_next
 from trainshed.cli.output.tables import show_usage
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from service.domain.runs.json_lines import number
 from trainshed import Line
-from trainshed.cli.output.show import console, show_text
+from trainshed.cli.output.printing import console, show_text
 
 _CURVES = {"loss": "loss", "tokens/s": "tokens_per_second", "gradient norm": "grad_norm", "learning rate": "lr"}
 _NAMES = max(map(len, _CURVES))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from service.api.schemas import Checkpoints, DeedOut, KeyOut, Me, PlanOut, UsageOut
 from service.domain.access.roles import Role
-from trainshed.cli.output.show import show_facts, show_table, show_text
+from trainshed.cli.output.printing import show_facts, show_table, show_text
 
 
 def show_plan(plan: PlanOut) -> None:
