@@ -23,8 +23,8 @@ from trainshed.cli.common import (
 from trainshed.cli.connect import connect
 from trainshed.cli.ids import find_job
 from trainshed.cli.output.jobs import show_job, show_jobs
+from trainshed.cli.output.plan import show_plan
 from trainshed.cli.output.printing import Gone, next_command, show_json, show_next, show_note, show_text
-from trainshed.cli.output.tables import show_plan
 from trainshed.cli.spec_text import SpecText
 
 
