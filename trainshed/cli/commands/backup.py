@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.errors import ServiceError
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.lazy import lazily
+from trainshed.cli.options import AsJson
 from trainshed.cli.output.printing import show_json, show_next, show_note, show_text
 
 if TYPE_CHECKING:

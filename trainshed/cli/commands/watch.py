@@ -11,10 +11,10 @@ import typer
 from service.api.schemas import JobOut
 from service.domain.jobs.job import LIVE, JobState
 from trainshed import Api
-from trainshed.cli.common import AsJsonLines, JobRefs
 from trainshed.cli.connect import LONG_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, detach_on_interrupt
 from trainshed.cli.ids import find_job
+from trainshed.cli.options import AsJsonLines, JobRefs
 from trainshed.cli.output.printing import console, next_command, notes, show_json, show_next
 from trainshed.cli.output.progress import Display, display
 

@@ -6,10 +6,10 @@ import typer
 
 from service.api.schemas import NewWebhook, WebhookIn
 from service.domain.jobs.job import JobState
-from trainshed.cli.common import AsJson, checked
 from trainshed.cli.connect import connect
 from trainshed.cli.exit_codes import Exit
 from trainshed.cli.ids import complete_webhook, find_webhook
+from trainshed.cli.options import AsJson, checked
 from trainshed.cli.output.printing import Gone, show_json, show_next, show_note, show_text
 from trainshed.cli.output.webhooks import show_deliveries, show_trial, show_webhook, show_webhooks
 
