@@ -38,7 +38,7 @@ def test_stored_job_is_returned_unchanged(store: JobStore) -> None:
     job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
     job = replace(
         job,
-        wish=StopRequest(
+        stop_request=StopRequest(
             "pause", checkpoint=False, deadline=7.125, reason=Reason(Code.PREEMPTED, "x"), then_resume=True
         ),
         reason=reason,

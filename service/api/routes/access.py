@@ -32,9 +32,9 @@ def me(caller: CallerIs) -> Me:
 @router.post("/keys", status_code=201, openapi_extra=json_body(KeyIn, required=True))
 def create(caller: CallerIs, access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
     """Create a key for projects that the caller administers. Its secret is shown only once."""
-    wish = parse_body(KeyIn, body)
-    expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
-    key, secret = access.create(caller, wish.name, wish.roles, expires_at)
+    wanted = parse_body(KeyIn, body)
+    expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
+    key, secret = access.create(caller, wanted.name, wanted.roles, expires_at)
     return NewKey(key=key_out(key, caller), secret=secret)
 
 

@@ -190,8 +190,8 @@ def delete(caller: CallerIs, jobs: UseCases, job_id: str) -> None:
 @router.post("/{job_id}/pause", openapi_extra=json_body(PauseIn))
 def pause(caller: CallerIs, jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Pause a job: commit a checkpoint and leave the cluster until it is resumed. Idempotent."""
-    wish = parse_body(PauseIn, body)
-    return job_out(jobs.pause(caller, job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
+    wanted = parse_body(PauseIn, body)
+    return job_out(jobs.pause(caller, job_id, grace_seconds=wanted.grace_seconds), now=jobs.clock())
 
 
 @router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
@@ -205,6 +205,6 @@ async def resume(request: ToCheck, job_id: str) -> JobOut:
 @router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
 def cancel(caller: CallerIs, jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Cancel a job, by default after a last checkpoint. Idempotent."""
-    wish = parse_body(CancelIn, body)
-    view = jobs.cancel(caller, job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
+    wanted = parse_body(CancelIn, body)
+    view = jobs.cancel(caller, job_id, grace_seconds=wanted.grace_seconds, checkpoint=wanted.checkpoint)
     return job_out(view, now=jobs.clock())

@@ -30,8 +30,8 @@ WebhookId = Annotated[str, Path(max_length=64)]
 @router.post("", status_code=201, openapi_extra=json_body(WebhookIn, required=True))
 def create(caller: CallerIs, webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
     """Create a webhook for a project that the caller administers. Its secret is shown only once."""
-    wish = parse_body(WebhookIn, body)
-    return new_webhook(webhooks.create(caller, wish.project, wish.url, wish.states))
+    wanted = parse_body(WebhookIn, body)
+    return new_webhook(webhooks.create(caller, wanted.project, wanted.url, wanted.states))
 
 
 @router.get("")

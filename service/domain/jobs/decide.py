@@ -71,13 +71,18 @@ def decide(job: Job, seen: Observation, *, now: float, retry: Retry) -> Decision
     fence = (Effect.FENCE_OFF,) if job.attempts else ()
     release_parent = (Effect.RELEASE_PARENT,) if job.parent is not None and decision.job.state.terminal else ()
     # A disk that stays full must not keep a job alive forever.
-    given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
+    given_up = job.stop_request is not None and now >= job.stop_request.deadline + _FENCE_SECONDS
     return replace(decision, effects=(*decision.effects, *fence, *release_parent), needed=not given_up)
 
 
-def wanted_stop(wish: StopRequest, attempt: Attempt) -> Stop:
+def wanted_stop(stop_request: StopRequest, attempt: Attempt) -> Stop:
     """Return the content that control/stop.json should have."""
-    return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
+    return Stop(
+        mode=stop_request.mode,
+        checkpoint=stop_request.checkpoint,
+        deadline=stop_request.deadline,
+        attempt=attempt.number,
+    )
 
 
 def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
@@ -197,24 +202,24 @@ def _last_failure(job: Job) -> Reason | None:
 
 def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
-    attempt, wish = job.attempt, job.wish
-    if attempt is None or attempt.ended_at is not None or wish is None:
+    attempt, stop_request = job.attempt, job.stop_request
+    if attempt is None or attempt.ended_at is not None or stop_request is None:
         return Decision(_finish_stop(job, now))
     if seen.outcome is not None:
         return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
-    late = now >= wish.deadline
+    late = now >= stop_request.deadline
     # The stop file is written before anything else, so that a driver that is starting finds it, too.
     # Without workers nothing reads the request, so the driver is stopped at once. A group that starts meanwhile finds
     # the stop file, and the fence once the driver has ended.
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
-    if seen.stop != wanted_stop(wish, attempt) and not late:
+    if seen.stop != wanted_stop(stop_request, attempt) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
     if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
         return Decision(_stop_without_outcome(job, seen, now))
     passing = job.reason is not None and job.reason.code in (*WAITS, Code.EFFECT_FAILED)
-    reason = seen.condition or (wish.reason if passing else job.reason)
+    reason = seen.condition or (stop_request.reason if passing else job.reason)
     return Decision(_with_reason(job, reason), stop_now)
 
 
@@ -235,9 +240,9 @@ def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
         return _finish_stop(_with_reason(job.end_attempt(result, now=now), _stop_reason(job, None)), now)
-    if seen.submission is SubmissionStatus.STOPPED and job.wish is not None:
+    if seen.submission is SubmissionStatus.STOPPED and job.stop_request is not None:
         # The service stopped the driver before it could write an outcome.
-        result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
+        result = "service_stopped" if _service_stops(job) else wanted_stop(job.stop_request, job.attempts[-1]).result
         reason = _stop_reason(job, "stopped without a final checkpoint after the grace period")
         return _finish_stop(_with_reason(job.end_attempt(result, now=now, step=seen.committed), reason), now)
     lost = _driver_loss(seen)
@@ -250,14 +255,14 @@ def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
 
 
 def _service_stops(job: Job) -> bool:
-    return job.wish is not None and job.wish.reason.code is Code.SERVICE_STOPPED
+    return job.stop_request is not None and job.stop_request.reason.code is Code.SERVICE_STOPPED
 
 
 def _stop_reason(job: Job, message: str | None) -> Reason | None:
     """Return the reason of the stop request, with a message appended. It replaces errors from before the end."""
-    if job.wish is None or message is None:
-        return job.wish.reason if job.wish is not None else job.reason
-    return replace(job.wish.reason, message=f"{job.wish.reason.message} ({message})")
+    if job.stop_request is None or message is None:
+        return job.stop_request.reason if job.stop_request is not None else job.reason
+    return replace(job.stop_request.reason, message=f"{job.stop_request.reason.message} ({message})")
 
 
 def _finish_stop(job: Job, now: float) -> Job:
@@ -265,7 +270,7 @@ def _finish_stop(job: Job, now: float) -> Job:
     if job.state is JobState.CANCELLING:
         return job.move(JobState.CANCELLED, now=now, reason=job.reason)
     paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
-    return resume(paused, now=now) if job.wish is not None and job.wish.then_resume else paused
+    return resume(paused, now=now) if job.stop_request is not None and job.stop_request.then_resume else paused
 
 
 def _reported_failure(outcome: Outcome) -> Reason:

@@ -18,15 +18,15 @@ def start(job: Job, *, now: float, workers: int | None = None) -> Job:
 def preempt(job: Job, *, whom: str, deadline: float, now: float) -> Job:
     """Return a running job that is paused for the job `whom`, and resumes automatically later."""
     reason = Reason(Code.PREEMPTED, f"preempted by {whom}; resumes once there is capacity")
-    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
 def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
     """Return a running job that saves because the service stops with its Ray, and is then queued again."""
     reason = Reason(Code.SERVICE_STOPPED, "the service was stopped; the job resumes when the service runs again")
-    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
 def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
@@ -38,8 +38,8 @@ def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
     why = "the cluster has more capacity" if grows else _loss(job)
     reason = Reason(Code.RESIZED, f"resumes with {workers} workers instead of {before}: {why}")
     deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
-    wish = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    stop_request = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
 def _loss(job: Job) -> str:
@@ -50,4 +50,4 @@ def _loss(job: Job) -> str:
 
 def resume(job: Job, *, now: float) -> Job:
     """Queue a paused job again."""
-    return replace(job.move(JobState.QUEUED, now=now), wish=None, granted=None)
+    return replace(job.move(JobState.QUEUED, now=now), stop_request=None, granted=None)

@@ -42,7 +42,11 @@ class QueueEntry:
     @classmethod
     def of(cls, job: Job) -> "QueueEntry":
         """Build the entry of a job."""
-        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
+        preempted = (
+            job.state is JobState.PAUSED
+            and job.stop_request is not None
+            and job.stop_request.reason.code is Code.PREEMPTED
+        )
         return cls(
             id=job.id,
             project=job.spec.project,

@@ -35,7 +35,13 @@ def job_facts(job: Job | None) -> dict[str, JsonValue]:
     """Return the facts about a job that the audit log records."""
     if job is None:
         return {}
-    facts = {"name": job.spec.name, "state": job.state, "wish": job.wish, "scaling": job.size, "parent": job.parent}
+    facts = {
+        "name": job.spec.name,
+        "state": job.state,
+        "wish": job.stop_request,
+        "scaling": job.size,
+        "parent": job.parent,
+    }
     recorded: dict[str, JsonValue] = to_jsonable_python(
         {name: fact for name, fact in facts.items() if fact is not None}
     )

@@ -60,7 +60,7 @@ class Observer:
         The attempt may have written an outcome, so its status is unknown. After the deadline of a stop request it is
         not: lost storage must not keep a job alive forever.
         """
-        late = job.wish is not None and self.clock() >= job.wish.deadline
+        late = job.stop_request is not None and self.clock() >= job.stop_request.deadline
         status = submission if late else SubmissionStatus.UNKNOWN
         return Observation(status, unreachable=self.cluster.unreachable())
 

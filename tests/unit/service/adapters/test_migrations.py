@@ -97,7 +97,7 @@ def test_migrations_keep_jobs_on_upgrade_and_downgrade(database: str) -> None:
     assert queued is not None
     assert cancelling is not None
     assert queued.reason == Reason(Code.WORKER_FAILURE, "next in the queue")
-    assert cancelling.wish == StopRequest("cancel", checkpoint=False, deadline=7.5)
+    assert cancelling.stop_request == StopRequest("cancel", checkpoint=False, deadline=7.5)
     assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
     assert sorted(store.queue_entries(), key=lambda one: one.id) == [QueueEntry.of(queued), QueueEntry.of(cancelling)]
     assert store.job_of(ONCE, now=2.0) == queued
@@ -140,8 +140,10 @@ def test_downgrade_fixes_elastic_job_at_its_largest_size(database: str) -> None:
 def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
-    wish = StopRequest("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
-    store.add(NewJob(replace(paused, wish=wish)))
+    stop_request = StopRequest(
+        "pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9")
+    )
+    store.add(NewJob(replace(paused, stop_request=stop_request)))
     engine.dispose()
     # Revision 0002 stores only who requested the pause.
     engine = open_database(database, revision="0002")
@@ -159,8 +161,8 @@ def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     found = store.get("job-1")
     assert found is not None
-    assert found.wish is not None
-    assert found.wish.reason.code is Code.PREEMPTED
+    assert found.stop_request is not None
+    assert found.stop_request.reason.code is Code.PREEMPTED
     assert store.queue_entries() == [QueueEntry.of(found)]
     engine.dispose()
     open_database(database, revision="0001").dispose()

@@ -199,7 +199,7 @@ def test_unreachable_cluster_changes_only_the_reason(job: Job) -> None:
 
 
 def _stop(job: Job) -> Stop | None:
-    return None if job.wish is None else expected_stop(job)
+    return None if job.stop_request is None else expected_stop(job)
 
 
 def test_condition_is_the_reason_while_it_lasts() -> None:

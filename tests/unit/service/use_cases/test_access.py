@@ -114,7 +114,7 @@ def test_deed_is_stored_only_if_its_change_succeeds(stores: Stores) -> None:
     job = a_job()
     jobs.add(NewJob(job, audit_entries=(an_entry("job.submit"),)))
     assert jobs.add_all([NewJob(a_job("job-2"), audit_entries=(an_entry("job.submit", target="job-2"),))], now=0.0)
-    paused = replace(job, wish=StopRequest("pause", checkpoint=True, deadline=5.0))
+    paused = replace(job, stop_request=StopRequest("pause", checkpoint=True, deadline=5.0))
     assert jobs.save(paused, entry=an_entry("job.pause"))
     assert not jobs.save(paused, entry=an_entry("job.pause")), "the version has changed"
     assert not jobs.save(a_job(), owner="me", entry=an_entry("job.pause")), "owner 'me' does not hold the lease"
