@@ -103,7 +103,7 @@ def create_app(settings: Settings) -> FastAPI:
     settings.make_home()
     world = _world(settings)
     shutdown = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
-    startup = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
+    startup = DatabaseStartup(partial(_open, settings, world), retry_seconds=settings.database_seconds)
     background = Background(
         parts=list(_parts(world)),
         with_database=list(_parts_with_database(settings, world, shutdown)),
@@ -364,7 +364,7 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
 
 def _timings(settings: Settings) -> ReconcileTimings:
     retry = Retry(base=settings.retry_seconds, cap=settings.retry_cap_seconds)
-    return ReconcileTimings(lease=settings.lease_seconds, retry=retry, room=settings.pause_grace_seconds)
+    return ReconcileTimings(lease=settings.lease_seconds, retry=retry, stop_seconds=settings.pause_grace_seconds)
 
 
 def _owner(settings: Settings) -> str:

@@ -26,9 +26,9 @@ class DatabaseStartup:
     `trouble` is the error returned to callers until the database is open. `hopeless` is set if it can never be opened.
     """
 
-    def __init__(self, prepare: Callable[[], object], *, patience: float) -> None:
+    def __init__(self, prepare: Callable[[], object], *, retry_seconds: float) -> None:
         self._prepare = prepare
-        self._patience = patience
+        self._retry_seconds = retry_seconds
         self.trouble: ServiceError | None = Migrating("the database is being migrated; retry in a few seconds")
         self.hopeless: ServiceError | None = None
 
@@ -37,7 +37,7 @@ class DatabaseStartup:
         tries = Retrying(
             retry=retry_if_exception_type((DatabaseUnreachable, DatabaseFull)),
             wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
-            stop=stop_after_delay(self._patience) | stop_when_event_set(shutdown),
+            stop=stop_after_delay(self._retry_seconds) | stop_when_event_set(shutdown),
             sleep=sleep_using_event(shutdown),
             before_sleep=self._tell,
             reraise=True,
@@ -65,6 +65,6 @@ class DatabaseStartup:
 
 def opened() -> DatabaseStartup:
     """Return the state of a store that needs no startup."""
-    startup = DatabaseStartup(lambda: None, patience=0.0)
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
     startup.run(threading.Event())
     return startup

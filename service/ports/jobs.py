@@ -48,7 +48,7 @@ class NewJob:
     """A job to store, with its Idempotency-Key and its audit log entries."""
 
     job: Job
-    once: IdempotencyKey | None = None
+    key: IdempotencyKey | None = None
     audit_entries: tuple[AuditEntry, ...] = ()
 
 
@@ -64,7 +64,7 @@ class Lease:
 class JobStore(Protocol):
     """Durable store of jobs."""
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
 
     def add(self, new: NewJob) -> bool:

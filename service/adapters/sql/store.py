@@ -64,16 +64,16 @@ class SqlJobStore:
         self._engine = engine
         self._entries: dict[str, tuple[int, QueueEntry]] = {}
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
             .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id)
-            .where(idempotency_keys.c.key == once.id, ~_outdated(now))
+            .where(idempotency_keys.c.key == key.id, ~_outdated(now))
         )
         row = self._first(query)
-        if row is not None and row.body_sha256 != once.body:
-            raise IdempotencyMismatch(once.key)
+        if row is not None and row.body_sha256 != key.body:
+            raise IdempotencyMismatch(key.key)
         return None if row is None else from_row(row)
 
     def add(self, new: NewJob) -> bool:
@@ -83,9 +83,9 @@ class SqlJobStore:
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
         keys = [
-            {"key": new.once.id, "body": new.once.body, "created_at": now, "job_id": new.job.id}
+            {"key": new.key.id, "body": new.key.body, "created_at": now, "job_id": new.job.id}
             for new in added
-            if new.once is not None
+            if new.key is not None
         ]
         try:
             with self._engine.begin() as connection:

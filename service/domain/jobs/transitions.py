@@ -29,15 +29,15 @@ def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
-def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
+def resize(job: Job, *, workers: int, timeout: float, now: float) -> Job:
     """Return a running elastic job that stops and is queued again, to resume with another number of workers.
 
-    `patience` is the timeout of a job that grows, in seconds. A job that lost workers cannot save and gets less time.
+    `timeout` is the timeout of a job that grows, in seconds. A job that lost workers cannot save and gets less time.
     """
     grows, before = workers > job.size.world, job.size.world
     why = "the cluster has more capacity" if grows else _loss(job)
     reason = Reason(Code.RESIZED, f"resumes with {workers} workers instead of {before}: {why}")
-    deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
+    deadline = now + (timeout if grows else min(timeout, _LOST_SECONDS))
     stop_request = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 

@@ -55,7 +55,7 @@ class ReconcileTimings:
 
     lease: float
     retry: Retry
-    room: float = 600.0
+    stop_seconds: float = 600.0
 
 
 @dataclass(eq=False)
@@ -156,10 +156,10 @@ class Reconciler:
         if not leads:
             return []
         for job_id, whom in admission.preempts.items():
-            deadline = now + self.timings.room
+            deadline = now + self.timings.stop_seconds
             self._change(entries[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
         for job_id, workers in admission.resizes.items():
-            self._change(entries[job_id], partial(resize, workers=workers, patience=self.timings.room, now=now))
+            self._change(entries[job_id], partial(resize, workers=workers, timeout=self.timings.stop_seconds, now=now))
         return [
             job_id
             for job_id in admission.starts

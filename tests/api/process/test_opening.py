@@ -29,7 +29,7 @@ class HangingStore(MemoryJobStore):
 
 def test_calls_return_503_until_the_database_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HOLD_SECONDS", 0.1)
-    startup = DatabaseStartup(lambda: None, patience=0.0)
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
     app = FakeService(tmp_path).app(startup=startup)
     with TestClient(app, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"}) as client:
         assert client.get("/healthz").status_code == 200
@@ -46,7 +46,7 @@ def test_calls_return_503_until_the_database_is_open(tmp_path: Path, monkeypatch
 
 
 def test_call_shortly_before_the_database_opens_waits_for_it(tmp_path: Path) -> None:
-    startup = DatabaseStartup(lambda: None, patience=0.0)
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
     with TestClient(FakeService(tmp_path).app(startup=startup), base_url="http://127.0.0.1") as client:
         timer = threading.Timer(0.2, startup.run, (threading.Event(),))
         timer.start()

@@ -44,14 +44,14 @@ class MemoryJobStore:
     audit_log: list[AuditEntry] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         with self.lock:
-            first, since, job_id = self.keys.get(once.id, (once, -math.inf, ""))
+            first, since, job_id = self.keys.get(key.id, (key, -math.inf, ""))
             if now - since > IDEMPOTENCY_TTL:
                 return None
-            if first != once:
-                raise IdempotencyMismatch(once.key)
+            if first != key:
+                raise IdempotencyMismatch(key.key)
             return self.jobs[job_id]
 
     def add(self, new: NewJob) -> bool:
@@ -61,9 +61,9 @@ class MemoryJobStore:
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys, all or none. Return False if a key refers to another job."""
         with self.lock:
-            keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
+            keys = {new.key.id: (new.key, now, new.job.id) for new in added if new.key is not None}
             taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= IDEMPOTENCY_TTL}
-            if taken or len(keys) < sum(new.once is not None for new in added):
+            if taken or len(keys) < sum(new.key is not None for new in added):
                 return False
             self.keys |= keys
             self.jobs |= {new.job.id: new.job for new in added}

@@ -106,7 +106,7 @@ class Replica:
             run_dirs=Port(world, world, OSError, faults=0.02),
             clock=world.clock,
             owner=self.owner,
-            timings=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
+            timings=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), stop_seconds=10.0),
             rules=QueuePolicy(quotas=QUOTAS, resize_seconds=5.0),
             queue=QueueSnapshot(),
         )

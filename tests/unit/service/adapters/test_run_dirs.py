@@ -29,8 +29,8 @@ def uri(run_dir: RunDir) -> str:
 
 
 def test_empty_run_directory_has_no_progress(run_dir: RunDir) -> None:
-    sighting, summary = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().summary(uri(run_dir))
-    assert (sighting.training, sighting.outcome, sighting.stop) == (WorkerStatus.NOT_YET, None, None)
+    observed, summary = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().summary(uri(run_dir))
+    assert (observed.training, observed.outcome, observed.stop) == (WorkerStatus.NOT_YET, None, None)
     assert (summary.restarts, summary.lost_steps, summary.progress) == (0, 0, None)
 
 
@@ -69,11 +69,11 @@ def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
         JsonLines(attempt.metrics, attempt=1, epoch=partial(int, epoch)).append(step=step, step_seconds=2.0)
         reader.summary(uri(run_dir))
     JsonLines(attempt.events, attempt=1, epoch=partial(int, 1)).append(event="workers_lost", error="frozen")
-    summary, sighting = reader.summary(uri(run_dir)), reader.observe(uri(run_dir), 1)
+    summary, observed = reader.summary(uri(run_dir)), reader.observe(uri(run_dir), 1)
     assert (summary.restarts, summary.lost_steps) == (2, 14)
     assert summary.progress is not None
     assert summary.progress.step == 5
-    assert (sighting.training, sighting.lost) == (WorkerStatus.YES, None)
+    assert (observed.training, observed.lost) == (WorkerStatus.YES, None)
 
 
 def test_progress_beyond_planned_steps_uses_its_step_as_total(run_dir: RunDir) -> None:

@@ -147,7 +147,7 @@ def test_fixed_size_job_is_never_resized() -> None:
 
 
 def test_resize_saves_and_restarts_through_the_queue() -> None:
-    job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, patience=300.0, now=50.0)
+    job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, timeout=300.0, now=50.0)
     assert (job.state, job.reason and job.reason.code) == (JobState.PAUSING, Code.RESIZED)
     assert job.stop_request is not None
     assert (job.stop_request.mode, job.stop_request.checkpoint, job.stop_request.deadline) == ("resize", True, 350.0)
@@ -161,7 +161,7 @@ def test_resize_saves_and_restarts_through_the_queue() -> None:
 
 
 def test_resize_of_job_with_lost_workers_has_short_deadline() -> None:
-    job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, patience=300.0, now=50.0)
+    job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, timeout=300.0, now=50.0)
     assert job.stop_request is not None
     assert job.stop_request.deadline == 60.0
     assert job.reason is not None
@@ -170,7 +170,7 @@ def test_resize_of_job_with_lost_workers_has_short_deadline() -> None:
 
 def test_shrinking_job_names_the_lost_host() -> None:
     lost = Reason(Code.HOST_LOST, "host node1 was lost (rank 1)")
-    job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, patience=300.0, now=50.0)
+    job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, timeout=300.0, now=50.0)
     assert job.reason is not None
     assert job.reason.message == "resumes with 1 workers instead of 2: host node1 was lost (rank 1)"
 

@@ -33,14 +33,14 @@ def error_codes(startup: DatabaseStartup) -> tuple[str | None, str | None]:
 
 
 def test_unreachable_database_is_retried() -> None:
-    startup = DatabaseStartup(failing(DatabaseUnreachable("not now")), patience=60.0)
+    startup = DatabaseStartup(failing(DatabaseUnreachable("not now")), retry_seconds=60.0)
     assert error_codes(startup) == ("migrating", None)
     assert startup.run(threading.Event())
     assert error_codes(startup) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("error", "patience", "code"),
+    ("error", "retry_seconds", "code"),
     [
         (DatabaseUnreachable("never"), 0.0, "database_unreachable"),
         (DatabaseUnusable("a wrong URL"), 60.0, "database_unusable"),
@@ -48,9 +48,9 @@ def test_unreachable_database_is_retried() -> None:
     ],
 )
 def test_opening_gives_up_after_timeout_or_if_database_is_unusable(
-    error: Exception, patience: float, code: str
+    error: Exception, retry_seconds: float, code: str
 ) -> None:
-    startup = DatabaseStartup(failing(error), patience=patience)
+    startup = DatabaseStartup(failing(error), retry_seconds=retry_seconds)
     assert not startup.run(threading.Event())
     assert error_codes(startup) == (code, code)
     assert str(error) in str(startup.hopeless)
@@ -109,7 +109,7 @@ def test_parts_start_in_order_and_end_in_reverse_even_if_some_hang_or_fail() -> 
 
         return Part(name, lambda: calls.append(f"+{name}"), end, seconds=0.2)
 
-    startup, shutdown = DatabaseStartup(gate.wait, patience=60.0), Shutdown()
+    startup, shutdown = DatabaseStartup(gate.wait, retry_seconds=60.0), Shutdown()
     parts = [part("one"), part("two", threading.Event().wait)]
     background = Background(parts, [part("three", lambda: 1 / 0)], startup, shutdown)
     background.start()
