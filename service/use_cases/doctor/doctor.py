@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from service.domain.doctor.checks import Measured, ProbeFailure, ProbeReply, Reachability, check_up
+from service.domain.doctor.checks import check_up
 from service.domain.doctor.finding import Finding, Verdict
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
 from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
 
@@ -79,15 +80,15 @@ class Doctor:
     def _measure(self) -> Measured:
         storage, begun = self._storage, time.monotonic()
         trials = [_in_thread(trial) for trial in (storage.read, storage.write, storage.replace)]
-        greeting = self._result_of(_in_thread(self._cluster.greet), _START + _QUESTION)
+        reply = self._result_of(_in_thread(self._cluster.greet), _START + _QUESTION)
         nodes: int | ProbeFailure = _NOT_ASKED
         visited = _Visited()
-        if isinstance(greeting, ProbeReply) and greeting.reach is Reachability.ANSWERS:
+        if isinstance(reply, ProbeReply) and reply.reach is Reachability.ANSWERS:
             nodes = self._result_of(_in_thread(self._cluster.nodes), _START)
             visited = _Visited() if nodes == 0 else self._visit()
         read, write, replace = [self._result_of(trial, _TRIAL, since=begun) for trial in trials]
         return Measured(
-            greeting,
+            reply,
             nodes,
             visited.visit,
             visited.token,
