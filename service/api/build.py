@@ -26,9 +26,9 @@ from service.use_cases.webhooks.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_VERIFYING = 4
+_SLOW_READS = 4
 """Maximum number of concurrent checkpoint verifications and run audits; further ones wait."""
-_TRIALS = 8
+_WEBHOOK_TESTS = 8
 """Maximum number of concurrent webhook tests; further ones wait."""
 
 
@@ -83,5 +83,5 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
-    app.state.verifying = CapacityLimiter(_VERIFYING)
-    app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)
+    app.state.slow_reads = CapacityLimiter(_SLOW_READS)
+    app.state.webhooks, app.state.webhook_tests = parts.webhooks, CapacityLimiter(_WEBHOOK_TESTS)

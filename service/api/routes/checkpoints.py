@@ -39,7 +39,7 @@ def checkpoints(caller: CallerIs, actions: UseCases, job_id: str) -> Checkpoints
 async def verify(request: Request, caller: CallerIs, actions: UseCases, job_id: str, step: Step) -> Verified:
     """Read all files of a checkpoint and compare them with the checksums of its commit."""
     # Use separate threads: reading a large checkpoint takes long.
-    threads: CapacityLimiter = request.app.state.verifying
+    threads: CapacityLimiter = request.app.state.slow_reads
     faults = await run_sync(actions.verify, caller, job_id, step, limiter=threads)
     return Verified(step=step, ok=not faults, faults=faults)
 

@@ -77,8 +77,9 @@ class SpecRequest:
 
     def key(self, given: str | None, *, prefix: str = "") -> IdempotencyKey | None:
         """Return the Idempotency-Key of this request. `prefix` distinguishes it from other calls with the same body."""
-        digest = hashlib.sha256(prefix.encode() + self.body).hexdigest()
-        return IdempotencyKey(given, digest, self.caller.scope) if given else None
+        if not given:
+            return None
+        return IdempotencyKey(given, hashlib.sha256(prefix.encode() + self.body).hexdigest(), self.caller.scope)
 
     async def submit(self, given_key: str | None) -> Submitted:
         """Submit the spec. If all its checks are cached, its job is stored together with concurrent ones."""

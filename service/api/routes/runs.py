@@ -120,7 +120,7 @@ def metrics(
 async def audit(request: Request, caller: CallerIs, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
     """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
     # Reads all metrics lines twice, so it uses separate threads.
-    threads: CapacityLimiter = request.app.state.verifying
+    threads: CapacityLimiter = request.app.state.slow_reads
     return run_audit_out(await run_sync(lambda: audit_job(dirs, jobs.find(caller, job_id)), limiter=threads))
 
 

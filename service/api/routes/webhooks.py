@@ -56,7 +56,7 @@ def delete(caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> None:
 async def test(request: Request, caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
     """Send a test message at once and return the result. A disabled webhook that receives it is enabled."""
     # Use separate threads: a receiver may respond slowly.
-    threads: CapacityLimiter = request.app.state.trials
+    threads: CapacityLimiter = request.app.state.webhook_tests
     return trial_out(await run_sync(webhooks.test, caller, webhook_id, limiter=threads))
 
 
