@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.api.schemas import ExaminationOut
-from service.domain.doctor.checks import Reachability
+from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.sinks import shown

@@ -97,10 +97,10 @@ def test_killed_and_frozen_replicas_lose_no_job_and_submit_none_twice(
         for owner in ("a", "b"):
             replicas.start(owner)
         limit = time.monotonic() + 200
-        # Read the tickets first: a job that is admitted between the two reads appears in both.
-        while store.tickets() or store.active():
+        # Read the entries first: a job that is admitted between the two reads appears in both.
+        while store.queue_entries() or store.active():
             assert time.monotonic() < limit, [store.get(job_id) for job_id in store.active()]
-            held = sum(ticket.needs["CPU"] for ticket in store.tickets() if ticket.holds)
+            held = sum(entry.needs["CPU"] for entry in store.queue_entries() if entry.holds)
             assert held <= CPUS, f"{held} CPUs are reserved, but the cluster has {CPUS}"
             run_submissions(tmp_path)
             replicas.disturb()

@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.roots import root_of
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import LatestAttempt
+from service.adapters.storage.timeouts import StorageGuard
+from service.domain.jobs.observation import LatestAttempt
 from service.errors import StorageAway
 from service.ports import AttemptObservation, Checkpoint, LogChunk, LogOffset, LogSource, Reading, RunSummary
 from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, is_remote, storage_failed, storage_path
@@ -53,17 +53,17 @@ class GuardedRunDirs:
         """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
         return self._read(run_dir, partial(self._inner.latest, run_dir))
 
-    def story(self, run_dir: str) -> RunSummary:
+    def summary(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
-        return self._read(run_dir, partial(self._inner.story, run_dir))
+        return self._read(run_dir, partial(self._inner.summary, run_dir))
 
-    def known_story(self, run_dir: str) -> Reading:
-        """Return the current story, or the last one read with the error that prevents a newer one."""
+    def latest_summary(self, run_dir: str) -> Reading:
+        """Return the current summary, or the last one read with the error that prevents a newer one."""
         try:
-            self.story(run_dir)
+            self.summary(run_dir)
         except StorageAway as away:
-            return replace(self._inner.last_story(run_dir), error=away.error, since=away.since, root=away.root)
-        return self._inner.last_story(run_dir)
+            return replace(self._inner.last_summary(run_dir), error=away.error, since=away.since, root=away.root)
+        return self._inner.last_summary(run_dir)
 
     def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`."""
@@ -77,17 +77,17 @@ class GuardedRunDirs:
         """Return the number of the newest attempt; 1 if none has started."""
         return self._read(run_dir, partial(self._inner.newest_attempt, run_dir))
 
-    def inherit(self, run_dir: str, parent: Parent) -> bool:
+    def link_parent(self, run_dir: str, parent: Parent) -> bool:
         """Pin another run's checkpoint, and let a new run start from it. Return False if it does not exist."""
-        return self._write(run_dir, partial(self._inner.inherit, run_dir, parent))
+        return self._write(run_dir, partial(self._inner.link_parent, run_dir, parent))
 
     def parent(self, run_dir: str) -> Parent | None:
         """Return the checkpoint of another run from which a run started; None if it started at its first step."""
         return self._read(run_dir, partial(self._inner.parent, run_dir))
 
-    def let_go(self, run_dir: str) -> None:
+    def release_parent(self, run_dir: str) -> None:
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
-        self._write(run_dir, partial(self._inner.let_go, run_dir))
+        self._write(run_dir, partial(self._inner.release_parent, run_dir))
 
     def committed(self, run_dir: str) -> int | None:
         """Return the newest committed step; None if there is none."""

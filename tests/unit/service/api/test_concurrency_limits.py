@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.fair_share import Claim, FairSlots
+from service.api.concurrency_limits import Claim, FairSlots
 from service.domain.access.roles import OPERATOR, Principal, Role
 
 

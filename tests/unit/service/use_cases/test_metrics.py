@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import open_database
+from service.adapters.sql.queries import SqlJobCounts
 from service.adapters.sql.store import SqlJobStore
-from service.domain.changes import outcomes, waited
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.transitions import start
-from service.domain.metrics import ALL
+from service.domain.metrics import ALL, attempt_results, wait_seconds
 from service.ports import NewJob
 from service.use_cases.metrics import OTHERS, bounded
 from tests.support.fakes.service import FakeService, a_job
@@ -46,21 +46,25 @@ def test_bounded_counts_keep_every_job_and_few_projects(jobs: dict[tuple[JobStat
 def test_waited_is_returned_once_and_never_negative(since: float, seconds: float) -> None:
     queued = replace(a_job(now=since), times={JobState.QUEUED: since})
     started = start(queued, now=since + seconds)
-    assert waited(queued, started) == pytest.approx(max(seconds, 0.0), abs=1e-3)
-    assert waited(started, started.move(JobState.RUNNING, now=since)) is None
-    assert waited(queued, queued) is None
+    assert wait_seconds(queued, started) == pytest.approx(max(seconds, 0.0), abs=1e-3)
+    assert wait_seconds(started, started.move(JobState.RUNNING, now=since)) is None
+    assert wait_seconds(queued, queued) is None
 
 
 def test_outcome_of_an_attempt_is_returned_once() -> None:
     running = start(a_job(), now=1.0)
     over = running.end_attempt("failed", now=2.0)
-    assert (outcomes(running, over), outcomes(over, over), outcomes(over, over.begin_attempt(now=3.0))) == (
+    assert (
+        attempt_results(running, over),
+        attempt_results(over, over),
+        attempt_results(over, over.begin_attempt(now=3.0)),
+    ) == (
         ("failed",),
         (),
         (),
     )
     again = over.begin_attempt(now=3.0)
-    assert outcomes(again, again.end_attempt("succeeded", now=4.0)) == ("succeeded",)
+    assert attempt_results(again, again.end_attempt("succeeded", now=4.0)) == ("succeeded",)
 
 
 def series(text: bytes) -> dict[tuple[str, Labels], float]:
@@ -71,7 +75,9 @@ def series(text: bytes) -> dict[tuple[str, Labels], float]:
 
 def value(service: FakeService, series_name: str, /, **labels: str) -> float | None:
     """Return the current value of a sample, or None."""
-    return series(service.watching.text()).get((f"trainshed_{series_name}", tuple(sorted(labels.items()))))
+    return series(service.service_metrics.text(OPERATOR)).get(
+        (f"trainshed_{series_name}", tuple(sorted(labels.items())))
+    )
 
 
 @pytest.fixture
@@ -147,9 +153,9 @@ JOB_SERIES = (
 
 def test_cluster_and_database_outages_are_reported(service: FakeService) -> None:
     assert (value(service, "cluster_up"), value(service, "database_up")) == (1, 1)
-    service.board.unreachable = True
+    service.queue.unreachable = True
     assert value(service, "cluster_up") == 0
-    found = series(service.watching.text(database_up=False))
+    found = series(service.service_metrics.text(OPERATOR, database_up=False))
     assert found["trainshed_database_up", ()] == 0
     assert not any(name == "trainshed_jobs" for name, _ in found)
     assert any(name == "trainshed_build_info" for name, _ in found), "metrics of the process need no database"
@@ -194,7 +200,7 @@ def test_progress_age_starts_at_the_newest_attempt(service: FakeService) -> None
 
 def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -> None:
     service.submit()
-    families = text_string_to_metric_families(service.watching.text().decode())
+    families = text_string_to_metric_families(service.service_metrics.text(OPERATOR).decode())
     exported = {family.name for family in families if family.name.startswith("trainshed_")}
     known = {one.full_name.removesuffix("_total") for one in ALL}
     assert {name for name in exported if not name.endswith("_created")} == known
@@ -203,14 +209,14 @@ def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -
 
 
 def test_concurrent_scrapes_query_the_database_once(service: FakeService) -> None:
-    watching = service.watching
+    service_metrics = service.service_metrics
     service.submit()
-    first = watching.text()
+    first = service_metrics.text(OPERATOR)
     service.submit()
     queued = ("trainshed_jobs", (("project", "default"), ("state", "QUEUED")))
-    assert series(watching.text())[queued] == series(first)[queued] == 1
+    assert series(service_metrics.text(OPERATOR))[queued] == series(first)[queued] == 1
     service.clock.now += 5
-    assert series(watching.text())[queued] == 2
+    assert series(service_metrics.text(OPERATOR))[queued] == 2
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

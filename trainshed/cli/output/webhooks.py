@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from service.api.schemas import DeliveryOut, TrialOut, WebhookOut
 from service.domain.jobs.job import JobState
-from trainshed.cli.output.show import show_facts, show_table, show_text
+from trainshed.cli.output.printing import show_facts, show_table, show_text
 
 
 def show_webhooks(webhooks: Iterable[WebhookOut]) -> None:

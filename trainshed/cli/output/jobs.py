@@ -8,7 +8,7 @@ from rich.text import Text
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
 from trainshed.cli.ids import shorten
-from trainshed.cli.output.show import show_facts, show_table
+from trainshed.cli.output.printing import show_facts, show_table
 
 _STYLES = {
     JobState.QUEUED: "cyan",

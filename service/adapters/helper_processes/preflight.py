@@ -108,9 +108,9 @@ class HelperPreflight:
             return self._look(spec, parent)
         return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
 
-    def known(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
-        return self._answers.known(_what_is_looked_at(spec))
+        return self._answers.cached(_what_is_looked_at(spec))
 
     @property
     def _socket(self) -> Path:
@@ -183,7 +183,7 @@ class _Answers:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, Future[PreflightReport]]] = OrderedDict()
 
-    def known(self, key: str) -> PreflightReport | None:
+    def cached(self, key: str) -> PreflightReport | None:
         """Return a fresh result without problems; None if there is none."""
         with self._lock:
             since, answer = self._known.get(key, (-math.inf, Future[PreflightReport]()))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from service.domain.webhooks.delivery import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    PATIENCE,
+    RETRY_SECONDS,
     Answer,
     Delivery,
     DeliveryStatus,
     Message,
     answered,
-    settle,
+    apply_answer,
 )
 
 RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, "no answer")
@@ -26,27 +26,27 @@ def a_delivery(**fields: float) -> Delivery:
     return replace(Delivery(1, "hook-1", message, since=1000.0, next_at=1000.0), **fields)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, PATIENCE), st.none() | st.floats(0, 1e12))
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, RETRY_SECONDS), st.none() | st.floats(0, 1e12))
 def test_retry_delay_doubles_to_an_hour_and_ends_after_three_days(
     attempts: int, jitter: float, waited: float, retry_after: float | None
 ) -> None:
     now = 1000.0 + waited
-    after = settle(a_delivery(attempts=attempts), Answer(503, "x", retry_after), now=now, jitter=jitter)
+    after = apply_answer(a_delivery(attempts=attempts), Answer(503, "x", retry_after), now=now, jitter=jitter)
     whole = min(FIRST_PAUSE * 2 ** min(attempts, 50), LONGEST_PAUSE)
     assert (after.attempts, after.status, after.error) == (attempts + 1, 503, "x")
     if after.next_at is None:
         assert after.settled is DeliveryStatus.GIVEN_UP
-        assert waited + LONGEST_PAUSE >= PATIENCE
+        assert waited + LONGEST_PAUSE >= RETRY_SECONDS
     else:
         low = max(whole / 2, min(retry_after or 0.0, LONGEST_PAUSE))
         assert low * 0.999 <= after.next_at - now <= max(whole, low) * 1.001
-        assert after.next_at <= 1000.0 + PATIENCE
+        assert after.next_at <= 1000.0 + RETRY_SECONDS
 
 
 def test_received_message_is_delivered_and_410_is_given_up() -> None:
-    received = settle(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
+    received = apply_answer(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
     assert (received.settled, received.delivered_at, received.next_at) == (DeliveryStatus.DELIVERED, 1001.0, None)
-    assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is DeliveryStatus.GIVEN_UP
+    assert apply_answer(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is DeliveryStatus.GIVEN_UP
 
 
 @pytest.mark.parametrize(

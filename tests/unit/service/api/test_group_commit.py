@@ -18,17 +18,17 @@ class Doubling:
         self.batches: list[list[int]] = []
         self.first, self.go = threading.Event(), threading.Event()
 
-    def __call__(self, numbers: Sequence[int]) -> list[int]:
-        """Return the doubles. Raises ValueError."""
+    def __call__(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Return the doubles, but none of 0. Raises ValueError."""
         self.batches.append(list(numbers))
         self.first.set()
         assert self.go.wait(LIMIT_SECONDS)
         if any(number < 100 and number % 2 for number in numbers):
             raise ValueError(f"not {numbers}")
-        return [2 * number for number in numbers]
+        return {number: 2 * number for number in numbers if number}
 
 
-async def _start_calls(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int]]":
+async def _start_calls(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int | None]]":
     """Start a call with `first`, then calls with `others` while the first is in flight."""
     together = GroupCommit(doubling)
     tasks = [asyncio.create_task(together(first))]
@@ -41,7 +41,7 @@ async def _start_calls(doubling: Doubling, first: int, others: Sequence[int]) ->
 def test_waiting_calls_form_one_batch() -> None:
     doubling, others = Doubling(), range(1000, 1064)
 
-    async def run() -> list[int]:
+    async def run() -> list[int | None]:
         tasks = await _start_calls(doubling, 100, others)
         doubling.go.set()
         return await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_SECONDS)
@@ -53,7 +53,7 @@ def test_waiting_calls_form_one_batch() -> None:
 def test_failing_call_fails_alone() -> None:
     doubling, others = Doubling(), range(2, 20)
 
-    async def run() -> list[int | BaseException]:
+    async def run() -> list[int | BaseException | None]:
         tasks = await _start_calls(doubling, 1, others)
         doubling.go.set()
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_SECONDS)
@@ -65,7 +65,7 @@ def test_failing_call_fails_alone() -> None:
 def test_cancelled_calls_do_not_block_others() -> None:
     doubling = Doubling()
 
-    async def run() -> list[int]:
+    async def run() -> list[int | None]:
         tasks = await _start_calls(doubling, 1, [200, 300, 400])
         for gone in tasks[:2]:
             gone.cancel()
@@ -82,7 +82,18 @@ def test_calls_from_a_later_event_loop_are_answered() -> None:
     doubling.go.set()
     together = GroupCommit(doubling)
 
-    async def run(number: int) -> int:
+    async def run(number: int) -> int | None:
         return await asyncio.wait_for(together(number), LIMIT_SECONDS)
 
     assert [asyncio.run(run(number)) for number in (100, 102)] == [200, 204]
+
+
+def test_call_left_out_of_the_answers_returns_none() -> None:
+    doubling = Doubling()
+
+    async def run() -> list[int | None]:
+        tasks = await _start_calls(doubling, 100, [0, 200])
+        doubling.go.set()
+        return await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_SECONDS)
+
+    assert asyncio.run(run()) == [200, None, 400]

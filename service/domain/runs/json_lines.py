@@ -1,8 +1,12 @@
 """Lines of JSON that runs write: writers may add fields, and every value is untrusted."""
 
 import json
+from collections.abc import Mapping
 
-from service.ports import Line
+from pydantic import JsonValue
+
+Line = Mapping[str, JsonValue]
+"""One line of events.jsonl or metrics.jsonl. Any writer may add fields."""
 
 
 def parse(line: str) -> Line | None:

@@ -27,20 +27,20 @@ def failing(*errors: Exception) -> Callable[[], None]:
     return prepare
 
 
-def error_codes(opening: DatabaseStartup) -> tuple[str | None, str | None]:
+def error_codes(startup: DatabaseStartup) -> tuple[str | None, str | None]:
     """Return the codes of the error for callers and of the final error."""
-    return tuple(error and error.code for error in (opening.trouble, opening.hopeless))  # type: ignore[return-value]
+    return tuple(error and error.code for error in (startup.trouble, startup.hopeless))  # type: ignore[return-value]
 
 
 def test_unreachable_database_is_retried() -> None:
-    opening = DatabaseStartup(failing(DatabaseUnreachable("not now")), patience=60.0)
-    assert error_codes(opening) == ("migrating", None)
-    assert opening.run(threading.Event())
-    assert error_codes(opening) == (None, None)
+    startup = DatabaseStartup(failing(DatabaseUnreachable("not now")), retry_seconds=60.0)
+    assert error_codes(startup) == ("migrating", None)
+    assert startup.run(threading.Event())
+    assert error_codes(startup) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("error", "patience", "code"),
+    ("error", "retry_seconds", "code"),
     [
         (DatabaseUnreachable("never"), 0.0, "database_unreachable"),
         (DatabaseUnusable("a wrong URL"), 60.0, "database_unusable"),
@@ -48,12 +48,12 @@ def test_unreachable_database_is_retried() -> None:
     ],
 )
 def test_opening_gives_up_after_timeout_or_if_database_is_unusable(
-    error: Exception, patience: float, code: str
+    error: Exception, retry_seconds: float, code: str
 ) -> None:
-    opening = DatabaseStartup(failing(error), patience=patience)
-    assert not opening.run(threading.Event())
-    assert error_codes(opening) == (code, code)
-    assert str(error) in str(opening.hopeless)
+    startup = DatabaseStartup(failing(error), retry_seconds=retry_seconds)
+    assert not startup.run(threading.Event())
+    assert error_codes(startup) == (code, code)
+    assert str(error) in str(startup.hopeless)
 
 
 def startup_error(url: str) -> ServiceError:
@@ -109,24 +109,24 @@ def test_parts_start_in_order_and_end_in_reverse_even_if_some_hang_or_fail() -> 
 
         return Part(name, lambda: calls.append(f"+{name}"), end, seconds=0.2)
 
-    opening, leaving = DatabaseStartup(gate.wait, patience=60.0), Shutdown()
+    startup, shutdown = DatabaseStartup(gate.wait, retry_seconds=60.0), Shutdown()
     parts = [part("one"), part("two", threading.Event().wait)]
-    background = Background(parts, [part("three", lambda: 1 / 0)], opening, leaving)
+    background = Background(parts, [part("three", lambda: 1 / 0)], startup, shutdown)
     background.start()
     assert calls == ["+one", "+two"]
     gate.set()
     wait_for(lambda: len(calls) == 3)
     background.end()
     assert calls == ["+one", "+two", "+three", "-three", "-two", "-one"]
-    assert leaving.is_set()
-    assert leaving.waits_for == "process exit"
+    assert shutdown.is_set()
+    assert shutdown.waits_for == "process exit"
 
 
 def test_parts_do_not_start_once_the_service_is_leaving() -> None:
-    calls, leaving = list[str](), Shutdown()
+    calls, shutdown = list[str](), Shutdown()
     late = Part("late", lambda: calls.append("+late"), lambda: None, seconds=0.2)
-    leaving.set()
-    background = Background([late], [late], opened(), leaving)
+    shutdown.set()
+    background = Background([late], [late], opened(), shutdown)
     background.start()
     background.end()
     assert calls == []

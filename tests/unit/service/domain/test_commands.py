@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.commands import request_cancel, request_pause, request_resume
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
 from service.domain.jobs.transitions import preempt, start
@@ -35,28 +35,28 @@ def in_state(state: JobState) -> Job:
 
 
 def cancel(job: Job, *, grace: float = 60.0) -> Job:
-    return cancelled(job, deadline=NOW + grace, checkpoint=True, now=NOW)
+    return request_cancel(job, deadline=NOW + grace, checkpoint=True, now=NOW)
 
 
 def pause(job: Job, *, grace: float = 600.0) -> Job:
-    return paused(job, deadline=NOW + grace, now=NOW)
+    return request_pause(job, deadline=NOW + grace, now=NOW)
 
 
 def resume(job: Job, scaling: ScalingSpec | None = None) -> Job:
-    return resumed(job, scaling, deadline=NOW + 600.0, now=NOW)
+    return request_resume(job, scaling, deadline=NOW + 600.0, now=NOW)
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])
 def test_live_job_can_be_cancelled(state: JobState) -> None:
     job = cancel(in_state(state))
-    assert (job.state, job.wish and job.wish.mode) == (JobState.CANCELLING, "cancel")
+    assert (job.state, job.stop_request and job.stop_request.mode) == (JobState.CANCELLING, "cancel")
     assert cancel(job) == job
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING])
 def test_queued_or_active_job_can_be_paused(state: JobState) -> None:
     job = pause(in_state(state))
-    assert (job.state, job.wish and job.wish.reason.code) == (JobState.PAUSING, Code.USER)
+    assert (job.state, job.stop_request and job.stop_request.reason.code) == (JobState.PAUSING, Code.USER)
     assert pause(job) == job
 
 
@@ -77,22 +77,22 @@ def test_ended_job_cannot_be_cancelled(state: JobState) -> None:
 
 def test_repeated_pause_can_only_shorten_the_deadline() -> None:
     job = pause(in_state(JobState.RUNNING), grace=50)
-    found = [pause(job, grace=grace).wish for grace in (5, 500)]
+    found = [pause(job, grace=grace).stop_request for grace in (5, 500)]
     assert [stop and stop.deadline for stop in found] == [NOW + 5, NOW + 50]
 
 
 def test_resume_during_a_pause_follows_it_unless_paused_again() -> None:
     job = resume(pause(in_state(JobState.RUNNING)))
     assert job.state is JobState.PAUSING
-    assert job.wish is not None
-    assert job.wish.then_resume
+    assert job.stop_request is not None
+    assert job.stop_request.then_resume
     assert resume(job) == job
     assert pause(job) == pause(in_state(JobState.RUNNING))
 
 
 def test_resumed_job_is_queued_without_a_stop_request() -> None:
     job = resume(in_state(JobState.PAUSED))
-    assert (job.state, job.wish, job.reason) == (JobState.QUEUED, None, None)
+    assert (job.state, job.stop_request, job.reason) == (JobState.QUEUED, None, None)
     assert resume(job) == job
 
 
@@ -109,7 +109,7 @@ def test_new_scaling_applies_from_the_next_attempt() -> None:
     assert start(job, now=NOW).attempts[-1].workers == 4
     assert resume(in_state(JobState.PAUSING), four).size == four
     running = resume(in_state(JobState.RUNNING), four)
-    assert (running.state, running.wish and running.wish.mode) == (JobState.PAUSING, "resize")
+    assert (running.state, running.stop_request and running.stop_request.mode) == (JobState.PAUSING, "resize")
 
 
 def test_held_resources_are_those_of_the_current_attempt() -> None:
@@ -123,9 +123,9 @@ def test_user_pause_of_a_preempted_job_keeps_it_paused() -> None:
     for job in (leaving, left):
         held = pause(job)
         assert held.state is job.state
-        assert held.wish is not None
-        assert held.wish.reason.code is Code.USER
-        assert held.reason == held.wish.reason
+        assert held.stop_request is not None
+        assert held.stop_request.reason.code is Code.USER
+        assert held.reason == held.stop_request.reason
 
 
 @given(st.lists(st.sampled_from([cancel, pause, resume]), max_size=8), st.sampled_from(JobState))

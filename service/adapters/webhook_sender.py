@@ -30,7 +30,7 @@ def look_up(host: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-class HttpSender:
+class WebhookSender:
     """A Sender that any thread may use. `seconds` limits the whole attempt, including the DNS lookup."""
 
     def __init__(
@@ -78,7 +78,7 @@ class HttpSender:
         target = parse_target(webhook.url)
         addresses = await _in_thread(self._look_up, target.host)
         # All addresses must be allowed: the next lookup may return any of them first.
-        if not addresses or not all(self._allowed.opens(target, address) for address in addresses):
+        if not addresses or not all(self._allowed.permits(target, address) for address in addresses):
             return Answer(None, _refusal(target))
         url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
         async with (

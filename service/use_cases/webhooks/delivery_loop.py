@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from service.domain.webhooks.delivery import Delivery, DeliveryStatus, Webhook, settle
+from service.domain.webhooks.delivery import Delivery, DeliveryStatus, Webhook, apply_answer
 from service.errors import NotReady
 from service.fault_log import FaultLog
 from service.ports import Lease, Outbox, Sender
@@ -40,7 +40,7 @@ class Deliverer:
 
     def start(self) -> None:
         """Start the threads; sending begins once the database answers."""
-        self._begin(self._keep_house)
+        self._begin(self._run_maintenance)
 
     def stop(self) -> None:
         """Abort the in-flight sends, and release every claimed webhook."""
@@ -59,30 +59,30 @@ class Deliverer:
             for delivery in batch.deliveries:
                 late = self.clock() - began >= _BATCH
                 # Stop at the first message without an answer: a dead receiver must not delay the others.
-                if late or self.stopped.is_set() or not self._tell(batch.webhook, delivery):
+                if late or self.stopped.is_set() or not self._send_one(batch.webhook, delivery):
                     break
         finally:
             self.outbox.release(batch.webhook.id, owner=self.owner, now=self.clock())
         return True
 
-    def _tell(self, webhook: Webhook, before: Delivery) -> bool:
+    def _send_one(self, webhook: Webhook, before: Delivery) -> bool:
         """Try to send one message; return whether the batch may continue."""
         answer = self.sender.send(webhook, before.message, now=self.clock())
         if answer is None:
             return False
         now = self.clock()
-        after = settle(before, answer, now=now, jitter=self.jitter())
+        after = apply_answer(before, answer, now=now, jitter=self.jitter())
         self.outbox.record(before, after)
         if answer.gone:
             self.outbox.disable(webhook.id, answer.error or "", now=now)
         if not answer.received:
-            told = {
+            fields = {
                 "webhook": webhook.id,
                 "message": before.message.id,
                 "attempt": after.attempts,
                 "error": answer.error,
             }
-            log.warning("webhook_given_up" if after.settled is DeliveryStatus.GIVEN_UP else "webhook_failed", **told)
+            log.warning("webhook_given_up" if after.settled is DeliveryStatus.GIVEN_UP else "webhook_failed", **fields)
         return answer.status is not None and not answer.gone
 
     def _begin(self, loop: Callable[[], None]) -> None:
@@ -90,31 +90,31 @@ class Deliverer:
         self.threads.append(thread)
         thread.start()
 
-    def _keep_house(self) -> None:
+    def _run_maintenance(self) -> None:
         """Release leases that an earlier process of this owner left, start the senders, then prune once an hour."""
-        while not self._tried(self._take_back):
+        while not self._try(self._release_leases):
             if self.stopped.wait(self.interval):
                 return
         for _ in range(_THREADS):
             self._begin(self._deliver)
         while not self.stopped.wait(_HOUSEKEEPING):
-            self._tried(self._clear_away)
+            self._try(self._prune)
 
     def _deliver(self) -> None:
         while not self.stopped.is_set():
-            if not self._tried(self.run_once):
+            if not self._try(self.run_once):
                 # Jitter keeps the threads from polling at the same moment.
                 self.stopped.wait(self.interval * (0.5 + self.jitter()))
 
-    def _take_back(self) -> bool:
+    def _release_leases(self) -> bool:
         self.outbox.release_all(self.owner, now=self.clock())
-        return self._clear_away()
+        return self._prune()
 
-    def _clear_away(self) -> bool:
+    def _prune(self) -> bool:
         self.outbox.prune(now=self.clock())
         return True
 
-    def _tried(self, step: Callable[[], bool]) -> bool:
+    def _try(self, step: Callable[[], bool]) -> bool:
         """Return the result of a step; log an error and return False, so that the caller retries later."""
         try:
             return step()

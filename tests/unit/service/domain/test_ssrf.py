@@ -32,7 +32,7 @@ def test_public_address_is_public(address: str) -> None:
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_non_public_address_is_blocked(address: str) -> None:
     assert not is_public(ip_address(address))
-    assert not AllowList().opens(Endpoint("https", "hooks.example", 443, "/"), address)
+    assert not AllowList().permits(Endpoint("https", "hooks.example", 443, "/"), address)
 
 
 @given(st.sampled_from(LOCAL).flatmap(lambda network: st.ip_addresses(v=4, network=str(network))))
@@ -59,10 +59,10 @@ def test_allow_list_opens_networks_and_host_names() -> None:
     allowed = AllowList.parse(["10.1.0.0/16", "fd00::/8", "Hooks.Internal", "127.0.0.1"])
     named, other = Endpoint("http", "hooks.internal", 80, "/"), Endpoint("https", "hooks.example", 443, "/")
     assert allowed.names(named)
-    assert allowed.opens(named, "192.168.1.1")
+    assert allowed.permits(named, "192.168.1.1")
     assert not allowed.names(other)
-    assert [allowed.opens(other, address) for address in ("10.1.2.3", "fd00::1", "127.0.0.1")] == [True] * 3
-    assert [allowed.opens(other, address) for address in ("10.2.0.1", "::ffff:10.1.2.3", "127.0.0.2", "x")] == [
+    assert [allowed.permits(other, address) for address in ("10.1.2.3", "fd00::1", "127.0.0.1")] == [True] * 3
+    assert [allowed.permits(other, address) for address in ("10.2.0.1", "::ffff:10.1.2.3", "127.0.0.2", "x")] == [
         False
     ] * 4
     assert allowed.names(Endpoint("http", "10.1.9.9", 80, "/"))

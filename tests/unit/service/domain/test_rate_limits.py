@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.config.settings import Settings
-from service.domain.access.rate_limit import Rate, Window, neighbourhood
+from service.domain.access.rate_limit import Rate, Window, client_network
 from service.domain.access.roles import Principal
 from service.errors import RateLimited
 from service.use_cases.access.rate_limits import _MOST_NAMES, AuthAttempt, Kind, Limits, Rates
@@ -76,41 +76,41 @@ def test_limits_are_settings_and_none_disables_them(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_neighbourhood_groups_ipv6_addresses_by_network(address: str, counted: str) -> None:
-    assert neighbourhood(address) == counted
+    assert client_network(address) == counted
 
 
 def test_rates_remember_a_bounded_number_of_addresses() -> None:
-    rates = Rates(Limits({Kind.STRANGERS: Rate(1, "hour")}), Clock())
+    rates = Rates(Limits({Kind.UNAUTHENTICATED: Rate(1, "hour")}), Clock())
     for number in range(_MOST_NAMES + 10):
-        rates.turned_away(AuthAttempt("x", f"address-{number}", Kind.READS))
-    rates.admit(AuthAttempt("x", "address-0", Kind.READS))
+        rates.record_failure(AuthAttempt("x", f"address-{number}", Kind.READS))
+    rates.check(AuthAttempt("x", "address-0", Kind.READS))
     with pytest.raises(RateLimited):
-        rates.admit(AuthAttempt("x", f"address-{_MOST_NAMES}", Kind.READS))
+        rates.check(AuthAttempt("x", f"address-{_MOST_NAMES}", Kind.READS))
     assert len(rates._windows) == _MOST_NAMES
 
 
 def test_rate_limit_error_is_notable_once_per_flood() -> None:
     clock, bob = Clock(), Principal("key-1", "bob", {})
     rates, attempt = Rates(Limits({Kind.READS: Rate(1, "second")}), clock), AuthAttempt("x", "a", Kind.READS)
-    rates.let_in(attempt, bob)
+    rates.record_success(attempt, bob)
     found = list[RateLimited]()
     for _ in range(3):
         for _ in range(4):
             with pytest.raises(RateLimited) as refused:
-                rates.admit(attempt)
+                rates.check(attempt)
             found.append(refused.value)
         clock.now += 1
-        rates.admit(attempt)
+        rates.check(attempt)
     assert [error.notable for error in found] == [True, False, False, False] * 3
 
 
 def test_attempts_before_authentication_count_towards_the_limit() -> None:
     rates, bob = Rates(Limits({Kind.WRITES: Rate(3, "minute")}), Clock()), Principal("key-1", "bob", {})
     attempt = AuthAttempt("x", "a", Kind.WRITES)
-    assert [rates.admit(attempt) for _ in range(3)] == [False] * 3
-    rates.let_in(attempt, bob)
-    assert [rates.admit(attempt) for _ in range(2)] == [True] * 2
-    for more in (lambda: rates.admit(attempt), lambda: rates.let_in(attempt, bob)):
+    assert [rates.check(attempt) for _ in range(3)] == [False] * 3
+    rates.record_success(attempt, bob)
+    assert [rates.check(attempt) for _ in range(2)] == [True] * 2
+    for more in (lambda: rates.check(attempt), lambda: rates.record_success(attempt, bob)):
         with pytest.raises(RateLimited):
             more()
 

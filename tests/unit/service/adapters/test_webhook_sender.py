@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import standardwebhooks
 
-from service.adapters.http_sender import HttpSender, look_up
+from service.adapters.webhook_sender import WebhookSender, look_up
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Answer, Message, Webhook
 from service.domain.webhooks.ssrf import AllowList
@@ -36,7 +36,7 @@ def a_webhook(url: str) -> Webhook:
 
 
 def send(receiver: Receiver, *, seconds: float = 60.0) -> Answer | None:
-    sender = HttpSender(LOOPBACK, seconds=seconds)
+    sender = WebhookSender(LOOPBACK, seconds=seconds)
     return sender.send(a_webhook(receiver.url("/hook?a=b")), MESSAGE, now=time.time())
 
 
@@ -60,7 +60,7 @@ def test_rotated_secret_and_previous_secret_verify_until_it_expires() -> None:
             rotated = Webhook(
                 "hook-1", "nlp", receiver.url(), (), SECRET, 1.0, "operator", previous_secret=OLD, previous_until=until
             )
-            HttpSender(LOOPBACK).send(rotated, MESSAGE, now=now)
+            WebhookSender(LOOPBACK).send(rotated, MESSAGE, now=now)
     first, second = receiver.got
     for secret in (SECRET, OLD):
         assert standardwebhooks.Webhook(secret).verify(first.body, first.headers)
@@ -114,7 +114,7 @@ def test_timeout_includes_the_name_lookup() -> None:
         done.wait(60)
         return ["127.0.0.1"]
 
-    found = HttpSender(LOOPBACK, look_up=slow, seconds=0.5).send(a_webhook("http://x/"), MESSAGE, now=1.0)
+    found = WebhookSender(LOOPBACK, look_up=slow, seconds=0.5).send(a_webhook("http://x/"), MESSAGE, now=1.0)
     done.set()
     assert found == Answer(None, "no answer within 0.5 s")
 
@@ -129,7 +129,7 @@ def test_refused_connection_and_unknown_name_are_reported() -> None:
     def unknown(host: str) -> list[str]:
         raise OSError("no such name")
 
-    found = HttpSender(LOOPBACK, look_up=unknown).send(a_webhook("https://x/"), MESSAGE, now=1.0)
+    found = WebhookSender(LOOPBACK, look_up=unknown).send(a_webhook("https://x/"), MESSAGE, now=1.0)
     assert found == Answer(None, "OSError: no such name")
 
 
@@ -137,7 +137,7 @@ def test_invalid_name_is_reported_at_once() -> None:
     def refuse(host: str) -> list[str]:
         raise UnicodeError("label empty or too long")
 
-    found = HttpSender(LOOPBACK, look_up=refuse, seconds=60.0).send(a_webhook("https://x/"), MESSAGE, now=1.0)
+    found = WebhookSender(LOOPBACK, look_up=refuse, seconds=60.0).send(a_webhook("https://x/"), MESSAGE, now=1.0)
     assert found == Answer(None, "UnicodeError: label empty or too long")
 
 
@@ -145,7 +145,7 @@ def test_invalid_name_is_reported_at_once() -> None:
 def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.example"))
-        found = HttpSender(AllowList(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
+        found = WebhookSender(AllowList(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
     assert found is not None
     assert "hooks.example has an address that is not on the public internet" in (found.error or "")
     assert receiver.got == []
@@ -154,7 +154,7 @@ def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001"])
 def test_loopback_in_other_notation_is_rejected(host: str) -> None:
     with receiving() as receiver:
-        found = HttpSender(AllowList()).send(a_webhook(receiver.url(host=host)), MESSAGE, now=1.0)
+        found = WebhookSender(AllowList()).send(a_webhook(receiver.url(host=host)), MESSAGE, now=1.0)
     assert found is not None
     assert found.status is None
     assert receiver.got == []
@@ -173,7 +173,7 @@ def test_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pyte
     with receiving() as receiver:
         # No resolver knows this name: only a connection to the checked address can work.
         webhook = a_webhook(receiver.url(host="hooks.invalid"))
-        assert HttpSender(LOOPBACK, look_up=rebinding).send(webhook, MESSAGE, now=1.0) == Answer(200)
+        assert WebhookSender(LOOPBACK, look_up=rebinding).send(webhook, MESSAGE, now=1.0) == Answer(200)
     assert lookups == ["hooks.invalid"]
     assert receiver.got[0].headers["host"] == f"hooks.invalid:{receiver.port}"
 
@@ -182,7 +182,7 @@ def test_next_address_is_tried_if_the_first_does_not_answer() -> None:
     allowed = AllowList.parse(["127.0.0.0/8"])
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.invalid"))
-        sender = HttpSender(allowed, look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
+        sender = WebhookSender(allowed, look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
         assert sender.send(webhook, MESSAGE, now=1.0) == Answer(200)
 
 
@@ -202,7 +202,7 @@ def test_tls_verifies_the_name_when_connecting_to_an_address(certificate: tuple[
     server.load_cert_chain(*certificate)
     with receiving(tls=server) as receiver:
         for host, trust in (("hooks.invalid", client), ("other.invalid", client), ("hooks.invalid", None)):
-            sender = HttpSender(LOOPBACK, look_up=lambda host: ["127.0.0.1"], tls=trust)
+            sender = WebhookSender(LOOPBACK, look_up=lambda host: ["127.0.0.1"], tls=trust)
             found = sender.send(a_webhook(receiver.url(host=host, scheme="https")), MESSAGE, now=1.0)
             assert found is not None
             assert found.received == (host == "hooks.invalid" and trust is client)
@@ -211,7 +211,7 @@ def test_tls_verifies_the_name_when_connecting_to_an_address(certificate: tuple[
 
 
 def test_close_aborts_in_flight_requests() -> None:
-    sender, found = HttpSender(LOOPBACK, seconds=600.0), list[Answer | None]()
+    sender, found = WebhookSender(LOOPBACK, seconds=600.0), list[Answer | None]()
     with receiving(say_nothing) as receiver:
         webhook = a_webhook(receiver.url())
         thread = threading.Thread(target=lambda: found.append(sender.send(webhook, MESSAGE, now=1.0)))

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.doctor.checks import Measured, ProbeFailure, ProbeReply, Reachability, add, check_up, least
+from service.domain.doctor.checks import add, check_up, min_distance
 from service.domain.doctor.finding import Verdict
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
 from service.errors import ClusterError, StorageFault
 from service.use_cases.doctor.doctor import Doctor
 from tests.support.fakes.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
@@ -55,7 +56,7 @@ def test_healthy_measurements_give_only_ok_verdicts() -> None:
 @pytest.mark.parametrize("reach", [Reachability.NOBODY, Reachability.STRANGE, Reachability.STARTING])
 def test_ray_not_answering_skips_checks_that_need_it(reach: Reachability) -> None:
     found = verdicts(
-        replace(HEALTHY, greeting=ProbeReply(reach, "http://ray:8265", "no"), visit=ProbeFailure("not measured"))
+        replace(HEALTHY, reply=ProbeReply(reach, "http://ray:8265", "no"), visit=ProbeFailure("not measured"))
     )
     assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | NEEDS_RAY, "skipped")
 
@@ -84,7 +85,7 @@ def test_files_check_warns_if_open_file_limit_is_below_connections() -> None:
 
 def test_wrong_token_fails_authenticated_and_not_reachable() -> None:
     refused = ProbeReply(Reachability.REFUSED, "http://ray:8265", "403")
-    found = verdicts(replace(HEALTHY, greeting=refused, visit=ProbeFailure("not measured")))
+    found = verdicts(replace(HEALTHY, reply=refused, visit=ProbeFailure("not measured")))
     assert found == {"ray.authenticated": "failed"} | dict.fromkeys(NEEDS_RAY, "skipped")
 
 
@@ -143,7 +144,7 @@ def test_reported_clock_skew_never_exceeds_actual_skew(ahead: float, delays: lis
     node = (ahead * (1 - share) - delays[2], ahead * (1 - share) + delays[3])
     bounds = add(head, node)
     assert bounds[0] - 1e-6 <= ahead <= bounds[1] + 1e-6
-    assert least(bounds) <= abs(ahead) + 1e-6
+    assert min_distance(bounds) <= abs(ahead) + 1e-6
 
 
 def test_network_failure_between_two_nodes_names_the_pair() -> None:
