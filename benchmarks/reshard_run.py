@@ -9,14 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.select import faults_of_share
 from train_loop.checkpoint.state_dict import put_back, tensors_of
 from train_loop.data.prepare.cache import find_dataset
@@ -27,6 +25,7 @@ from train_loop.run_dir import RunDir, default_cache
 from train_loop.spec import parse_text
 from train_loop.system.exit import leave
 from train_loop.system.gc import no_garbage_collection
+from train_loop.train import resume
 
 
 def main() -> None:
@@ -60,12 +59,12 @@ def plainly(run: Run, step: int) -> None:
 
 def ours(run: Run, step: int) -> None:
     """Load as a run resumes."""
-    restore(replace(run))
+    resume(run)
 
 
 def hashes(run: Run, step: int) -> None:
     """Read all files for their SHA-256 sums, as a part of Trainshed's resume."""
-    assert faults_of_share(run, run.session.run_dir, run.session.run_dir.manifests()[step]) == []
+    assert faults_of_share(run.session.access, run.session.run_dir, run.session.run_dir.manifests()[step]) == []
 
 
 WAYS = {"dcp.load": plainly, "Trainshed": ours, "SHA-256 alone": hashes}

@@ -24,7 +24,6 @@ from train_loop.loop.session import Session
 from train_loop.run_dir import DataPosition, Manifest, RunDir
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.system.exit import leave
-from train_loop.telemetry.event_log import EventLog
 from train_loop.telemetry.timers import StepTimer
 
 
@@ -85,9 +84,8 @@ class Ours:
     def __init__(self, folder: Path, mode: SaveMode) -> None:
         self._run_dir = RunDir(folder)
         session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, self._run_dir, local_stream)
-        journal = EventLog(self._run_dir.attempt(1), rank=session.rank)
         # Keep all checkpoints, as the other methods do.
-        self._saver = Saver(session, journal, CheckpointSpec(keep_last=1000), mode)
+        self._saver = Saver(session.access, CheckpointSpec(keep_last=1000), mode)
 
     def save(self, values: dict[str, Any], step: int) -> None:
         """Copy the values, and write them in the background."""

@@ -31,7 +31,6 @@ from train_loop.run_dir import Outcome, Stop, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.system.gc import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import group_journal
 from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
@@ -41,13 +40,12 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     """Train this rank's share of a run, from its newest checkpoint to its end or a stop request."""
     model = spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
-    journal = group_journal(session.run_dir, session.token, rank=session.rank)
-    journal.event("workers_ready", world=session.world)
+    session.journal.event("workers_ready", world=session.world)
     with watched(session) as watchdog, memory_watched(spec, session):
         run = build_run(spec, session, dataset, evaluation)
-        saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
+        saver = Saver(session.access, spec.checkpoint, spec.strategy.save_mode, timeout=session.timeout)
         with no_garbage_collection():
-            restore(run)
+            resume(run)
             keep_what_is_there()
             record_start(run, who_works())
             try:
@@ -59,18 +57,18 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     session.mark(run.state.step, Phase.END)
     told = close(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
-        prove_newest(run)
+        prove_newest(session.access)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
-    run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+    session.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     # The driver reads the event as soon as the workers are gone.
-    retry_storage(run.journal.flush, seconds=session.patience, may_pass=storage_failed)
+    retry_storage(session.journal.flush, seconds=session.patience, may_pass=storage_failed)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
 
 def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     """Train until the run is done or must stop. Return the stop request; the last checkpoint may still be in flight."""
-    state, stop, measured = run.state, None, dict[str, float]()
+    state, training, stop, measured = run.state, run.spec.training, None, dict[str, float]()
     times, watch = SaveSchedule(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
     sign = StopSignal(run.session)
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
@@ -87,15 +85,16 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         agreed = agree(batch, clock, mine, run.mesh)
         stop = agreed.stop
         if agreed.trouble:
-            saver.raise_trouble()
+            saver.raise_fatal()
         if stop is not None:
             break
 
         # ------------------------------------------------------------------------------------------ hot path
         mark(state.step + 1, Phase.TRAIN)
-        with profiled(run), clock.training(run.timer):
-            micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
-            result = train_step(state, run.loss, micro, agreed.divisor, run.spec.training.max_grad_norm)
+        profile = profiled(state.step + 1, run.session, steps=training.profile_steps, device=run.mesh.device)
+        with profile, clock.training(run.timer):
+            micro = micro_batches(batch, training.per_device_train_batch_size, state.model, run.mesh)
+            result = train_step(state, run.loss, micro, agreed.divisor, training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         record_step(run, result, clock, agreed, evaluation)
         collect_garbage(state.step)
         # A checkpoint, if due. A save is collective: either all ranks save or none does.
-        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
+        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news()):
             times.begin(state.step)
             mark(state.step, Phase.SAVE)
             save(run, saver, measured, clock)
@@ -119,12 +118,17 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     return stop
 
 
+def resume(run: Run) -> None:
+    """Load the newest checkpoint that verifies, or that of the run's parent, or start afresh. A collective call."""
+    restore(run.state, run.session.access, run.order.order, seed=run.spec.training.seed, parent=run.parent)
+
+
 def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch, saver: Saver) -> RankRequests:
     """Return this rank's requests to all ranks before a step."""
     first = dist.get_rank() == 0
     stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
     save = first and (times.overdue or watch.wants_last_save())
-    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.in_trouble)
+    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.failed_fatally)
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
@@ -139,10 +143,10 @@ def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepB
 
 def prove(run: Run, result: StepResult) -> None:
     """Check the finished step: count non-finite steps and report recompilations."""
-    count_skips(run, result)
+    count_skips(run.state, result, run.spec.training, run.session.journal)
     # Graph breaks and repeated compilations slow training silently.
     if run.watch is not None and (news := run.watch.news()):
-        run.journal.event("compiled", step=run.state.step, **news)
+        run.session.journal.event("compiled", step=run.state.step, **news)
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:
@@ -150,12 +154,12 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
 
     It uses the averaged weights if the run has an EMA.
     """
-    every = run.spec.training.eval_steps
+    every, size = run.spec.training.eval_steps, run.spec.training.per_device_train_batch_size
     if every is None or (run.state.step % every and not run.done):
         return None
     assert run.evaluation is not None, "a spec with eval_steps has eval data"
     with run.state.ema.applied() if run.state.ema is not None else nullcontext():
-        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
+        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size)
     log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
     return found
 
@@ -163,7 +167,10 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
 def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepTimer) -> None:
     """Start saving a checkpoint of this step."""
     with clock.saving():
-        saver.save(tensors_to_save(run), draft_manifest(run, measured), clock)
+        draft = draft_manifest(
+            run.state, run.order.order, measured, spec=run.spec, mesh=run.mesh.plan, token=run.session.token
+        )
+        saver.save(tensors_to_save(run.state), draft, clock)
     log.info("saving a checkpoint of step %d", run.state.step)
 
 

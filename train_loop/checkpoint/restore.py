@@ -3,59 +3,60 @@
 import pickle
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.select import agree_on_newest, prove_parent
 from train_loop.checkpoint.state_dict import put_back, rng_key, tensors_of
+from train_loop.data.order import Order
 from train_loop.errors import DataError
-from train_loop.loop.build import Run
-from train_loop.loop.state import LossWindow, seed_generators, set_rng_state
 from train_loop.optim import go_to
 from train_loop.run_dir import Manifest, Parent
+from train_loop.state import LossWindow, TrainState, seed_generators, set_rng_state
 
 Values = dict[str, Any]
 
 
-def restore(run: Run) -> None:
+def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, parent: Parent | None = None) -> None:
     """Load the state of a fresh run from a checkpoint, or leave it at its start. A collective call.
 
     The checkpoint is the newest of this run that verifies, or else that of the parent run. Newer checkpoints that do
     not verify are reported and skipped. Nothing is unpickled before its hash was checked.
     """
-    manifest, parent = agree_on_newest(run), run.parent
+    manifest = agree_on_newest(access)
     if manifest is not None:
-        _check_same_data(run, manifest)
-        _resume(run, manifest)
+        _check_same_data(order, manifest)
+        _resume(state, access, manifest, seed=seed)
+        state.consumed = order.consumed(manifest.position)
     elif parent is not None:
-        _continue(run, parent)
+        _continue(state, access, parent, seed=seed)
     else:
-        seed_generators(run.spec.training.seed, step=0, rank=run.mesh.rank)
+        seed_generators(seed, step=0, rank=dist.get_rank())
 
 
-def _resume(run: Run, manifest: Manifest) -> None:
-    """Load the full state from a checkpoint of this run."""
-    values, reader = tensors_of(run.state), _reader(run, run.session.run_dir.checkpoint(manifest.step))
+def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: int) -> None:
+    """Load the full state from a checkpoint of this run, without its position in the data."""
+    folder = access.run_dir.checkpoint(manifest.step)
+    values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
     states = values["optimizer"]["state"]
     # Parameters without a gradient so far have no saved state: they keep their new state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
-    _read(run, manifest, reader, values)
+    _read(state, manifest, reader, values, seed=seed)
     states |= unused
-    put_back(run.state, values)
-    run.state.consumed = run.order.order.consumed(manifest.position)
-    run.state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
+    put_back(state, values)
+    state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
 
 
-def _continue(run: Run, parent: Parent) -> None:
+def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int) -> None:
     """Load the state of another run's checkpoint. This run keeps its hyperparameters and any state the other lacks."""
-    state, values = run.state, tensors_of(run.state)
-    reader = _reader(run, prove_parent(run, parent))
+    values = tensors_of(state)
+    reader = CheckpointReader(prove_parent(access, parent), patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
     states = values["optimizer"]["state"] if parent.same_optimizer else {}
     averages = values.get("ema", {})
@@ -68,31 +69,26 @@ def _continue(run: Run, parent: Parent) -> None:
         "scaler": values["scaler"] if is_saved("scaler", values["scaler"]) else {},
         "ema": {name: average for name, average in averages.items() if is_saved("ema", {name: average})},
     }
-    _read(run, parent.manifest, reader, wanted)
+    _read(state, parent.manifest, reader, wanted, seed=seed)
     states |= wanted["optimizer"]["state"]
     put_back(state, values | {name: wanted[name] for name in ("model", "scaler") if wanted[name]})
     for scheduler in state.schedulers:
         go_to(scheduler, wanted["scheduler"]["0"]["last_epoch"])
     if state.ema is not None:
         state.ema.begin(averages.keys() - wanted["ema"].keys())
-    state.consumed = run.origin.consumed
-    run.journal.event(
+    access.journal.event(
         "continued",
         job=parent.job,
         step=parent.manifest.step,
-        consumed=run.origin.consumed,
+        consumed=state.consumed,
         same_optimizer=parent.same_optimizer,
     )
 
 
-def _reader(run: Run, folder: Path) -> CheckpointReader:
-    return CheckpointReader(folder, patience=run.session.patience)
-
-
-def _read(run: Run, manifest: Manifest, reader: CheckpointReader, values: Values) -> None:
+def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, values: Values, *, seed: int) -> None:
     """Read values from a checkpoint in place, and load random generators and counters."""
-    state, rank = run.state, run.mesh.rank
-    seed_generators(run.spec.training.seed, step=manifest.step, rank=rank)
+    rank = dist.get_rank()
+    seed_generators(seed, step=manifest.step, rank=rank)
     # Generators belong to ranks: at another world size, they restart from (seed, step, rank).
     generators = {rng_key(rank): b""} if manifest.world == dist.get_world_size() else {}
     whole = values | generators
@@ -111,10 +107,10 @@ def _is_saved(saved: Mapping[str, Any], place: str, values: Mapping[str, Any]) -
     return any(f"{place}.{name}" in saved for name in values)
 
 
-def _check_same_data(run: Run, manifest: Manifest) -> None:
-    if manifest.dataset != run.dataset.fingerprint:
+def _check_same_data(order: Order, manifest: Manifest) -> None:
+    if manifest.dataset != order.dataset:
         raise DataError(
             f"the checkpoint of step {manifest.step} was trained on dataset {manifest.dataset[:12]}, but this run "
-            f"reads {run.dataset.fingerprint[:12]}, in which its position is meaningless; restore the files, or start "
+            f"reads {order.dataset[:12]}, in which its position is meaningless; restore the files, or start "
             "a new run"
         )

@@ -10,17 +10,19 @@ from platform import python_version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from train_loop.loop.build import Run
-from train_loop.loop.state import TrainState, rng_state
-from train_loop.run_dir import Manifest
-from train_loop.spec import dump
+from train_loop.data.order import Order
+from train_loop.plan import MeshPlan
+from train_loop.run_dir import Fence, Manifest
+from train_loop.spec import JobSpec, dump
+from train_loop.state import TrainState, rng_state
 
 
-def tensors_to_save(run: Run) -> dict[str, Any]:
+def tensors_to_save(state: TrainState) -> dict[str, Any]:
     """Return all state of a run that has a value per rank or is too large for a manifest."""
-    return tensors_of(run.state) | {rng_key(run.mesh.rank): pickle.dumps(rng_state())}
+    return tensors_of(state) | {rng_key(dist.get_rank()): pickle.dumps(rng_state())}
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:
@@ -52,22 +54,24 @@ def put_back(state: TrainState, values: dict[str, Any]) -> None:
         state.ema.load(values["ema"])
 
 
-def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
+def draft_manifest(
+    state: TrainState, order: Order, measured: Mapping[str, float], *, spec: JobSpec, mesh: MeshPlan, token: Fence
+) -> Manifest:
     """Return the manifest of a checkpoint taken now, before its files exist, with the metrics of its step."""
     return Manifest(
-        step=run.state.step,
-        tokens=run.state.tokens,
-        skipped=run.state.skipped,
-        unlogged_loss=run.state.losses.total,
-        unlogged_steps=run.state.losses.steps,
-        position=run.order.order.position(run.state.consumed),
-        attempt=run.session.attempt,
-        epoch=run.session.epoch,
+        step=state.step,
+        tokens=state.tokens,
+        skipped=state.skipped,
+        unlogged_loss=state.losses.total,
+        unlogged_steps=state.losses.steps,
+        position=order.position(state.consumed),
+        attempt=token.attempt,
+        epoch=token.epoch,
         time=time.time(),
-        fingerprint=hashlib.sha256(dump(run.spec).encode()).hexdigest(),
-        dataset=run.dataset.fingerprint,
-        world=run.session.world,
-        mesh=run.mesh.plan.axes,
+        fingerprint=hashlib.sha256(dump(spec).encode()).hexdigest(),
+        dataset=order.dataset,
+        world=mesh.world,
+        mesh=mesh.axes,
         versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"python": python_version()},
         metrics={name: value for name, value in measured.items() if math.isfinite(value)},
         files={},

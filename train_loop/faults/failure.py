@@ -13,7 +13,6 @@ from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, s
 from train_loop.spec import SpecError
 from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import group_journal
 
 log = logging.getLogger(__name__)
 USER_ERRORS = (UserError, SpecError)
@@ -54,10 +53,10 @@ def _report_end(session: Session, outcome: Outcome) -> None:
     if not _is_first(session):
         return
     with suppress(FencedError):
-        journal = group_journal(session.run_dir, session.token)
-        journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+        # The error may be known to this rank only.
+        session.journal.event_of_any_rank("training_ended", **outcome.model_dump(exclude_none=True))
         with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
-            retry_storage(journal.flush, seconds=session.patience)
+            retry_storage(session.journal.flush, seconds=session.patience)
 
 
 def _is_first(session: Session) -> bool:

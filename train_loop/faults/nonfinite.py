@@ -1,25 +1,26 @@
 """Handling of steps whose loss or gradients are not finite."""
 
 from train_loop.errors import NonFiniteError
-from train_loop.loop.build import Run
 from train_loop.loop.step import StepResult
+from train_loop.spec import TrainingSpec
+from train_loop.state import TrainState
+from train_loop.telemetry.event_log import EventLog
 
 
-def count_skips(run: Run, result: StepResult) -> None:
+def count_skips(state: TrainState, result: StepResult, training: TrainingSpec, journal: EventLog) -> None:
     """Count consecutive skipped steps. Raises NonFiniteError if the spec ends the run after them.
 
     All ranks have the same result and count: either all raise or none does.
     """
-    state, training = run.state, run.spec.training
     if result.overflow:
         # The scaler lowers its factor after an overflow: the step does not count as non-finite.
-        run.journal.event("loss_scale_lowered", step=state.step, loss_scale=state.scaler.get_scale())
+        journal.event("loss_scale_lowered", step=state.step, loss_scale=state.scaler.get_scale())
         return
     state.skipped = 0 if result.applied else state.skipped + 1
     if result.applied:
         return
     numbers = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm}
-    run.journal.event("step_skipped", **numbers, in_a_row=state.skipped)
+    journal.event("step_skipped", **numbers, in_a_row=state.skipped)
     said = f"{', '.join(f'{name}={value}' for name, value in numbers.items())} is not finite"
     if training.on_nonfinite == "fail":
         raise NonFiniteError(f"{said}; lower learning_rate, or choose on_nonfinite: skip")

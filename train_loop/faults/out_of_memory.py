@@ -20,7 +20,6 @@ from train_loop.run_dir import make_folder, storage_may_fail
 from train_loop.spec import JobSpec
 from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import group_journal
 from train_loop.telemetry.timers import RSS_UNIT
 
 log = logging.getLogger(__name__)
@@ -49,8 +48,7 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
     # Other ranks of this group may have run out, too.
     others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}
     again = bool(others)
-    journal = group_journal(session.run_dir, session.token)
-    journal.event(
+    session.journal.event_of_any_rank(
         OUT_OF_MEMORY,
         rank=session.rank,
         host=host,
@@ -63,7 +61,7 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
         again=again,
     )
     with storage_may_fail(partial(log.error, "the lack of memory could not be reported: %s")):
-        retry_storage(journal.flush, seconds=session.patience)
+        retry_storage(session.journal.flush, seconds=session.patience)
     return TooLittleMemoryError(message) if again else MemoryRanOutError(message)
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 
 from train_loop.loop.session import Preemption, Session
-from train_loop.telemetry.event_log import EventLog
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
@@ -25,6 +24,7 @@ class PreemptionWatch:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        self._journal = session.journal
         self._ask = session.preemption
         self._may_move = session.may_move
         self._clock, self._wall_clock = clock, wall_clock
@@ -39,14 +39,14 @@ class PreemptionWatch:
         """Return whether a check is due by this rank's clock."""
         return self._ask is not None and self._clock() - self._asked >= _LOOK_SECONDS
 
-    def sees_news(self, journal: EventLog) -> bool:
+    def sees_news(self) -> bool:
         """Return whether there is a new preemption notice, identical on all ranks. A collective call."""
         assert self._ask is not None, "only ranks with a preemption source check for it"
         self._asked, found = self._clock(), self._ask()
         if found is None or found == self._known:
             return False
         self._known, self._saved_last = found, False
-        journal.event("preemption_notice", ranks=found.ranks, deadline=found.deadline)
+        self._journal.event("preemption_notice", ranks=found.ranks, deadline=found.deadline)
         return True
 
     def wants_to_move(self) -> bool:

@@ -1,9 +1,7 @@
 """Assembly of a training run: builds model, data order, optimizers and loss from a spec and a session."""
 
-import copy
 from dataclasses import dataclass
 
-import torch
 from torch.amp import GradScaler
 from transformers import PreTrainedModel
 
@@ -11,34 +9,27 @@ from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.loop.loss import LossRule, TokenLoss
 from train_loop.loop.session import Session
-from train_loop.loop.state import TrainState
-from train_loop.model.attention import apply_attention
-from train_loop.model.build import build_model
 from train_loop.model.folder import model_shape
-from train_loop.model.freeze import freeze
-from train_loop.model.load import give_weights
-from train_loop.model.probe import check_attention, check_head, check_positions, probe
 from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
+from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.plan import START, BatchPlan, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
+from train_loop.state import TrainState
 from train_loop.system.retry import patiently
-from train_loop.telemetry.event_log import EventLog, group_journal
 from train_loop.telemetry.flops import Flops, count_flops
 from train_loop.telemetry.timers import ComputeTimer
 
 
 @dataclass(frozen=True)
 class Run:
-    """Objects that the training loop uses on this rank."""
+    """Objects of the training loop on this rank. The loop passes to each of its parts only what the part needs."""
 
     spec: JobSpec
     session: Session
     mesh: Mesh
-    batch: BatchPlan
     dataset: Dataset
     order: StepOrder
     steps: int
@@ -49,13 +40,10 @@ class Run:
     timer: ComputeTimer
     watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
-    journal: EventLog
     evaluation: Dataset | None = None
     """Data for evaluation; None without eval data."""
     parent: Parent | None = None
     """Checkpoint of another run, from which this run starts until it has its own."""
-    origin: Origin = START
-    """Step, tokens and samples at which the run starts."""
 
     @property
     def done(self) -> bool:
@@ -65,20 +53,11 @@ class Run:
         return reached or not self.order.steps_left(self.state.consumed)
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """A model with loaded weights, sharded over the mesh."""
-
-    model: PreTrainedModel
-    loss: TokenLoss
-    timer: ComputeTimer
-
-
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
-    """Build all objects of a run in their state at step 0. A collective call; raises UserError."""
+    """Build all objects of a run in their state at its start. A collective call; raises UserError."""
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
-    sharded = build_sharded(spec, plan, mesh)
+    sharded = build_sharded(spec, mesh)
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(
@@ -89,17 +68,17 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         origin=origin,
     )
     state = build_state(sharded.model, spec, mesh, steps=steps)
+    state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
     return Run(
         spec=spec,
         session=session,
         mesh=mesh,
-        batch=plan.batch,
         dataset=dataset,
         order=_order(spec, plan.batch, dataset, origin),
         steps=steps,
         state=state,
-        loss=sharded.loss,
+        loss=build_loss(sharded, spec, plan),
         flops=count_flops(
             sharded.model,
             sequence_length=dataset.sequence_length,
@@ -108,28 +87,17 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         ),
         timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
-        journal=group_journal(session.run_dir, session.token, rank=session.rank),
         evaluation=evaluation,
         parent=parent,
-        origin=origin,
     )
 
 
-def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
-    """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
-    model = build_model(spec.model)
-    seen = probe(model)
-    check_attention(seen, spec)
-    check_head(seen, spec)
-    check_positions(seen, spec)
-    apply_attention(model, spec, mesh.device)
-    freeze(model, spec.model.freeze_module_prefix)
-    blueprint = copy.deepcopy(model)
-    timer = parallelize(model, mesh, spec)
-    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
-    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
-    place_buffers(model, mesh.device)
-    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last), timer)
+def build_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
+    """Build the loss of a model, in chunks if the plan asks for them and the head is the model's last operation."""
+    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
+    rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.head_is_last else None
+    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)
+    return TokenLoss(sharded.model, rule, chunk_rows=rows)
 
 
 def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
@@ -140,14 +108,6 @@ def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int
     scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
     average = Ema(model, training.ema_decay) if training.ema_decay is not None else None
     return TrainState(model, optimizers, schedulers, scaler, average)
-
-
-def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bool) -> TokenLoss:
-    """Return the loss, in chunks if the plan asks for them and the head is the model's last operation."""
-    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
-    rows = chunk_rows(spec, plan.shape, tokens=tokens) if head_is_last else None
-    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)
-    return TokenLoss(model, rule, chunk_rows=rows)
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
     """Write `training_started` with workers, sizes and settings, and warn about slow or unreachable settings."""
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
-    run.journal.event(
+    run.session.journal.event(
         "training_started",
         workers=workers,
         resumed_from=run.state.step,
@@ -35,11 +35,11 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
         parameter_groups=describe_groups(run.state.optimizers),
         mfu=run.flops.stated(),
     )
-    warn_of_hosts(run.mesh.plan, workers, run.journal)
+    warn_of_hosts(run.mesh.plan, workers, run.session.journal)
     late = [step for step in run.spec.training.profile_steps if step > run.steps]
     if late:
         about = "about " if run.spec.training.max_tokens else ""
-        run.journal.warn(
+        run.session.journal.warn(
             f"profile_steps={late} are beyond the {about}{run.steps} steps of the run; later steps are not profiled"
         )
 
@@ -63,7 +63,7 @@ def record_step(
     per_worker = agreed.tokens / seconds / run.session.world
     ranks = share_vitals(clock.take_vitals(run.mesh.device), run.mesh)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, loss, seconds)
-    run.journal.metrics(
+    run.session.journal.metrics(
         step=state.step,
         tokens=state.tokens,
         loss=loss,

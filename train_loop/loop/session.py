@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
+from train_loop.checkpoint.access import RunAccess
 from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan
 from train_loop.liveness.heartbeat import Phase
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import Fence, RunDir, storage_seconds
+from train_loop.telemetry.event_log import EventLog, group_journal
 
 
 class Preemption(NamedTuple):
@@ -61,6 +64,19 @@ class Session:
     def token(self) -> Fence:
         """Return the fencing token of this rank's worker group."""
         return Fence(self.attempt, self.epoch)
+
+    @cached_property
+    def journal(self) -> EventLog:
+        """Return the only event log of this rank.
+
+        While storage is unavailable, lines wait in its queue. A second log would overtake them, or lose its own.
+        """
+        return group_journal(self.run_dir, self.token, rank=self.rank)
+
+    @property
+    def access(self) -> RunAccess:
+        """Return this rank's access to the run directory."""
+        return RunAccess(self.run_dir, self.token, self.journal, self.patience)
 
     @property
     def patience(self) -> float:

@@ -1,4 +1,4 @@
-"""Events and metrics of a run in its run directory, written by rank 0 or the driver."""
+"""Events and metrics of a run in its run directory, written by the ranks and the driver."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ _MOST_LATE = 100_000
 
 
 class EventLog:
-    """Writer of an attempt's events.jsonl and metrics.jsonl; only rank 0 writes.
+    """Writer of an attempt's events.jsonl and metrics.jsonl. Every rank has a log, and most lines come from rank 0.
 
     Failed storage does not end a run: lines are queued, and a thread writes them once storage is back. `epoch` returns
     the fencing epoch of the lines; `check` raises FencedError before a line is written if a newer group has taken over.
@@ -62,19 +62,23 @@ class EventLog:
         self._retrier: threading.Thread | None = None
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write an event. It does not raise if storage fails."""
+        """Write an event on rank 0, and nothing on other ranks. It does not raise if storage fails."""
         if self._speaks:
-            # Flush events at once; metrics are batched.
-            self._write_or_queue(self._events, flush=True, event=name, **fields)
+            self.event_of_any_rank(name, **fields)
+
+    def event_of_any_rank(self, name: str, **fields: Any) -> None:
+        """Write an event of this rank, which need not be rank 0. It does not raise if storage fails."""
+        # Flush events at once; metrics are batched.
+        self._write_or_queue(self._events, flush=True, event=name, **fields)
 
     def warn(self, message: str) -> None:
-        """Write a warning event for the user, and log it."""
+        """Write a warning event for the user on rank 0, and log it."""
         if self._speaks:
             log.warning(message)
             self.event("warning", message=message)
 
     def metrics(self, **fields: Any) -> None:
-        """Write the metrics of an optimizer step. It does not raise if storage fails."""
+        """Write the metrics of an optimizer step on rank 0. It does not raise if storage fails."""
         if self._speaks:
             self._write_or_queue(self._metrics, flush=False, **fields)
 

@@ -27,7 +27,7 @@ class RunSummaryReader:
         self._places = {kind: LogOffset() for kind in (_EVENTS, _METRICS)}
         self._groups = {kind: CurrentGroup() for kind in (_EVENTS, _METRICS)}
         self._unapplied: list[Line] = []
-        """Lines that were read but are not yet part of the story."""
+        """Lines that were read but are not yet part of the summary."""
         self._lock = threading.Lock()
         self._summary = EMPTY_SUMMARY
         self.last = Reading(EMPTY_SUMMARY, None)

@@ -23,17 +23,16 @@ from tests.support.builders.specs import TINY, spec
 from tests.support.faults.crashes import Op, Trace, states
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
+from train_loop import train
 from train_loop.checkpoint import save
 from train_loop.checkpoint.files import layout
-from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.state_dict import draft_manifest, tensors_of, tensors_to_save
+from train_loop.checkpoint.state_dict import tensors_of
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
-from train_loop.telemetry.event_log import EventLog
 from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
@@ -62,8 +61,8 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
     layout.FILE_BYTES = 2**14
     save.PATIENCE = 0.0
     trace = Trace(run_dir.checkpoints)
-    restore(run)
-    saver = Saver(run.session, run.journal, run.spec.checkpoint, "thread")
+    train.resume(run)
+    saver = Saver(run.session.access, run.spec.checkpoint, "thread")
     for step in steps:
         run.state.step = run.state.consumed = abs(step)
         fill(run, abs(step))
@@ -71,7 +70,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 patch.setattr("os.writev", fail)
-            saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
+            train.save(run, saver, {}, StepTimer())
             fault = saver.wait()
         assert (fault is None) == (step > 0), fault
         if fault is None and dist.get_rank() == 0:
@@ -152,7 +151,7 @@ def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
     whole = [step for step in range(1, 10) if is_whole(run_dir.checkpoint(step), step)]
     passed_over = {step for step in range(max(whole, default=0) + 1, 10) if claims(run_dir.checkpoint(step))}
     run.state.step = run.state.consumed = 0
-    restore(replace(run, session=replace(run.session, run_dir=run_dir), journal=EventLog(run_dir.attempt(2))))
+    train.resume(replace(run, session=replace(run.session, run_dir=run_dir)))
     found, expected = run.state.step, max(whole, default=0)
     assert found == expected, f"{name}: step {found} was resumed, and step {expected} is the newest that is whole"
     assert found >= told, f"{name}: step {told} was told to be durable"

@@ -14,11 +14,10 @@ from tests.support.faults.object_crashes import Found, Request, RequestTrace, fo
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.storage import bucket_of_runs, run_dir_on_s3
+from train_loop import train
 from train_loop.checkpoint import save
 from train_loop.checkpoint.files.writer import OwnWriter
-from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.run_dir import RunDir
 from train_loop.telemetry.timers import StepTimer
 
@@ -32,15 +31,15 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Request
     save.PATIENCE = 0.0
     with pytest.MonkeyPatch.context() as patch:
         trace = RequestTrace(patch, "default/traced/checkpoints/")
-        restore(run)
-        saver = Saver(run.session, run.journal, run.spec.checkpoint, "thread")
+        train.resume(run)
+        saver = Saver(run.session.access, run.spec.checkpoint, "thread")
         for step in steps:
             run.state.step = run.state.consumed = abs(step)
             fill(run, abs(step))
             with pytest.MonkeyPatch.context() as broken:
                 if step < 0 and dist.get_rank() == dist.get_world_size() - 1:
                     broken.setattr(OwnWriter, "write", fail)
-                saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
+                train.save(run, saver, {}, StepTimer())
                 fault = saver.wait()
             assert (fault is None) == (step > 0), fault
             if fault is None and dist.get_rank() == 0:

@@ -137,15 +137,15 @@ def save_while_storage_is_unmounted(folder: Path) -> list[str]:
     expect_run_dir(mount_point)
     run = a_run(folder)
     saver = a_saver(run)
-    run.journal.metrics(step=1)
+    run.session.journal.metrics(step=1)
     subprocess.run(["umount", "--lazy", mount_point], check=True)
-    run.journal.metrics(step=2)
+    run.session.journal.metrics(step=2)
     save_at(run, saver, 2)
-    wait_for(lambda: run.journal.waits, "the save waits for its storage")
+    wait_for(lambda: run.session.journal.waits, "the save waits for its storage")
     found = os.listdir(mount_point)
     subprocess.run(["mount", "--bind", disk, mount_point], check=True)
     saver.close()
-    run.journal.flush()
+    run.session.journal.flush()
     return found
 
 

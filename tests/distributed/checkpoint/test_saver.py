@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 from tests.support.builders.specs import spec
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from train_loop import train
 from train_loop.checkpoint import save, select
 from train_loop.checkpoint.files import layout
 from train_loop.checkpoint.manifest import verify
-from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.checkpoint.store.open import open_store
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
-from train_loop.errors import CheckpointError
+from train_loop.errors import CheckpointError, FencedError
 from train_loop.loop import session
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
@@ -46,7 +45,7 @@ def a_run(folder: Path) -> Run:
 
 
 def a_saver(run: Run, mode: SaveMode = "thread") -> Saver:
-    return Saver(run.session, run.journal, run.spec.checkpoint, mode)
+    return Saver(run.session.access, run.spec.checkpoint, mode)
 
 
 def whole(run: Run) -> dict[str, Tensor]:
@@ -57,7 +56,7 @@ def whole(run: Run) -> dict[str, Tensor]:
 
 def save_at(run: Run, saver: Saver, step: int) -> None:
     run.state.step = step
-    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepTimer())
+    train.save(run, saver, {"loss": float(step)}, StepTimer())
 
 
 def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
@@ -74,14 +73,14 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     save_at(run, saver, 8)
     saver.close()
     zeroed, other = a_run(folder), a_run(folder)
-    restore(zeroed)
+    train.resume(zeroed)
     assert zeroed.state.step == 8
     assert all(not weight.any() for weight in whole(zeroed).values())
     dist.barrier()
     if dist.get_rank() == 0:
         open_store(run.session.run_dir, Fence(1)).put_aside(8)
     dist.barrier()
-    restore(other)
+    train.resume(other)
     assert other.state.step == 7
     assert all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
     return before
@@ -107,7 +106,7 @@ def save_and_fail_to_close(folder: Path) -> int:
     saver = a_saver(run, "thread")
     save_at(run, saver, 7)
     with pytest.MonkeyPatch.context() as patch:
-        for part in (saver._thread, saver._writer, saver._buffer):
+        for part in (saver._thread, saver._files._writer, saver._files._buffer):
             patch.setattr(part, "shutdown" if part is saver._thread else "close", fail)
         saver.close()
     saver._thread.shutdown()
@@ -165,6 +164,35 @@ def test_failed_save_is_reported_on_every_rank_and_the_next_succeeds(tmp_path: P
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "files of a failed save remain"
 
 
+def save_after_a_takeover(folder: Path) -> list[str]:
+    """Return the errors of a save that finds a newer group, and of the loop that then asks for the reason."""
+    run = a_run(folder)
+    saver = a_saver(run)
+    save_at(run, saver, 1)
+    assert saver.wait() is None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        run.session.run_dir.write_fence(2)
+    dist.barrier()
+    save_at(run, saver, 2)
+    found = []
+    for fails in (saver.wait, saver.raise_fatal):
+        with pytest.raises(FencedError) as raised:
+            fails()
+        found.append(str(raised.value))
+    assert saver.failed_fatally
+    return found
+
+
+def test_save_after_a_takeover_raises_the_same_on_every_rank(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    reason = "attempt 2 has taken over from attempt 1, which stops"
+    assert on_ranks(2, save_after_a_takeover, tmp_path) == [[reason, reason]] * 2
+    run_dir = RunDir(tmp_path / "run")
+    assert sorted(run_dir.manifests()) == [1]
+    assert [event["event"] for event in read_lines(run_dir.attempt(1).events)] == ["checkpoint_committed"]
+
+
 def resume_from_unreadable(folder: Path) -> list[str]:
     """Resume while rank 1 cannot read: briefly, permanently, or because of a disk error."""
     run = a_run(folder)
@@ -179,7 +207,7 @@ def resume_from_unreadable(folder: Path) -> list[str]:
             patch.setattr(select, "verify", unreadable(number, times))
             again = a_run(folder)
             try:
-                restore(again)
+                train.resume(again)
                 found.append(f"step {again.state.step}")
             except OSError as error:
                 found.append(type(error).__name__)
@@ -218,7 +246,7 @@ def resume_with_an_unused_parameter(folder: Path) -> bool:
     save_at(run, saver, 1)
     saver.close()
     again = a_run(folder)
-    restore(again)
+    train.resume(again)
     (fresh,) = again.state.optimizers
     weights = dict(again.state.model.named_parameters())
     assert all(not value.any() for value in fresh.state[weights[UNUSED]].values())

@@ -183,7 +183,7 @@ def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
     """Run a step through the code path of flash attention."""
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
     try:
-        with patch("train_loop.loop.build.apply_attention", _take_flash):
+        with patch("train_loop.parallel.build.apply_attention", _take_flash):
             return one_step(job, rows)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
@@ -202,7 +202,7 @@ def _take_flex(model: Any, *_: Any) -> None:
 
 def logits_by_flex_and_sdpa(job: JobSpec, rows: Rows) -> tuple[Tensor, Tensor]:
     """Run forward passes only: on a CPU, flex_attention supports nothing else."""
-    with patch("train_loop.loop.build.apply_attention", _take_flex):
+    with patch("train_loop.parallel.build.apply_attention", _take_flex):
         flex = logits(job, rows)
     return flex, logits(job, rows)
 

@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.builders.specs import TINY, spec
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.data.prepare.cache import find_dataset, pin
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir
 from train_loop.telemetry.timers import StepTimer
+from train_loop.train import save
 
 
 def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -44,8 +44,8 @@ def save_a_run_of(
         for average in run.state.ema.averages.values():
             average.mul_(0.5)
     run.state.step = 3
-    saver = Saver(session, run.journal, job.checkpoint, "sync")
-    saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
+    saver = Saver(session.access, job.checkpoint, "sync")
+    save(run, saver, {}, StepTimer())
     saver.close()
     return _weights_of(run), {name: _whole(average) for name, average in run.state.ema.averages.items()}
 

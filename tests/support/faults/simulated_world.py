@@ -18,7 +18,7 @@ from tests.support.fakes.stores import MemoryJobStore
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome, Stop
 from train_loop.spec import JobSpec, ScalingSpec
-from train_loop.spec.running import WorkerRange
+from train_loop.spec.scaling import WorkerRange
 
 CPUS = 8.0
 QUOTAS = {"small": Quota(jobs=1)}

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
 from train_loop.loop.batch import StepBatch, micro_batches, share_rows
-from train_loop.loop.build import build_sharded
+from train_loop.loop.build import build_loss
 from train_loop.loop.loss import TokenLoss
 from train_loop.loop.step import accumulate
 from train_loop.model.folder import model_shape
+from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.plan import plan_job
 from train_loop.spec import JobSpec
@@ -50,8 +51,8 @@ def weigh(rows: Rows) -> Rows:
 def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
     """Build the model of a spec on its mesh, with its weights, and its loss."""
     mesh = mesh_of(job, device)
-    sharded = build_sharded(job, plan_job(job, model_shape(job.model)), mesh)
-    return sharded.model, sharded.loss, mesh
+    sharded = build_sharded(job, mesh)
+    return sharded.model, build_loss(sharded, job, plan_job(job, model_shape(job.model))), mesh
 
 
 def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[float, Gradients]:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.manifest import find_verified
 from train_loop.errors import CheckpointError, UserError
-from train_loop.loop.build import build_sharded
 from train_loop.model.folder import model_shape
+from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import build_mesh, local_device
 from train_loop.plan import plan_job
 from train_loop.run_dir import RunDir
@@ -75,7 +75,7 @@ def load_model(run_dir: RunDir, step: int) -> PreTrainedModel:
     here = _at_this_size(run_dir.spec())
     plan = plan_job(here, model_shape(here.model))
     mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))
-    model = build_sharded(here, plan, mesh).model
+    model = build_sharded(here, mesh).model
     values = {"model": get_model_state_dict(model)}
     load(values, storage_reader=CheckpointReader(run_dir.checkpoint(step)))
     return model

@@ -87,7 +87,7 @@ def test_lines_written_during_a_read_are_applied_in_order(run_dir: RunDir, quiet
         progress = reader.tell(read, now=0.0).progress
         assert progress is None or progress.of == 10
     assert next(script, None) is None, "some lines are not written"
-    assert reader.tell(read, now=0.0) == LocalRunDirs().story(uri(run_dir))
+    assert reader.tell(read, now=0.0) == LocalRunDirs().summary(uri(run_dir))
 
 
 def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
@@ -104,7 +104,7 @@ def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
 
         with suppress(OSError):
             reader.tell(read, now=0.0)
-    assert reader.last.story == LocalRunDirs().story(uri(run_dir))
+    assert reader.last.summary == LocalRunDirs().summary(uri(run_dir))
 
 
 def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:

@@ -105,7 +105,7 @@ def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(s
     missing = missing_places(service.get(job.id).size, service.cluster.nodes_total)
     service.event(job.id, "waiting_for_capacity", missing=missing, left=["node3"], since=3723.0)
     reconciler.run_once()
-    waits = service.jobs.get(job.id).waits_for
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
     assert waits is not None
     assert waits.message == f"waits since 01:02:03 UTC for {shown}"
 
@@ -117,7 +117,7 @@ def test_recovering_job_on_nodes_of_unknown_size_names_missing_resources(service
     lost = service.get(job.id)
     service.cluster.total, service.cluster.nodes_total = {"CPU": 1.0}, ()
     reconciler.run_once()
-    waits = service.jobs.get(job.id).waits_for
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
     assert waits is not None
     assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU (the cluster has 1)")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()

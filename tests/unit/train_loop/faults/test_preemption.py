@@ -9,7 +9,6 @@ from train_loop.data.stream.local import local_stream
 from train_loop.faults.preemption import PreemptionWatch
 from train_loop.loop.session import Preemption, Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.telemetry.event_log import EventLog
 
 DEADLINE = 1030.0
 
@@ -36,13 +35,12 @@ def world(tmp_path: Path) -> World:
 def noticed(world: World) -> PreemptionWatch:
     watch = world.watch()
     world.notice = Preemption((2, 3), DEADLINE)
-    assert watch.sees_news(EventLog(world.session.run_dir.attempt(1)))
+    assert watch.sees_news()
     return watch
 
 
 def test_notice_is_reported_once_as_an_event(world: World) -> None:
-    watch, journal = noticed(world), EventLog(world.session.run_dir.attempt(1))
-    assert not watch.sees_news(journal)
+    assert not noticed(world).sees_news()
     (event,) = read_lines(world.session.run_dir.attempt(1).events)
     assert (event["event"], event["ranks"], event["deadline"]) == ("preemption_notice", [2, 3], DEADLINE)
 
@@ -80,6 +78,6 @@ def test_run_without_capacity_saves_once_before_the_deadline(world: World, step:
 def test_run_with_a_notice_without_a_deadline_saves_once(world: World) -> None:
     watch = world.watch()
     world.notice = Preemption((2,), None)
-    watch.sees_news(EventLog(world.session.run_dir.attempt(1)))
+    watch.sees_news()
     world.now = 500.0
     assert not watch.wants_last_save()

@@ -1,40 +1,10 @@
-"""`checkpoint:`, `scaling:` and `failure:` the checkpoints, the size and the retries of a run."""
+"""`scaling:` the number of workers, and their resources."""
 
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from train_loop.spec.base import SpecModel
-
-
-class KeepBestSpec(SpecModel):
-    """The metric that selects the best checkpoint."""
-
-    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"] = Field(
-        description="metric to compare; eval_loss and eval_perplexity need training.eval_steps"
-    )
-    mode: Literal["min", "max"] = Field(description="whether the smallest or the largest value is best")
-
-
-class CheckpointSpec(SpecModel):
-    """The schedule of checkpoints, and the number of checkpoints to keep."""
-
-    every_steps: int | None = Field(
-        default=100, ge=1, description="optimizer steps between checkpoints; null: not by steps"
-    )
-    every_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="seconds between checkpoints, from the previous one of any kind; null: not by time",
-    )
-    keep_last: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
-    keep_best: KeepBestSpec | None = Field(
-        default=None,
-        description="keep the best checkpoint, too, among those with the metric; loss is the mean over logging_steps",
-    )
-    save_final: bool = Field(default=True, description="save a checkpoint after the last step")
-    max_consecutive_failures: int = Field(default=3, ge=1, description="consecutive failed saves that end the attempt")
-
 
 MOST_WORKERS = 4096
 
@@ -90,25 +60,3 @@ class ScalingSpec(SpecModel):
     def at(self, workers: int) -> "ScalingSpec":
         """Return a copy with a chosen number of workers."""
         return self.model_copy(update={"num_workers": workers})
-
-
-class FailureSpec(SpecModel):
-    """The limits on the failures of a run before the job fails."""
-
-    max_failures: int = Field(default=3, ge=0, description="maximum restarts of the worker group in one attempt")
-    max_attempts: int = Field(
-        default=3,
-        ge=1,
-        description="maximum consecutive failed attempts (Ray submissions), counted since the last checkpoint",
-    )
-    spare_workers: bool = Field(
-        default=True,
-        description="keep a standby process per worker with all imports done, about 0.5 GB of memory; it restarts "
-        "in seconds",
-    )
-    hang_timeout_seconds: float = Field(
-        default=1800.0,
-        ge=1,
-        description="seconds without a finished step before the stacks of all ranks are written and the workers, "
-        "then the attempt, are restarted",
-    )

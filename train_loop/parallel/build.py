@@ -1,0 +1,44 @@
+"""A model with its weights, sharded over the mesh."""
+
+import copy
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from train_loop.model.attention import apply_attention
+from train_loop.model.build import build_model
+from train_loop.model.freeze import freeze
+from train_loop.model.load import give_weights
+from train_loop.model.probe import check_attention, check_head, check_positions, probe
+from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.shard import parallelize, place_buffers
+from train_loop.spec import JobSpec
+from train_loop.telemetry.timers import ComputeTimer
+
+
+class ShardedModel(NamedTuple):
+    """A model with loaded weights, sharded over the mesh."""
+
+    model: PreTrainedModel
+    timer: ComputeTimer
+    """Timer of its computation."""
+    head_is_last: bool
+    """True if the head is the model's last operation, so that the loss can be computed inside of it."""
+
+
+def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
+    """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
+    model = build_model(spec.model)
+    seen = probe(model)
+    check_attention(seen, spec)
+    check_head(seen, spec)
+    check_positions(seen, spec)
+    apply_attention(model, spec, mesh.device)
+    freeze(model, spec.model.freeze_module_prefix)
+    blueprint = copy.deepcopy(model)
+    timer = parallelize(model, mesh, spec)
+    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
+    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
+    place_buffers(model, mesh.device)
+    return ShardedModel(model, timer, seen.head_is_last)
