@@ -17,7 +17,7 @@ from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
 from tests.support.builders.checkpoints import checkpoint
-from tests.support.clients.described import ANSWERS, EXAMPLES, Examples
+from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
 from tests.support.fakes.service import FakeService, raw_spec, spec_body
 from tests.support.servers.live import LiveService
 from tests.support.waiting import wait_for
