@@ -19,7 +19,7 @@ from tests.support.fakes.service import a_job
 from tests.support.faults.replica import CPUS, LEASE
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 JOBS = 80
 SEED = 6
 
