@@ -45,6 +45,7 @@ def test_elastic_job_shrinks_and_grows_with_the_cluster(cluster: Cluster, tmp_pa
             "TRAINSHED_RESIZE_SECONDS": "1",
             "RAY_AUTH_MODE": "disabled",
         },
+        quick=True,
     )
     service.start()
     try:
