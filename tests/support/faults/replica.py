@@ -21,7 +21,7 @@ from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from train_loop.plan import Capacity
 
 LEASE = 1.0
-CPUS = 40.0
+CPUS = 24.0
 
 
 class FileCluster:

@@ -1,4 +1,4 @@
-"""Two replicas on one Postgres, killed and frozen during 200 jobs: no job is lost or submitted twice."""
+"""Two replicas on one Postgres, killed and frozen during 80 jobs: no job is lost or submitted twice."""
 
 import random
 import signal
@@ -19,8 +19,8 @@ from tests.support.fakes.service import a_job
 from tests.support.faults.replica import CPUS, LEASE
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
-pytestmark = pytest.mark.timeout(240)
-JOBS = 200
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+JOBS = 80
 SEED = 6
 
 
