@@ -3,7 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
-TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# The longest files are first, so that no process works on one of them after the others have ended.
+LONG := tests/api/requests/test_description.py tests/e2e/test_jobs.py tests/hosts/test_faults.py
+long_first = $(filter $(LONG),$(1)) $(filter-out $(LONG),$(1))
+# Some files mostly wait: three at a time keep two cores busy.
+FAST := -n 3 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
+	tests/unit tests/contract tests/kubernetes
+RANKS := -n 2 $(BY_FILE) tests/distributed
+RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 .PHONY: setup demo test test-fast hosts images bench serve client check format docs docs-serve
@@ -21,15 +29,16 @@ demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
 
-# Without Ray and without ranks; searches try a tenth of their seeds.
+# Without Ray, ranks and the slowest tests; searches try a tenth of their seeds.
 test-fast: $(INSTALLED)
-	QUICK=1 $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/contract tests/api tests/kubernetes
+	QUICK=1 $(BIN)/python -m pytest -m "not slow" $(FAST)
 
-# Two files at a time, but for those that start real Ray, which takes all cores, and the one that compares times of ranks.
+# The file that compares times of ranks runs alone.
 test: $(INSTALLED)
-	@failed=0; $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/contract tests/api tests/kubernetes || failed=1; \
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/distributed --ignore $(TIMED) || failed=1; \
-	$(BIN)/python -m pytest $(TIMED) tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
+	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
+	$(BIN)/python -m pytest $(RANKS) --ignore $(TIMED) || failed=1; \
+	$(BIN)/python -m pytest $(RAY) || failed=1; \
+	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)

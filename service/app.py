@@ -1,287 +1,196 @@
 """Composition root: `create_app(settings)` connects the ports to their adapters."""
 
 import hashlib
-import os
 import random
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
 from fastapi import FastAPI
 from ulid import ULID
 
-from service.adapters.helpers.checkpoints import HelperTools
-from service.adapters.helpers.preflight import HelperPreflight
-from service.adapters.helpers.preflight import Limits as PreflightLimits
-from service.adapters.http_sender import HttpSender
-from service.adapters.keys import ensure_key, read_key
+from service.adapters.helper_processes.checkpoints import HelperTools
+from service.adapters.key_files import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
-from service.adapters.prometheus import PrometheusWatch
-from service.adapters.ray.embedded import EmbeddedRay
-from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.adapters.ray.probe import RayProbe
-from service.adapters.secret_box import SecretBox
-from service.adapters.sql.access import SqlKeyStore
-from service.adapters.sql.counts import SqlJobCounts
-from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.queries import SqlJobCounts
 from service.adapters.sql.sealing import seal_secrets
-from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.probe import RunsProbe
-from service.adapters.storage.roots import StorageRoots
-from service.adapters.storage.run_dirs import LocalRunDirs
-from service.adapters.traces import AppTraces, open_traces
+from service.api.authentication import Guard
 from service.api.build import Parts, build_api
-from service.api.guard import Guard
+from service.backends import Backends, build_backends
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.jobs.decide import Retry
-from service.domain.queue.snapshot import QueueSnapshot
-from service.lifecycle.connections import max_connections
+from service.lifecycle.connection_limits import max_connections
 from service.lifecycle.lifespan import Background, Part, looping
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup
-from service.ports import JobQuery, KeyStore
+from service.ports import KeyStore
 from service.use_cases.access.access import Access, Tokens
 from service.use_cases.access.rate_limits import Kind, Limits, Rates
 from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.jobs.submit import Submitter
 from service.use_cases.metrics import ServiceMetrics
-from service.use_cases.webhooks.deliver import Deliverer
+from service.use_cases.webhooks.delivery_loop import Deliverer
 from service.use_cases.webhooks.webhooks import Webhooks
-from train_loop.plan import AUTOSCALED_VARIABLE
-from train_loop.run_dir import (
-    CACHE_VARIABLE,
-    SERVICE_VERSION_VARIABLE,
-    SINKS_VARIABLE,
-    STORAGE_SECONDS_VARIABLE,
-    format_sinks,
-    own_version,
-    versions_here,
-)
+from train_loop.run_dir import versions_here
 
 log = structlog.get_logger(__name__)
 _MORE_SECONDS = 2.0
 """Time in addition to TRAINSHED_STOP_SECONDS, for the last pass over jobs that did not save."""
 
 
-@dataclass(frozen=True)
-class _World:
-    """The adapters of this service."""
-
-    database: Database
-    store: SqlJobStore
-    keys: SqlKeyStore
-    roots: StorageRoots
-    guard: StorageGuard
-    run_dirs: GuardedRunDirs
-    own_run_dirs: GuardedRunDirs
-    """The run directories as the reconciler uses them."""
-    preflight: HelperPreflight
-    embedded: EmbeddedRay | None
-    cluster: RayJobs
-    board: QueueSnapshot
-    watch: PrometheusWatch
-    traces: AppTraces
-    sender: HttpSender
-    box: SecretBox
-
-
 def create_app(settings: Settings) -> FastAPI:
     """Return the service as an ASGI app. It runs the reconciler and, without TRAINSHED_RAY_ADDRESS, Ray."""
     settings.make_home()
-    world = _world(settings)
-    leaving = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
-    opening = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
-    once_open = list(_parts_once_open(settings, world, leaving))
-    ledger = CheckpointActions(
-        _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
+    backends = build_backends(settings)
+    shutdown = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if backends.embedded is not None else 0.0)
+    startup = DatabaseStartup(partial(_open, settings, backends), retry_seconds=settings.database_seconds)
+    background = Background(
+        parts=list(_parts(backends)),
+        with_database=list(_parts_with_database(settings, backends, shutdown)),
+        startup=startup,
+        shutdown=shutdown,
     )
+    submitter = _submitter(settings, backends)
     app = build_api(
         Parts(
-            ledger,
-            _guard(settings, world.keys),
-            _watching(world),
-            _webhooks(settings, world),
-            _doctor(settings, world),
+            submitter=submitter,
+            checkpoints=_checkpoints(settings, backends, submitter.jobs),
+            guard=_guard(settings, backends.keys),
+            service_metrics=_service_metrics(backends),
+            webhooks=_webhooks(settings, backends),
+            doctor=_doctor(settings, backends),
             hosts=(settings.host, *settings.allowed_hosts),
-            lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
-            opening=opening,
-            leaving=leaving,
+            lifespan=background.lifespan,
+            startup=startup,
+            shutdown=shutdown,
             checks=settings.preflight_checks,
         )
     )
-    world.traces.instrument(app)
+    backends.traces.instrument(app)
     return app
 
 
-def _world(settings: Settings) -> _World:
-    database, embedded = Database(settings.database, seconds=settings.database_call_seconds), _embedded(settings)
-    store = SqlJobStore(database.engine)
-    roots = StorageRoots(settings.roots_file, used=partial(_has_run_below, store))
-    run_dirs, guard = LocalRunDirs(roots), StorageGuard(partial(roots.check, max_age=0.0))
-    return _World(
-        database=database,
-        store=store,
-        keys=SqlKeyStore(database.engine),
-        roots=roots,
-        guard=guard,
-        run_dirs=GuardedRunDirs(run_dirs, guard),
-        own_run_dirs=GuardedRunDirs(run_dirs, guard, inline=True),
-        preflight=HelperPreflight(read_policy=settings.read_policy, limits=_preflight_limits(settings)),
-        embedded=embedded,
-        cluster=_cluster(settings, embedded),
-        board=QueueSnapshot(),
-        watch=PrometheusWatch(own_version()),
-        traces=open_traces(os.environ),
-        sender=HttpSender(settings.receivers),
-        box=SecretBox(),
-    )
-
-
-def _preflight_limits(settings: Settings) -> PreflightLimits:
-    return PreflightLimits(settings.preflight_seconds, settings.preflight_cpu_seconds, settings.preflight_memory_bytes)
-
-
-def _open(settings: Settings, world: _World) -> None:
+def _open(settings: Settings, backends: Backends) -> None:
     """Migrate the database, and encrypt the secrets in it with the current key.
 
     Raises DatabaseUnreachable, DatabaseUnusable, KeyUnusable, SecretsUnreadable.
     """
-    world.database.bring_up_to_date()
+    backends.database.bring_up_to_date()
     keys = [key.get_secret_value() for key in settings.secret_key]
-    seal_secrets(world.database, world.box, keys, settings.secret_key_file)
-    if not world.box.encrypts:
+    seal_secrets(backends.database, backends.box, keys, settings.secret_key_file)
+    if not backends.box.encrypts:
         log.warning("webhook_secrets_are_plain", remedy="set TRAINSHED_SECRET_KEY: openssl rand -hex 32")
 
 
-def _begin_root(root: str, world: _World) -> None:
+def _begin_root(root: str, backends: Backends) -> None:
     """Create the storage root and its marker once, in a thread because storage may hang."""
 
     def begin() -> None:
         try:
-            world.guard.call(root, lambda: world.roots.open(root), seconds=60.0)
+            backends.guard.call(root, lambda: backends.roots.open(root), seconds=60.0)
         except Exception as error:
             log.warning("storage_root_not_opened", root=root, error=str(error))
 
     threading.Thread(target=begin, name="storage root", daemon=True).start()
 
 
-def _has_run_below(store: SqlJobStore, root: str) -> bool:
-    newest = store.page(JobQuery(limit=50))
-    return any(job.attempts and job.run_dir.startswith(f"{root.rstrip('/')}/") for job in newest)
-
-
-def _jobs(settings: Settings, world: _World) -> Jobs:
-    return Jobs(
-        store=world.store,
-        cluster=world.cluster,
-        run_dirs=world.run_dirs,
-        preflight=world.preflight,
-        board=world.board,
-        default_root=settings.default_root,
-        grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
+def _submitter(settings: Settings, backends: Backends) -> Submitter:
+    jobs = Jobs(
+        store=backends.store,
+        cluster=backends.cluster,
+        run_dirs=backends.run_dirs,
+        preflight=backends.preflight,
+        queue=backends.queue,
+        grace=Grace(cancel=settings.cancel_grace_seconds, pause=settings.pause_grace_seconds),
         clock=time.time,
-        new_id=lambda: f"job-{_new_number()}",
+    )
+    return Submitter(jobs, settings.default_root, new_id=lambda: f"job-{_new_number()}")
+
+
+def _checkpoints(settings: Settings, backends: Backends, jobs: Jobs) -> CheckpointActions:
+    return CheckpointActions(
+        jobs=jobs,
+        run_dirs=backends.run_dirs,
+        tools=HelperTools(timeout=settings.verify_seconds),
+        audit=backends.keys,
+        clock=time.time,
     )
 
 
-def _watching(world: _World) -> ServiceMetrics:
-    counts = SqlJobCounts(world.database.engine)
-    return ServiceMetrics(counts, world.store, world.run_dirs, world.watch, time.time, world.board)
+def _service_metrics(backends: Backends) -> ServiceMetrics:
+    return ServiceMetrics(
+        counts=SqlJobCounts(backends.database.engine),
+        store=backends.store,
+        run_dirs=backends.run_dirs,
+        metrics=backends.metrics,
+        clock=time.time,
+        queue=backends.queue,
+    )
 
 
-def _parts(world: _World) -> Iterator[Part]:
+def _parts(backends: Backends) -> Iterator[Part]:
     """Return the background parts in start order; they stop in reverse order."""
     # One second: a collector that does not answer must not delay the shutdown.
-    yield Part("traces", _nothing, world.traces.close, seconds=1.0)
-    yield Part("database", _nothing, world.database.close, seconds=1.0)
+    yield Part("traces", _nothing, backends.traces.close, seconds=1.0)
+    yield Part("database", _nothing, backends.database.close, seconds=1.0)
     # The helper takes seconds to start: starting it now shortens the wait of the first submit.
-    yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
-    if world.embedded is not None:
-        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=3.0)
+    yield Part("preflight", backends.preflight.start, backends.preflight.stop, seconds=1.0)
+    if backends.embedded is not None:
+        yield Part("embedded Ray", backends.embedded.start, backends.embedded.stop, seconds=3.0)
 
 
-def _parts_once_open(settings: Settings, world: _World, leaving: Shutdown) -> Iterator[Part]:
+def _parts_with_database(settings: Settings, backends: Backends, shutdown: Shutdown) -> Iterator[Part]:
     """Return the background parts that need the database, in start order."""
-    yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
+    yield Part("storage root", partial(_begin_root, settings.default_root, backends), _nothing, seconds=1.0)
     # Stopped after the parts that use leases, so that another service takes over at once.
-    yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
-    reconciler = _reconciler(settings, world)
-    if world.embedded is not None:
+    yield Part("leases", _nothing, partial(backends.store.give_up_leases, _owner(settings)), seconds=1.0)
+    reconciler = _reconciler(settings, backends)
+    if backends.embedded is not None:
         # Stopped after the reconciler and before Ray, whose end kills all jobs.
         stop = partial(reconciler.stop_jobs, seconds=settings.stop_seconds)
         yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds + _MORE_SECONDS)
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
-    yield looping("reconciler", run, leaving, seconds=1.5)
+    yield looping("reconciler", run, shutdown, seconds=1.5)
     deliverer = Deliverer(
-        SqlOutbox(world.database.engine, world.box), world.sender, time.time, random.random, _owner(settings)
+        outbox=SqlOutbox(backends.database.engine, backends.box),
+        sender=backends.sender,
+        clock=time.time,
+        jitter=random.random,
+        owner=_owner(settings),
     )
     yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)
 
 
-def _webhooks(settings: Settings, world: _World) -> Webhooks:
-    store = SqlWebhookStore(world.database.engine, world.box)
-    return Webhooks(store, world.sender, settings.receivers, time.time, _new_number)
-
-
-def _reconciler(settings: Settings, world: _World) -> Reconciler:
-    return Reconciler(
-        world.store,
-        world.cluster,
-        world.own_run_dirs,
-        time.time,
-        _owner(settings),
-        _pace(settings),
-        settings.rules,
-        world.board,
-        watch=world.watch,
-        traces=world.traces,
+def _webhooks(settings: Settings, backends: Backends) -> Webhooks:
+    store = SqlWebhookStore(backends.database.engine, backends.box)
+    return Webhooks(
+        store=store, sender=backends.sender, allowed=settings.receivers, clock=time.time, new_id=_new_number
     )
 
 
-def _embedded(settings: Settings) -> EmbeddedRay | None:
-    if settings.ray_address is not None:
-        return None
-    return EmbeddedRay(settings.home, cpus=settings.ray_cpus, object_store_bytes=settings.ray_object_store_bytes)
-
-
-def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
-    told = {
-        SINKS_VARIABLE: format_sinks(settings.sinks),
-        STORAGE_SECONDS_VARIABLE: f"{settings.storage_seconds:g}",
-        SERVICE_VERSION_VARIABLE: own_version(),
-    }
-    if settings.cache is not None:
-        told[CACHE_VARIABLE] = settings.cache
-    if embedded is not None:
-        return RayJobs(
-            embedded.address,
-            python=sys.executable,
-            shown_at=settings.dashboard_url,
-            environment=told,
-            read_policy=settings.read_policy,
-        )
-    if settings.cluster_limit:
-        told[AUTOSCALED_VARIABLE] = "1"
-    address = RayAddress(settings.ray_address or "", token=None)
-    return RayJobs(
-        lambda: address,
-        python="python",
-        limit=settings.cluster_limit,
-        shown_at=settings.dashboard_url,
-        environment=told,
-        read_policy=settings.read_policy,
+def _reconciler(settings: Settings, backends: Backends) -> Reconciler:
+    return Reconciler(
+        store=backends.store,
+        cluster=backends.cluster,
+        run_dirs=backends.own_run_dirs,
+        clock=time.time,
+        owner=_owner(settings),
+        timings=_timings(settings),
+        rules=settings.rules,
+        queue=backends.queue,
+        metrics=backends.metrics,
+        traces=backends.traces,
     )
 
 
@@ -289,8 +198,15 @@ def _guard(settings: Settings, keys: KeyStore) -> Guard:
     scraper = None
     if settings.metrics_key_file is not None:
         scraper = _sha256(read_key(settings.metrics_key_file, setting="TRAINSHED_METRICS_KEY_FILE"))
-    access = Access(keys, _sha256(_admin_key(settings)), time.time, _new_number, _tokens(settings), scraper)
-    return Guard(access, Rates(_limits(settings), time.monotonic), settings.max_body_bytes)
+    access = Access(
+        store=keys,
+        operator_sha256=_sha256(_admin_key(settings)),
+        clock=time.time,
+        new_id=_new_number,
+        tokens=_tokens(settings),
+        scraper_sha256=scraper,
+    )
+    return Guard(access, Rates(_limits(settings), time.monotonic), max_body_bytes=settings.max_body_bytes)
 
 
 def _admin_key(settings: Settings) -> str:
@@ -315,17 +231,21 @@ def _limits(settings: Settings) -> Limits:
     return Limits({kind: rate for kind, rate in rates.items() if rate is not None}, settings.streams_per_key)
 
 
-def _doctor(settings: Settings, world: _World) -> Doctor:
+def _doctor(settings: Settings, backends: Backends) -> Doctor:
     # The cluster needs to see the home only if it contains run directories.
     roots = [root for root in settings.all_roots if root != settings.default_root]
-    storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
-    probe, connections = RayProbe(world.cluster, roots=roots), (max_connections(), settings.connections)
-    return Doctor(probe, storage, versions_here(), connections=connections)
+    storage = RunsProbe(settings.default_root, roots, open_root=backends.roots.open)
+    return Doctor(
+        cluster=RayProbe(backends.cluster, roots=roots),
+        storage=storage,
+        versions=versions_here(),
+        connections=(max_connections(), settings.connections),
+    )
 
 
-def _pace(settings: Settings) -> ReconcileTimings:
-    retry = Retry(settings.retry_seconds, settings.retry_cap_seconds)
-    return ReconcileTimings(settings.lease_seconds, retry, room=settings.pause_grace_seconds)
+def _timings(settings: Settings) -> ReconcileTimings:
+    retry = Retry(base=settings.retry_seconds, cap=settings.retry_cap_seconds)
+    return ReconcileTimings(lease=settings.lease_seconds, retry=retry, stop_seconds=settings.pause_grace_seconds)
 
 
 def _owner(settings: Settings) -> str:

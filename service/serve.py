@@ -17,7 +17,14 @@ from service.config.environment import BadSettings, read_settings, unknown_varia
 from service.config.logs import configure_logs
 from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
-from service.lifecycle.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
+from service.lifecycle.connection_limits import (
+    BACKLOG,
+    Limits,
+    bounded,
+    max_connections,
+    parse_proxies,
+    raise_open_files,
+)
 from service.lifecycle.locks import locked
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup
@@ -60,8 +67,8 @@ def _serve(settings: Settings) -> None:
         server.run()
     finally:
         settings.address_file.unlink(missing_ok=True)
-    if server.opening.hopeless is not None:
-        raise server.opening.hopeless
+    if server.database_startup.hopeless is not None:
+        raise server.database_startup.hopeless
 
 
 class _Server(uvicorn.Server):
@@ -83,20 +90,20 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._settings = settings
-        self._leaving: Shutdown = app.state.leaving
-        self.opening: DatabaseStartup = app.state.opening
+        self._shutdown: Shutdown = app.state.shutdown
+        self.database_startup: DatabaseStartup = app.state.startup
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; streams end, and clients reconnect with the id of their last line."""
         if self.should_exit:
-            self._leaving.end_now(128 + sig, "second stop signal")
-        self._leaving.begin()
+            self._shutdown.end_now(128 + sig, "second stop signal")
+        self._shutdown.begin()
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to stop the server, also if the database can never be opened."""
-        if self.opening.hopeless is not None:
-            self._leaving.begin()
+        if self.database_startup.hopeless is not None:
+            self._shutdown.begin()
             return True
         return await super().on_tick(counter)
 

@@ -85,7 +85,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         agreed = agree(batch, clock, mine, run.mesh, run.ordered)
         stop = agreed.stop
         if agreed.trouble:
-            saver.raise_trouble()
+            saver.raise_fatal()
         if stop is not None:
             break
 
@@ -128,7 +128,7 @@ def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch,
     first = dist.get_rank() == 0
     stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
     save = first and (times.overdue or watch.wants_last_save())
-    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.in_trouble)
+    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.failed_fatally)
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:

@@ -36,7 +36,7 @@ def _histogram(one: Series, buckets: Sequence[float], registry: CollectorRegistr
     return Histogram(one.full_name, one.help, one.labels, buckets=buckets, registry=registry)
 
 
-class PrometheusWatch:
+class PrometheusMetrics:
     """A Watch that records Prometheus metrics. Threads may share it."""
 
     def __init__(self, version: str = "unknown") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cryptography.fernet import Fernet, InvalidToken
 
-from service.adapters.keys import check_mode
+from service.adapters.key_files import check_mode
 from service.errors import KeyUnusable, SecretsUnreadable
 
 _SEALED = "fernet:"

@@ -7,27 +7,28 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api.fair_share import Checks, FairSlots
+from service.api.authentication import Guard
+from service.api.concurrency_limits import Checks, FairSlots
 from service.api.group_commit import GroupCommit
-from service.api.guard import Guard, HostCheck, RequestIds
+from service.api.middleware import HostCheck, RequestIds, RequestMetrics
 from service.api.openapi import OpenApiApp, operation_id
 from service.api.problems import install_problems
 from service.api.readiness import DatabaseProbe, ReadinessGate
 from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, schemas, usage, webhooks
-from service.api.routes.metrics import Observed
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup, opened
 from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.submit import Submitter
 from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.runs.streams import ReadCache
 from service.use_cases.webhooks.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_VERIFYING = 4
+_SLOW_READS = 4
 """Maximum number of concurrent checkpoint verifications and run audits; further ones wait."""
-_TRIALS = 8
+_WEBHOOK_TESTS = 8
 """Maximum number of concurrent webhook tests; further ones wait."""
 
 
@@ -35,16 +36,17 @@ _TRIALS = 8
 class Parts:
     """The components of the HTTP side."""
 
-    ledger: CheckpointActions
+    submitter: Submitter
+    checkpoints: CheckpointActions
     guard: Guard
-    watching: ServiceMetrics
+    service_metrics: ServiceMetrics
     webhooks: Webhooks
     doctor: Doctor
     hosts: Sequence[str] = ()
     """Allowed Host header names, in addition to those of loopback."""
     lifespan: Lifespan | None = None
-    opening: DatabaseStartup = field(default_factory=opened)
-    leaving: Shutdown = field(default_factory=Shutdown)
+    startup: DatabaseStartup = field(default_factory=opened)
+    shutdown: Shutdown = field(default_factory=Shutdown)
     checks: int = 32
     """Maximum number of specs checked concurrently; further ones wait."""
 
@@ -60,9 +62,9 @@ def build_api(parts: Parts) -> FastAPI:
         separate_input_output_schemas=False,
     )
     put_state(app, parts)
-    app.add_middleware(ReadinessGate, opening=parts.opening)
+    app.add_middleware(ReadinessGate, startup=parts.startup)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
-    app.add_middleware(Observed, watch=parts.watching.watch)
+    app.add_middleware(RequestMetrics, metrics=parts.service_metrics.metrics)
     app.add_middleware(RequestIds)
     install_problems(app)
     for module in (health, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
@@ -72,14 +74,14 @@ def build_api(parts: Parts) -> FastAPI:
 
 def put_state(app: FastAPI, parts: Parts) -> None:
     """Set the objects that handlers read from `request.app.state`."""
-    ledger, guard = parts.ledger, parts.guard
-    app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
+    actions, guard = parts.checkpoints, parts.guard
+    app.state.jobs, app.state.run_dirs, app.state.checkpoints = actions.jobs, actions.run_dirs, actions
     app.state.guard, app.state.access = guard, guard.access
-    app.state.watching = parts.watching
-    app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, ReadCache()
-    app.state.pulse = DatabaseProbe(ledger.jobs.store.ping)
+    app.state.service_metrics = parts.service_metrics
+    app.state.shutdown, app.state.startup, app.state.read_cache = parts.shutdown, parts.startup, ReadCache()
+    app.state.database_probe = DatabaseProbe(actions.jobs.store.ping)
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
-    app.state.known = GroupCommit(ledger.jobs.submit_known)
-    app.state.verifying = CapacityLimiter(_VERIFYING)
-    app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)
+    app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
+    app.state.slow_reads = CapacityLimiter(_SLOW_READS)
+    app.state.webhooks, app.state.webhook_tests = parts.webhooks, CapacityLimiter(_WEBHOOK_TESTS)

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 def job_out(view: JobView, *, now: float) -> JobOut:
     """Return a job with its state, progress and cost."""
-    job, story, used = view.job, view.story, usage_of(view.job, until=now)
+    job, summary, used = view.job, view.summary, usage_of(view.job, until=now)
     return JobOut(
         id=job.id,
         name=job.spec.name,
@@ -73,9 +73,9 @@ def job_out(view: JobView, *, now: float) -> JobOut:
         parent=LineageOut(job=job.parent.job, step=job.parent.step) if job.parent else None,
         attempt=len(job.attempts),
         attempts=tuple(map(_attempt, job.attempts)),
-        restarts=story.restarts,
+        restarts=summary.restarts,
         progress=_progress(view, now),
-        lost_work=LostWork(steps=story.lost_steps, hours=round(story.lost_seconds / 3600, 4)),
+        lost_work=LostWork(steps=summary.lost_steps, hours=round(summary.lost_seconds / 3600, 4)),
         worker_hours=round(used.worker_hours, 4),
         cpu_hours=round(used.cpu_hours, 4),
         gpu_hours=round(used.gpu_hours, 4),
@@ -105,7 +105,7 @@ def _reason(reason: Reason | None) -> ReasonOut | None:
 def _progress(view: JobView, now: float) -> ProgressOut:
     """Combine the progress in the run directory with the position in the queue."""
     parent = view.job.parent
-    done = view.story.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
+    done = view.summary.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
     return ProgressOut(
         step=done.step,
         of=done.of,
@@ -124,7 +124,7 @@ def _progress(view: JobView, now: float) -> ProgressOut:
 def _goodput(view: JobView, now: float) -> float | None:
     started = view.job.started_at
     wall = (view.job.finished_at or now) - started if started is not None else 0.0
-    return round(min(view.story.productive_seconds / wall, 1.0), 4) if wall > 0 else None
+    return round(min(view.summary.productive_seconds / wall, 1.0), 4) if wall > 0 else None
 
 
 def plan_out(view: PlanView) -> PlanOut:
@@ -224,19 +224,19 @@ def key_out(key: Key, caller: Principal) -> KeyOut:
     )
 
 
-def deed_out(number: int, deed: AuditEntry) -> DeedOut:
+def audit_entry_out(number: int, entry: AuditEntry) -> DeedOut:
     """Return an entry of the audit log."""
     return DeedOut(
         number=number,
-        time=_time(deed.time),
-        key_id=deed.caller.id,
-        key_name=deed.caller.name,
-        request_id=deed.caller.request_id,
-        action=deed.action,
-        project=deed.project,
-        target=deed.target,
-        before=dict(deed.before),
-        after=dict(deed.after),
+        time=_time(entry.time),
+        key_id=entry.caller.id,
+        key_name=entry.caller.name,
+        request_id=entry.caller.request_id,
+        action=entry.action,
+        project=entry.project,
+        target=entry.target,
+        before=dict(entry.before),
+        after=dict(entry.after),
     )
 
 

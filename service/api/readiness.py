@@ -22,13 +22,13 @@ _PATIENCE_SECONDS = 2.0
 class ReadinessGate:
     """Middleware that rejects requests while the database is not open, except for the health endpoints (ASGI)."""
 
-    def __init__(self, app: ASGIApp, *, opening: DatabaseStartup) -> None:
+    def __init__(self, app: ASGIApp, *, startup: DatabaseStartup) -> None:
         self.app = app
-        self.opening = opening
+        self.startup = startup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or answer it with the reason why the database is not open."""
-        if self.opening.trouble is None or scope["type"] != "http" or scope["path"] in _HEALTH:
+        if self.startup.trouble is None or scope["type"] != "http" or scope["path"] in _HEALTH:
             await self.app(scope, receive, send)
             return
         if (trouble := await self._trouble()) is None:
@@ -40,9 +40,9 @@ class ReadinessGate:
     async def _trouble(self) -> ServiceError | None:
         """Return why the database is not open, or None. During a migration, wait for up to `_HOLD_SECONDS` first."""
         end = time.monotonic() + _HOLD_SECONDS
-        while isinstance(self.opening.trouble, Migrating) and time.monotonic() < end:
+        while isinstance(self.startup.trouble, Migrating) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_SECONDS)
-        return self.opening.trouble
+        return self.startup.trouble
 
 
 class DatabaseProbe:
@@ -52,7 +52,7 @@ class DatabaseProbe:
         self._ping = ping
         self._asked: Future[None] | None = None
 
-    async def beats(self) -> bool:
+    async def is_up(self) -> bool:
         """Return True if the database is usable now. Concurrent callers share one ping."""
         return await self.trouble() is None
 

@@ -10,8 +10,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.sse import EventSourceResponse, format_sse_event
 
-from service.api.guard import guard_of
+from service.api.authentication import CallerIs, guard_of
 from service.api.routes.jobs import UseCases
+from service.domain.access.roles import Principal
 from service.errors import JobNotFound
 from service.ports import Cursor, LogLine, LogOffset, Metrics
 from service.use_cases.jobs.jobs import Jobs
@@ -34,6 +35,7 @@ class Sender:
     """A factory of the streams of one request."""
 
     request: Request
+    caller: Principal
     jobs: Jobs
 
     @property
@@ -51,21 +53,21 @@ class Sender:
         return self._answer(str(cursor), _behind(entries, cursor))
 
     def _answer(self, begin: str, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
-        parts = _counted(_send(begin, messages), self.request.app.state.watching.watch)
+        parts = _counted(_send(begin, messages), self.request.app.state.service_metrics.metrics)
         return EventSourceResponse(parts, headers=_UNBUFFERED)
 
     def _follow(self, reader: Reader, place: LogOffset, job_id: str) -> AsyncIterator[LogLine | Signal]:
-        ended = partial(_has_ended, self.jobs, job_id)
-        state, caller = self.request.app.state, self.jobs.caller
-        listener = Subscriber((caller.id, caller.until), partial(state.access.opens, caller))
-        return LogStream(reader, ended, state.leaving, listener, state.recent).follow(place)
+        ended = partial(_has_ended, self.caller, self.jobs, job_id)
+        state, caller = self.request.app.state, self.caller
+        listener = Subscriber((caller.id, caller.until), partial(state.access.is_valid, caller))
+        return LogStream(reader, ended, state.shutdown, listener, state.read_cache).follow(place)
 
 
-async def sender_of(request: Request, jobs: UseCases) -> AsyncIterator[Sender]:
+async def sender_of(request: Request, caller: CallerIs, jobs: UseCases) -> AsyncIterator[Sender]:
     """Yield the stream factory of this request. A stream counts as open until its response ends. Raises RateLimited."""
     counted = asks_for_stream(request)
-    with guard_of(request).rates.stream(jobs.caller) if counted else nullcontext():
-        yield Sender(request, jobs)
+    with guard_of(request).rates.stream(caller) if counted else nullcontext():
+        yield Sender(request, caller, jobs)
 
 
 Streams = Annotated[Sender, Depends(sender_of)]
@@ -76,9 +78,9 @@ def asks_for_stream(request: Request) -> bool:
     return "text/event-stream" in request.headers.get("accept", "")
 
 
-def _has_ended(jobs: Jobs, job_id: str) -> bool:
+def _has_ended(caller: Principal, jobs: Jobs, job_id: str) -> bool:
     try:
-        return jobs.find(job_id).state.terminal
+        return jobs.find(caller, job_id).state.terminal
     except JobNotFound:
         return True
 
@@ -106,13 +108,13 @@ def _id(place: LogOffset) -> str:
     return f"{place.attempt}.{place.offset}"
 
 
-async def _counted(parts: AsyncIterator[bytes], watch: Metrics) -> AsyncIterator[bytes]:
-    watch.followed(more=True)
+async def _counted(parts: AsyncIterator[bytes], metrics: Metrics) -> AsyncIterator[bytes]:
+    metrics.followed(more=True)
     try:
         async for part in parts:
             yield part
     finally:
-        watch.followed(more=False)
+        metrics.followed(more=False)
 
 
 async def _send(begin: str, messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:

@@ -1,7 +1,9 @@
-"""All series of /metrics; the adapter, the dashboards, the alert rules and the docs use these definitions."""
+"""All series of /metrics, and the observations that a changed job adds to them. The docs and alerts use these names."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+from service.domain.jobs.job import Job, JobState
 
 # Not `job`: Prometheus uses that label for the scraped target.
 _JOB = ("project", "job_id", "name")
@@ -65,3 +67,17 @@ PASS_SECONDS = Series("reconcile_pass_seconds", "histogram", "Duration of a reco
 LAG = Series("reconcile_lag_seconds", "gauge", "Time since the last complete reconcile pass.")
 
 ALL = tuple(value for value in dict(globals()).values() if isinstance(value, Series))
+
+
+def wait_seconds(before: Job, after: Job) -> float | None:
+    """Return the seconds that a job waited before it started; None if this change does not start it."""
+    if before.state not in (JobState.QUEUED, JobState.PAUSED) or after.state is not JobState.STARTING:
+        return None
+    # A clock that was set back must not give a negative wait.
+    return max(after.times[JobState.STARTING] - before.times.get(before.state, before.created_at), 0.0)
+
+
+def attempt_results(before: Job, after: Job) -> tuple[str, ...]:
+    """Return the results of the attempts that this change ended."""
+    over = sum(attempt.ended_at is not None for attempt in before.attempts)
+    return tuple(attempt.result or "unknown" for attempt in after.attempts[over:] if attempt.ended_at is not None)

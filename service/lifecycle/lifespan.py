@@ -25,9 +25,9 @@ class Part:
     seconds: float
 
 
-def looping(name: str, loop: Callable[[threading.Event], object], leaving: Shutdown, *, seconds: float) -> Part:
-    """Return a part that runs a loop in a thread; the loop returns once `leaving` is set."""
-    thread = threading.Thread(target=loop, args=(leaving,), name=name, daemon=True)
+def looping(name: str, loop: Callable[[threading.Event], object], shutdown: Shutdown, *, seconds: float) -> Part:
+    """Return a part that runs a loop in a thread; the loop returns once `shutdown` is set."""
+    thread = threading.Thread(target=loop, args=(shutdown,), name=name, daemon=True)
     return Part(name, thread.start, thread.join, seconds)
 
 
@@ -35,12 +35,12 @@ class Background:
     """Start and stop of the background parts: some start once the database is open; all stop in reverse."""
 
     def __init__(
-        self, parts: Sequence[Part], once_open: Sequence[Part], opening: DatabaseStartup, leaving: Shutdown
+        self, parts: Sequence[Part], with_database: Sequence[Part], startup: DatabaseStartup, shutdown: Shutdown
     ) -> None:
         self._parts = parts
-        self._once_open = once_open
-        self._opening = opening
-        self._leaving = leaving
+        self._with_database = with_database
+        self._startup = startup
+        self._shutdown = shutdown
         self._lock = threading.Lock()
         self._started = list[Part]()
 
@@ -62,22 +62,22 @@ class Background:
 
     def end(self) -> None:
         """Stop the started parts, each within its timeout."""
-        self._leaving.set()
+        self._shutdown.set()
         with self._lock:
             started = self._started[::-1]
         for part in started:
-            self._leaving.waits_for = part.name
+            self._shutdown.waits_for = part.name
             _end_in_time(part)
-        self._leaving.waits_for = "process exit"
+        self._shutdown.waits_for = "process exit"
 
     def _open(self) -> None:
-        if self._opening.run(self._leaving):
-            for part in self._once_open:
+        if self._startup.run(self._shutdown):
+            for part in self._with_database:
                 self._start(part)
 
     def _start(self, part: Part) -> None:
         with self._lock:
-            if not self._leaving.is_set():
+            if not self._shutdown.is_set():
                 part.start()
                 self._started.append(part)
 

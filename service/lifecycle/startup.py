@@ -26,19 +26,19 @@ class DatabaseStartup:
     `trouble` is the error returned to callers until the database is open. `hopeless` is set if it can never be opened.
     """
 
-    def __init__(self, prepare: Callable[[], object], *, patience: float) -> None:
+    def __init__(self, prepare: Callable[[], object], *, retry_seconds: float) -> None:
         self._prepare = prepare
-        self._patience = patience
+        self._retry_seconds = retry_seconds
         self.trouble: ServiceError | None = Migrating("the database is being migrated; retry in a few seconds")
         self.hopeless: ServiceError | None = None
 
-    def run(self, leaving: threading.Event) -> bool:
+    def run(self, shutdown: threading.Event) -> bool:
         """Open the database in the caller's thread; return whether it is open."""
         tries = Retrying(
             retry=retry_if_exception_type((DatabaseUnreachable, DatabaseFull)),
             wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
-            stop=stop_after_delay(self._patience) | stop_when_event_set(leaving),
-            sleep=sleep_using_event(leaving),
+            stop=stop_after_delay(self._retry_seconds) | stop_when_event_set(shutdown),
+            sleep=sleep_using_event(shutdown),
             before_sleep=self._tell,
             reraise=True,
         )
@@ -65,6 +65,6 @@ class DatabaseStartup:
 
 def opened() -> DatabaseStartup:
     """Return the state of a store that needs no startup."""
-    opening = DatabaseStartup(lambda: None, patience=0.0)
-    opening.run(threading.Event())
-    return opening
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
+    startup.run(threading.Event())
+    return startup

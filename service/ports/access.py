@@ -9,7 +9,7 @@ from service.domain.access.roles import AuditEntry, Key
 class KeyStore(Protocol):
     """Durable store of keys and the audit log. A change and its audit entry are stored in one transaction."""
 
-    def add(self, key: Key, deed: AuditEntry) -> None:
+    def add(self, key: Key, entry: AuditEntry) -> None:
         """Store a new key."""
 
     def get(self, key_id: str) -> Key | None:
@@ -18,13 +18,15 @@ class KeyStore(Protocol):
     def all(self) -> list[Key]:
         """Return all keys, also expired and revoked ones, newest first."""
 
-    def revoke(self, key_id: str, *, now: float, deed: AuditEntry) -> bool:
+    def revoke(self, key_id: str, *, now: float, entry: AuditEntry) -> bool:
         """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
 
-    def record(self, deed: AuditEntry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Store the audit entry of a change that is not in the database."""
 
-    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
+    def entries(
+        self, projects: frozenset[str] | None, *, after: int | None, limit: int
+    ) -> list[tuple[int, AuditEntry]]:
         """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
 
 

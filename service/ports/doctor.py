@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from service.domain.doctor.checks import ProbeReply
+from service.domain.doctor.measurements import ProbeReply
 from train_loop.run_dir import ClusterVisit
 
 

@@ -48,8 +48,8 @@ class NewJob:
     """A job to store, with its Idempotency-Key and its audit log entries."""
 
     job: Job
-    once: IdempotencyKey | None = None
-    deeds: tuple[AuditEntry, ...] = ()
+    key: IdempotencyKey | None = None
+    audit_entries: tuple[AuditEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Lease:
 class JobStore(Protocol):
     """Durable store of jobs."""
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
 
     def add(self, new: NewJob) -> bool:
@@ -73,7 +73,7 @@ class JobStore(Protocol):
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], entry: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
 
     def get(self, job_id: str) -> Job | None:
@@ -88,11 +88,11 @@ class JobStore(Protocol):
     def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """Return the usage of deleted jobs from day `first` to day `last`."""
 
-    def tickets(self) -> list[QueueEntry]:
-        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
+    def queue_entries(self) -> list[QueueEntry]:
+        """Return the entries of all jobs that hold resources of the cluster or wait for them."""
 
-    def queue_mark(self) -> Hashable:
-        """Return a value that changes whenever the result of `tickets` may change. Much faster than `tickets`."""
+    def queue_version(self) -> Hashable:
+        """Return a value that changes whenever the result of `queue_entries` may change. Much faster than that."""
 
     def lead(self, lease: Lease) -> bool:
         """Take or renew the queue's lease: only its owner decides about the queue. Return whether this owner has it."""
@@ -106,7 +106,7 @@ class JobStore(Protocol):
     def give_up_leases(self, owner: str) -> None:
         """Release all leases of this owner at once. The store discards its later changes under them."""
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, entry: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.

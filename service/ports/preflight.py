@@ -29,5 +29,5 @@ class Preflight(Protocol):
     def trouble(self) -> str | None:
         """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""
 
-    def known(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""

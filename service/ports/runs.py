@@ -4,15 +4,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pydantic import JsonValue
-
-from service.domain.jobs.decide import LatestAttempt, WorkerStatus
+from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
-
-Line = Mapping[str, JsonValue]
-"""One line of events.jsonl or metrics.jsonl. Any writer may add fields."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +80,14 @@ class RunSummary:
 
 
 EMPTY_SUMMARY = RunSummary(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
-"""Story of a run that has not started."""
+"""Summary of a run that has not started."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A story, the time at which it was read, and the error that prevents a newer one."""
+    """A summary, the time at which it was read, and the error that prevents a newer one."""
 
-    story: RunSummary
+    summary: RunSummary
     read_at: float | None
     """Time at which it was read (Unix seconds); None if it was never read."""
     error: str | None = None
@@ -176,11 +171,11 @@ class RunDirs(Protocol):
     def latest(self, run_dir: str) -> LatestAttempt:
         """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
 
-    def story(self, run_dir: str) -> RunSummary:
+    def summary(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
 
-    def known_story(self, run_dir: str) -> Reading:
-        """Return the current story, or the last one read. Does not raise while the storage is unavailable."""
+    def latest_summary(self, run_dir: str) -> Reading:
+        """Return the current summary, or the last one read. Does not raise while the storage is unavailable."""
 
     def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""
@@ -191,13 +186,13 @@ class RunDirs(Protocol):
     def newest_attempt(self, run_dir: str) -> int:
         """Return the number of the newest attempt; 1 if none has started."""
 
-    def inherit(self, run_dir: str, parent: Parent) -> bool:
+    def link_parent(self, run_dir: str, parent: Parent) -> bool:
         """Pin another run's checkpoint, and let a new run start from it. Return False if it does not exist."""
 
     def parent(self, run_dir: str) -> Parent | None:
         """Return the checkpoint of another run from which a run started; None if it started at its first step."""
 
-    def let_go(self, run_dir: str) -> None:
+    def release_parent(self, run_dir: str) -> None:
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
 
     def committed(self, run_dir: str) -> int | None:

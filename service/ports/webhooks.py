@@ -11,7 +11,7 @@ from service.ports.jobs import Lease
 class WebhookStore(Protocol):
     """Store of webhooks and their delivery log. A change and its audit entry are stored in one transaction."""
 
-    def add(self, webhook: Webhook, deed: AuditEntry) -> None:
+    def add(self, webhook: Webhook, entry: AuditEntry) -> None:
         """Store a new webhook. Raises WebhookLimit if the project has too many."""
 
     def get(self, webhook_id: str) -> Webhook | None:
@@ -20,19 +20,19 @@ class WebhookStore(Protocol):
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
         """Return the webhooks of these projects, newest first; None means all projects."""
 
-    def delete(self, webhook_id: str, deed: AuditEntry) -> bool:
+    def delete(self, webhook_id: str, entry: AuditEntry) -> bool:
         """Delete a webhook and its deliveries. Return False if it does not exist."""
 
-    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: AuditEntry) -> Webhook | None:
+    def rotate(self, webhook_id: str, secret: str, *, until: float, entry: AuditEntry) -> Webhook | None:
         """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
 
-    def enable(self, webhook_id: str, deed: AuditEntry) -> bool:
+    def enable(self, webhook_id: str, entry: AuditEntry) -> bool:
         """Enable a webhook again. Return False if it was not disabled."""
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
         """Return the deliveries of a webhook, sent or pending, newest first, with numbers below `after`."""
 
-    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: AuditEntry) -> Delivery | None:
+    def redeliver(self, webhook_id: str, number: int, *, now: float, entry: AuditEntry) -> Delivery | None:
         """Restart a delivery now. Return None if it does not exist."""
 
 

@@ -1,12 +1,15 @@
 """Use cases of a job's checkpoints: list, verify, pin, export."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from pydantic import JsonValue
 
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.job import Job
 from service.errors import CheckpointNotFound, ExportNotFound, InvalidRequest
 from service.ports import Checkpoint, CheckpointTools, KeyStore, RunDirs
+from service.use_cases.jobs.audit_entries import action_entry
 from service.use_cases.jobs.jobs import Jobs
 from train_loop.run_dir import ExportStatus, ExportWish
 from train_loop.spec import Problem
@@ -22,52 +25,49 @@ class CheckpointActions:
     audit: KeyStore
     clock: Callable[[], float]
 
-    def of(self, caller: Principal) -> "CheckpointActions":
-        """Return these use cases for another caller."""
-        return replace(self, jobs=self.jobs.of(caller))
-
-    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+    def checkpoints(self, caller: Principal, job_id: str) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
-        return self.run_dirs.checkpoints(self.jobs.find(job_id).run_dir)
+        return self.run_dirs.checkpoints(self.jobs.find(caller, job_id).run_dir)
 
-    def verify(self, job_id: str, step: int) -> list[str]:
+    def verify(self, caller: Principal, job_id: str, step: int) -> list[str]:
         """Read a whole checkpoint, and return its faults."""
-        faults = self.tools.verify(self.jobs.find(job_id, Role.EDITOR).run_dir, step)
+        faults = self.tools.verify(self.jobs.find(caller, job_id, Role.EDITOR).run_dir, step)
         if faults is None:
             raise CheckpointNotFound(job_id, step)
         return faults
 
-    def pin(self, job_id: str, step: int) -> Checkpoint:
+    def pin(self, caller: Principal, job_id: str, step: int) -> Checkpoint:
         """Exempt a checkpoint from retention."""
-        job = self._to_pin(job_id, step, pinned=True)
+        job = self._to_pin(caller, job_id, step, pinned=True)
         if not self.run_dirs.pin(job.run_dir, step):
             raise CheckpointNotFound(job_id, step)
-        return self._find(job_id, step)
+        return self._find(caller, job_id, step)
 
-    def unpin(self, job_id: str, step: int) -> Checkpoint:
+    def unpin(self, caller: Principal, job_id: str, step: int) -> Checkpoint:
         """Make a checkpoint subject to retention again."""
-        job = self._to_pin(job_id, step, pinned=False)
+        job = self._to_pin(caller, job_id, step, pinned=False)
         self.run_dirs.unpin(job.run_dir, step)
-        return self._find(job_id, step)
+        return self._find(caller, job_id, step)
 
-    def _to_pin(self, job_id: str, step: int, *, pinned: bool) -> Job:
-        job = self.jobs.find(job_id, Role.EDITOR)
-        if self._find(job_id, step).pinned != pinned:
+    def _to_pin(self, caller: Principal, job_id: str, step: int, *, pinned: bool) -> Job:
+        job = self.jobs.find(caller, job_id, Role.EDITOR)
+        if self._find(caller, job_id, step).pinned != pinned:
             # Recorded first: after a crash, the audit log may contain an undone change, but never lacks a done one.
             before, after = ({"step": step, "pinned": is_so} for is_so in (not pinned, pinned))
-            self.audit.record(self.jobs.deed("pin" if pinned else "unpin", job, before, after))
+            action = "pin" if pinned else "unpin"
+            self.audit.record(action_entry(caller, action, job, before=before, after=after, now=self.clock()))
         return job
 
-    def export(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
+    def export(self, caller: Principal, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
         """Start the export of a checkpoint as a Hugging Face folder, once; return its status.
 
         Raises InvalidRequest, Busy.
         """
-        job = self.jobs.find(job_id, Role.EDITOR)
+        job = self.jobs.find(caller, job_id, Role.EDITOR)
         status = self.run_dirs.exported(job.run_dir, step, wish, now=self.clock())
         if status is not None and status.state != "failed":
             return status
-        self._find(job_id, step)
+        self._find(caller, job_id, step)
         if wish.weights == "ema" and job.spec.training.ema_decay is None:
             raise InvalidRequest(
                 [
@@ -79,24 +79,23 @@ class CheckpointActions:
             )
         # Started before it is recorded, because the start may be refused.
         self.tools.export(job.run_dir, step, wish)
-        self.audit.record(
-            self.jobs.deed("export", job, {}, {"step": step, "dtype": wish.dtype, "weights": wish.weights})
-        )
+        after: dict[str, JsonValue] = {"step": step, "dtype": wish.dtype, "weights": wish.weights}
+        self.audit.record(action_entry(caller, "export", job, before={}, after=after, now=self.clock()))
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
             # The export has not written its status yet.
             self.run_dirs.write_export(job.run_dir, begun)
         return begun
 
-    def exported(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
+    def exported(self, caller: Principal, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
         """Return the status of an export. Raises ExportNotFound."""
-        status = self.run_dirs.exported(self.jobs.find(job_id).run_dir, step, wish, now=self.clock())
+        status = self.run_dirs.exported(self.jobs.find(caller, job_id).run_dir, step, wish, now=self.clock())
         if status is None:
             raise ExportNotFound(step)
         return status
 
-    def _find(self, job_id: str, step: int) -> Checkpoint:
-        found = next((c for c in self.checkpoints(job_id) if c.manifest.step == step), None)
+    def _find(self, caller: Principal, job_id: str, step: int) -> Checkpoint:
+        found = next((c for c in self.checkpoints(caller, job_id) if c.manifest.step == step), None)
         if found is None:
             raise CheckpointNotFound(job_id, step)
         return found

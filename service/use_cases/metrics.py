@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from service.domain.access.roles import ANY, OPERATOR, Principal, Role
+from service.domain.access.roles import ANY, Principal, Role
 from service.domain.jobs.job import Job, JobState
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import Forbidden
@@ -35,28 +35,23 @@ class ServiceMetrics:
     counts: JobCounts
     store: JobStore
     run_dirs: RunDirs
-    watch: Metrics
+    metrics: Metrics
     clock: Callable[[], float]
-    board: QueueSnapshot = field(default_factory=QueueSnapshot)
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     last: Last = field(default_factory=Last)
-    caller: Principal = OPERATOR
 
-    def of(self, caller: Principal) -> "ServiceMetrics":
-        """Return this use case for another caller."""
-        return replace(self, caller=caller)
-
-    def text(self, *, database_up: bool = True) -> bytes:
+    def text(self, caller: Principal, *, database_up: bool = True) -> bytes:
         """Return all series in Prometheus format; without a database, only the series of this process.
 
         Raises Forbidden.
         """
-        if not self.caller.may(Role.VIEWER, ANY):
+        if not caller.has_role(Role.VIEWER, ANY):
             raise Forbidden(
-                f"key {self.caller.name!r} is not a viewer of all projects, which metrics require; ask the operator "
+                f"key {caller.name!r} is not a viewer of all projects, which metrics require; ask the operator "
                 "for a key with this role (trainshed keys create NAME --role '*=viewer')"
             )
         totals = self._totals() if database_up else Totals(database_up=False)
-        return self.watch.text(replace(totals, cluster_up=not self.board.unreachable))
+        return self.metrics.text(replace(totals, cluster_up=not self.queue.unreachable))
 
     def _totals(self) -> Totals:
         with self.last.lock:
@@ -68,38 +63,38 @@ class ServiceMetrics:
     def _ask(self, now: float) -> Totals:
         # At most the newest 200 runs: reading more would take too long.
         running = self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS))
-        runs = [(job, self.run_dirs.known_story(job.run_dir).story) for job in running]
+        runs = [(job, self.run_dirs.latest_summary(job.run_dir).summary) for job in running]
         waits = bounded_oldest(self.counts.queued_since(), _MOST_PROJECTS)
         return Totals(
             bounded(self.counts.counts(), _MOST_PROJECTS),
             _goodput(runs, now),
             {project: max(now - since, 0.0) for project, since in waits.items()},
             self.counts.backlog(),
-            tuple(_run_totals(job, story, now) for job, story in runs),
+            tuple(_run_totals(job, summary, now) for job, summary in runs),
         )
 
 
 def _goodput(runs: Sequence[tuple[Job, RunSummary]], now: float) -> Mapping[str, float]:
     """Return the goodput of the running jobs by project: time of new steps / time since the start."""
     new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
-    for job, story in runs:
+    for job, summary in runs:
         if job.started_at is not None:
-            new[job.spec.project] += story.productive_seconds
+            new[job.spec.project] += summary.productive_seconds
             wall[job.spec.project] += now - job.started_at
     return {project: min(new[project] / seconds, 1.0) for project, seconds in wall.items() if seconds > 0}
 
 
-def _run_totals(job: Job, story: RunSummary, now: float) -> RunTotals:
+def _run_totals(job: Job, summary: RunSummary, now: float) -> RunTotals:
     # Time before the newest attempt does not count as missing progress.
-    began, done = job.attempt.started_at if job.attempt else now, story.progress
+    began, done = job.attempt.started_at if job.attempt else now, summary.progress
     waits_for = job.waits_for
     return RunTotals(
         project=job.spec.project,
         job=job.id,
         name=job.spec.name,
-        restarts=story.restarts,
+        restarts=summary.restarts,
         progress_age=max(now - max((done.time if done else None) or began, began), 0.0),
-        checkpoint_age=max(now - max(story.checkpoint_at or began, began), 0.0),
+        checkpoint_age=max(now - max(summary.checkpoint_at or began, began), 0.0),
         step=done.step if done else 0,
         step_seconds=done.step_seconds if done else None,
         tokens_per_second=done.tokens_per_second if done else None,

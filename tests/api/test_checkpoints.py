@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.helper_processes.checkpoints import HelperTools
 from service.errors import Busy
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.fakes.service import FakeService, spec_body

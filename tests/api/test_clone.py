@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others

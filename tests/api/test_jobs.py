@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome
@@ -184,7 +184,7 @@ def test_second_cancel_can_only_shorten_the_grace(client: TestClient, service: F
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     for grace in (50, 5, 500):
         client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": grace})
-    stop_request = service.get(job_id).wish
+    stop_request = service.get(job_id).stop_request
     assert stop_request is not None
     assert stop_request.deadline == service.clock.now + 5
 

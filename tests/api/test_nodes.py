@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.access.roles import Role
+from service.domain.access.roles import OPERATOR, Role
 from service.domain.jobs.job import Job
 from service.ports import Node
 from service.use_cases.access.access import Access
@@ -100,13 +100,13 @@ def test_viewer_sees_all_hosts_and_only_the_jobs_of_its_projects(client: TestCli
     mine = training(service, "node2", project="nlp")
     training(service, "node2", project="vision")
     access: Access = service.access
-    _, secret = access.create("viewer", {"nlp": Role.VIEWER}, None)
+    _, secret = access.create(OPERATOR, "viewer", {"nlp": Role.VIEWER}, None)
     (found,) = client.get("/nodes", headers={"Authorization": f"Bearer {secret}"}).json()["data"]
     assert (found["host"], found["jobs"]) == ("node2", [mine.id])
 
 
 def test_unreachable_cluster_returns_503_with_the_start_of_the_outage(client: TestClient, service: FakeService) -> None:
-    service.cluster.total, service.board.silent_since = None, 990.0
+    service.cluster.total, service.queue.silent_since = None, 990.0
     answer = client.get("/nodes")
     assert (answer.status_code, answer.json()["code"]) == (503, "cluster_unreachable")
     assert "has not answered since 00:16:30 UTC" in answer.json()["detail"]

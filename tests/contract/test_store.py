@@ -38,7 +38,7 @@ def test_stored_job_is_returned_unchanged(store: JobStore) -> None:
     job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
     job = replace(
         job,
-        wish=StopRequest(
+        stop_request=StopRequest(
             "pause", checkpoint=False, deadline=7.125, reason=Reason(Code.PREEMPTED, "x"), then_resume=True
         ),
         reason=reason,
@@ -240,7 +240,7 @@ def test_usage_of_deleted_jobs_is_kept_by_project_and_day(store: JobStore) -> No
 def test_tickets_reflect_every_change_of_a_long_queue(store: JobStore) -> None:
     for number in range(1100):
         store.add(NewJob(a_job(f"job-{number:04}")))
-    assert len(store.tickets()) == 1100, "more ids than one statement takes"
+    assert len(store.queue_entries()) == 1100, "more ids than one statement takes"
     first, second = store.get("job-0001"), store.get("job-0002")
     assert first is not None
     assert second is not None
@@ -248,27 +248,27 @@ def test_tickets_reflect_every_change_of_a_long_queue(store: JobStore) -> None:
     assert store.save(second.begin_attempt(now=1.0).move(JobState.STARTING, now=2.0))
     store.add(NewJob(a_job("job-2000")))
     assert store.delete(a_job("job-0003"), {})
-    found = {ticket.id: ticket for ticket in store.tickets()}
+    found = {entry.id: entry for entry in store.queue_entries()}
     assert len(found) == 1099
     assert found.keys().isdisjoint({"job-0001", "job-0003"})
     changed = store.get("job-0002")
     assert changed is not None
     assert found["job-0002"] == QueueEntry.of(changed)
-    assert {ticket.id: ticket for ticket in store.tickets()} == found
+    assert {entry.id: entry for entry in store.queue_entries()} == found
 
 
 def test_ticket_of_stored_job_equals_ticket_of_job(store: JobStore) -> None:
     job = a_job(strategy={"ulysses_size": 2})
     store.add(NewJob(job))
-    assert store.tickets() == [QueueEntry.of(job)]
-    assert store.tickets()[0].group == 2
+    assert store.queue_entries() == [QueueEntry.of(job)]
+    assert store.queue_entries()[0].group == 2
 
 
 def test_tickets_cover_queued_and_active_jobs(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
         store.add(NewJob(job))
-    assert sorted(store.tickets(), key=lambda ticket: ticket.id) == [
+    assert sorted(store.queue_entries(), key=lambda entry: entry.id) == [
         QueueEntry.of(a_job("job-1")),
         QueueEntry.of(running),
     ]
@@ -280,8 +280,8 @@ def test_tickets_include_the_ulysses_size(store: JobStore) -> None:
     strategy = job.spec.strategy.model_copy(update={"ulysses_size": 2})
     job = replace(job, spec=job.spec.model_copy(update={"strategy": strategy}))
     store.add(NewJob(job))
-    assert store.tickets() == [QueueEntry.of(job)]
-    assert store.tickets()[0].group == 2
+    assert store.queue_entries() == [QueueEntry.of(job)]
+    assert store.queue_entries()[0].group == 2
 
 
 def test_only_one_owner_leads_at_a_time(store: JobStore) -> None:

@@ -79,8 +79,10 @@ def test_invalid_spec_is_rejected_with_its_problems(tmp_path: Path) -> None:
     spec = a_spec(tmp_path / "d.parquet")
     spec["training"] |= {"max_step": 6}
     assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
-    said = (tmp_path / "run.log").read_text()
-    assert "/training/max_step: no such field" in said
+    said, lines = (tmp_path / "run.log").read_text(), (tmp_path / "run.yaml").read_text().splitlines()
+    line = lines.index("  max_step: 6") + 1
+    problem = "training.max_step: no such field; check its spelling against GET /openapi.json, or remove it"
+    assert f"{tmp_path}/run.yaml:{line}:3: {problem}\n" in said
     assert OUR_TRACEBACK not in said
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True})
+    # The agent that starts the driver needs a port of its own: another Ray on this machine may use the default.
+    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_agent_listen_port": None}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield cluster
     finally:
@@ -43,6 +45,7 @@ def test_elastic_job_shrinks_and_grows_with_the_cluster(cluster: Cluster, tmp_pa
             "TRAINSHED_RESIZE_SECONDS": "1",
             "RAY_AUTH_MODE": "disabled",
         },
+        quick=True,
     )
     service.start()
     try:

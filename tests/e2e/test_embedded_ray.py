@@ -18,7 +18,7 @@ from service.adapters.ray import head as ray_head
 from service.adapters.ray.embedded import EmbeddedRay
 from service.adapters.ray.head import FolderOpen, RayHead, read_head
 from service.adapters.ray.jobs import RayJobs
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import SubmitRequest
 from tests.support.waiting import wait_for

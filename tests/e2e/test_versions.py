@@ -18,8 +18,9 @@ from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.api.convert import delivery_out
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.fixtures.versions import make
 from tests.support.builders.versions import VERSIONS, OldVersion, move_database
 from tests.support.fakes.service import FakeService
@@ -145,7 +146,7 @@ def test_paused_job_of_old_version_resumes_with_its_next_attempt(version: str, t
     engine = open_database(f"sqlite:///{old.home / 'trainshed.db'}")
     service, job_id = FakeService(tmp_path, store=SqlJobStore(engine)), old.made["jobs"]["PAUSED"]
     service.clock.now = service.get(job_id).updated_at + 1
-    service.jobs.resume(job_id, None)
+    service.jobs.resume(OPERATOR, job_id, None)
     service.reconciler().run_once()
     assert service.get(job_id).state is JobState.STARTING
     launch = next(one for one in service.cluster.launches if one.submission_id == f"{job_id}-2")

@@ -228,18 +228,24 @@ def test_job_without_capacity_reports_what_is_missing_and_is_cancelled_at_once(
     for host in lost:
         host.kill()
     killed = time.monotonic()
-    message = wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
-    assert time.monotonic() - killed < 30
-    assert "need 3 CPU (the cluster has 2)" in message
-    assert message.endswith(f"; {lost[-1].name} left the cluster")
-    asked = time.monotonic()
-    cluster.client.cancel(job_id)
-    cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
-    assert time.monotonic() - asked < 10
-    for host in lost:
-        host.start()
-        cluster.start_node(host)
-    cluster.wait_for_nodes(3)
+    try:
+        wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
+        assert time.monotonic() - killed < 30
+        # The driver also reports the start of the wait. It corrects its report if Ray frees resources late.
+        missing = "4 workers with 0.75 CPU each; the nodes have room for 2"
+        expected = re.compile(rf"waits since \d\d:\d\d:\d\d UTC for {missing}; {lost[-1].name} left the cluster")
+        wait_for(lambda: expected.fullmatch(cluster.waits_for(job_id, "capacity")), expected.pattern, seconds=60)
+    finally:
+        # The next tests need these hosts, and a job that has ended.
+        asked = time.monotonic()
+        cluster.client.cancel(job_id)
+        cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
+        seconds = time.monotonic() - asked
+        for host in lost:
+            host.start()
+            cluster.start_node(host)
+        cluster.wait_for_nodes(3)
+    assert seconds < 10
 
 
 def test_every_sample_was_trained_once_and_lost_work_is_reported(cluster: HostCluster, job_id: str) -> None:
@@ -249,8 +255,18 @@ def test_every_sample_was_trained_once_and_lost_work_is_reported(cluster: HostCl
     assert (len(job.attempts), job.attempts[0].result) == (1, "cancelled")
     replayed = sum(one["replayed"] for one in cluster.events(job_id, "training_started"))
     assert (job.lost_work.steps, audit.repeated.total) == (replayed, replayed)
-    losses = cluster.events(job_id, "workers_lost")
-    assert 0 < job.lost_work.hours < len(losses) * 60 / 3600
+    starts = [float(one["time"]) for one in cluster.events(job_id, "training_started")]
+    gaps = sum(seconds_between_new_steps(cluster, job_id, start) for start in starts[1:])
+    # The response rounds hours to four digits.
+    assert 0 < job.lost_work.hours <= gaps / 3600 + 1e-4
+
+
+def seconds_between_new_steps(cluster: HostCluster, job_id: str, start: float) -> float:
+    """Return the seconds from the best step before a start (Unix seconds) to a better one; 0 if there is none."""
+    lines = cluster.metrics(job_id)
+    best = max((line for line in lines if line["time"] < start), key=lambda line: int(line["step"]))
+    later = [float(line["time"]) for line in lines if line["step"] > best["step"]]
+    return min(later) - float(best["time"]) if later else 0.0
 
 
 def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None:

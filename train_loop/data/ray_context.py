@@ -1,19 +1,22 @@
-"""Settings of all Ray Data executions, and the check for a free CPU."""
+"""Options of Ray Data in this process, and the check for a free CPU."""
 
 import logging
 
 from ray._private import state
-from ray.data import DataContext
+from ray.data import DataContext, ExecutionResources
 
 
-def ordered_context(*, block_bytes: int | None = None) -> DataContext:
-    """Return the process's Ray Data context: it keeps order, shows no progress, and raises the original errors.
+def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResources | None = None) -> None:
+    """Set the options of all datasets that this process creates from now on.
 
-    `block_bytes`: size at which a task's output is cut into blocks. None keeps the output whole: if Ray Data split a
-    block, the blocks would be dealt out in another order.
+    They keep order, show no progress, and raise the original errors. `block_bytes`: size at which a task's output is
+    cut into blocks. None keeps the output whole: if Ray Data split a block, the blocks would be dealt out in another
+    order. `limits`: resources of one execution; None leaves them as they are.
     """
     context = DataContext.get_current()
     context.execution_options.preserve_order = True
+    if limits is not None:
+        context.execution_options.resource_limits = limits
     context.enable_progress_bars = False
     # Suppress the warning that progress bars are off.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
@@ -21,7 +24,6 @@ def ordered_context(*, block_bytes: int | None = None) -> DataContext:
     context.target_max_block_size = block_bytes
     # A DataError must reach the driver as itself, not wrapped in an error of Ray Data.
     context.raise_original_map_exception = True
-    return context
 
 
 def has_whole_cpu() -> bool:

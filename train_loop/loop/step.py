@@ -71,12 +71,13 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, s
 
     FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
     """
-    root: FSDPModule = loss.model
+    root = loss.model
+    assert isinstance(root, FSDPModule), "parallelize makes every model an FSDP unit"
     # Prefetch the parameters that forward needs first, while masks are built.
-    for module in (loss.model, loss.model.get_input_embeddings()):
+    for module in (root, loss.model.get_input_embeddings()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
-    total = torch.zeros(())
+    losses: list[Tensor] = []
     for batch in batches:
         # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
         # all-reduce once per step.
@@ -84,7 +85,9 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, s
         # A step without labels is valid: its loss and gradients are zero.
         mean = loss(batch) / (divisor or 1)
         torch.autograd.backward(scaler.scale(mean))
-        total = total.to(mean.device) + mean.detach()
+        losses.append(mean.detach())
+    # Added in order and in float32, whatever the model's output_dtype is.
+    total = sum(losses, start=torch.zeros((), device=losses[0].device))
     dist.all_reduce(total)
     return total
 

@@ -1,10 +1,13 @@
 """Ulysses sequence parallelism: attention sees the whole sequence and a part of the heads.
 
-Jacobs et al., "DeepSpeed Ulysses" (2023). It wraps the attention function that transformers has registered under the
-model's own implementation, so that the model's branches on that key still hold. Shapes: B batch, T sequence, H query
-heads, K kv heads, D head size, P ranks in the group.
+Jacobs et al., "DeepSpeed Ulysses" (2023). Models look up their attention function in the registry of transformers. All
+models of a process share it. The registered function therefore gets a wrapper without state. The wrapper uses the
+`Ulysses` of the calling module, if it has one. The key stays the same, so that the model's branches on it still hold.
+
+Shapes: B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the group.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,10 +25,24 @@ from train_loop.errors import ModelError
 from train_loop.telemetry.timers import ComputeTimer
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+_ATTRIBUTE = "ulysses"
+"""Attribute of a module that has a `Ulysses`."""
+
+
+class ModuleAttention:
+    """A registered attention function that computes by the `Ulysses` of the calling module, or plainly without one."""
+
+    def __init__(self, plain: Attention) -> None:
+        self.plain = plain
+
+    def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the attention of a module."""
+        attention: Attention | None = getattr(module, _ATTRIBUTE, None)
+        return self.plain(module, *inputs, **named) if attention is None else attention(module, *inputs, **named)
 
 
 class Ulysses:
-    """The wrapped attention of one model, and the exchanges of its current or last forward pass."""
+    """The sequence parallel attention of one model, and the exchanges of its current or last forward pass."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
         self.config = model.config.get_text_config()
@@ -34,7 +51,8 @@ class Ulysses:
         self.inner = inner
         self.timer = timer
         self.exchanged: Counter[tuple[int, ...]] = Counter()
-        _LISTENING[group.group_name] = self
+        self.name = f"ulysses-{next(_NUMBERS)}"
+        _BY_NAME[self.name] = self
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
         model.register_forward_hook(self._check_forward, with_kwargs=True)
 
@@ -42,13 +60,11 @@ class Ulysses:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention: q [B, H, T/P, D]; k, v [B, K, T/P, D]; mask [B, 1, T, T] or None → [B, T/P, H, D]."""
-        if getattr(module, "config", None) is not self.config:
-            return self.inner(module, q, k, v, mask, **kwargs)
         if k.shape[1] < self.ranks:
             k, v = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (k, v))
-        q, k, v = (seq_to_heads(x, self.group) for x in (q, k, v))
+        q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (q, k, v))
         out, weights = self.inner(module, q, k, v, mask, **kwargs)  # [B, T, H/P, D]
-        return heads_to_seq(out.transpose(1, 2), self.group).transpose(1, 2), weights
+        return heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2), weights
 
     def check_active(self, *, sequence_length: int) -> None:
         """Raise ModelError unless every layer's attention saw [T, H/P], which requires the attention registry.
@@ -69,8 +85,9 @@ class Ulysses:
         self.check_active(sequence_length=named["input_ids"].shape[1] * self.ranks)
 
 
-_LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
-"""The `Ulysses` of each group, by the group's name: compiled graphs refer to groups only by name."""
+_NUMBERS = itertools.count()
+_BY_NAME: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
+"""Every `Ulysses` by its unique name: operators in compiled graphs refer to objects only by name."""
 
 
 def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer) -> Ulysses | None:
@@ -81,45 +98,52 @@ def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: Compu
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return None
-    key = model.config._attn_implementation
-    inner = ALL_ATTENTION_FUNCTIONS[key]
-    ulysses = Ulysses(model, group, inner.inner if isinstance(inner, Ulysses) else inner, timer)
-    ALL_ATTENTION_FUNCTIONS[key] = ulysses
-    config = model.config.get_text_config()
+    ulysses = Ulysses(model, group, _registered(model.config._attn_implementation).plain, timer)
+    # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
+    repeats = ulysses.config.num_attention_heads // max(ulysses.config.num_key_value_heads, ranks)
     for module in model.modules():
-        # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
-        if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = config.num_attention_heads // max(config.num_key_value_heads, ranks)
+        if getattr(module, "config", None) is ulysses.config:
+            setattr(module, _ATTRIBUTE, ulysses)
+            if hasattr(module, "num_key_value_groups"):
+                module.num_key_value_groups = repeats
     return ulysses
 
 
-def seq_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange [B, H, T/P, D] → [B, H/P, T, D]."""
+def _registered(key: str) -> ModuleAttention:
+    """Return the wrapper of a registered attention function, registered in its place."""
+    found = ALL_ATTENTION_FUNCTIONS[key]
+    if not isinstance(found, ModuleAttention):
+        found = ALL_ATTENTION_FUNCTIONS[key] = ModuleAttention(found)
+    return found
+
+
+def seq_to_heads(x: Tensor, group: dist.ProcessGroup, *, owner: str = "") -> Tensor:
+    """Exchange [B, H, T/P, D] → [B, H/P, T, D]. `owner` names the `Ulysses` that counts and times the exchange."""
     ranks = dist.get_world_size(group)
     b, h, t, d = x.shape
     parts = x.reshape(b, ranks, h // ranks, t, d).movedim(1, 0)  # [P, B, H/P, T/P, D]
-    gathered = _exchange(parts, group)  # [P, B, H/P, T/P, D], P now counts sequence slices
+    gathered = _exchange(parts, group, owner)  # [P, B, H/P, T/P, D], P now counts sequence slices
     return gathered.permute(1, 2, 0, 3, 4).reshape(b, h // ranks, ranks * t, d)
 
 
-def heads_to_seq(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def heads_to_seq(x: Tensor, group: dist.ProcessGroup, *, owner: str = "") -> Tensor:
     """Exchange [B, H/P, T, D] → [B, H, T/P, D], the inverse of `seq_to_heads`."""
     ranks = dist.get_world_size(group)
     b, h, t, d = x.shape
     parts = x.reshape(b, h, ranks, t // ranks, d).movedim(2, 0)  # [P, B, H/P, T/P, D]
-    gathered = _exchange(parts, group)  # P now counts groups of heads
+    gathered = _exchange(parts, group, owner)  # P now counts groups of heads
     return gathered.movedim(0, 1).reshape(b, ranks * h, t // ranks, d)
 
 
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = all_to_all(parts.contiguous(), group.group_name)
+def _exchange(parts: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    out: Tensor = all_to_all(parts.contiguous(), group.group_name, owner)
     return out
 
 
 @torch.library.custom_op("trainshed::all_to_all", mutates_args=())
-def all_to_all(x: Tensor, group: str) -> Tensor:
+def all_to_all(x: Tensor, group: str, owner: str) -> Tensor:
     """Send slice i of the first axis to rank i; an operator, so that compiled graphs do not break at it."""
-    ulysses = _LISTENING.get(group)
+    ulysses = _BY_NAME.get(owner)
     if ulysses is not None:
         ulysses.exchanged[tuple(x.shape)] += 1
     out = torch.empty_like(x)
@@ -129,16 +153,16 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 
 @all_to_all.register_fake
-def _like(x: Tensor, group: str) -> Tensor:
+def _like(x: Tensor, group: str, owner: str) -> Tensor:
     return torch.empty_like(x)
 
 
-def _remember_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    ctx.group = inputs[1]
+def _remember_names(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+    _, ctx.group, ctx.owner = inputs
 
 
-def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(grad.contiguous(), ctx.group), None
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return all_to_all(grad.contiguous(), ctx.group, ctx.owner), None, None
 
 
-all_to_all.register_autograd(_exchange_back, setup_context=_remember_group)
+all_to_all.register_autograd(_exchange_back, setup_context=_remember_names)

@@ -4,8 +4,6 @@ The controller unpickles this module. It must not import modules that only ranks
 """
 
 import logging
-import os
-import pkgutil
 import queue
 import socket
 import threading
@@ -15,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -24,17 +22,13 @@ from ray.train.v2._internal.execution.callback import ControllerCallback
 from train_loop.errors import RunEndedError, TooLittleMemoryError
 from train_loop.faults.failure import killed_for_memory, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
-from train_loop.liveness import heartbeat
-from train_loop.liveness.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
-from train_loop.liveness.heartbeat import Target
+from train_loop.liveness.fencing import NewestEpoch, begin_group
 from train_loop.ray_train.monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
+from train_loop.ray_train.rank_setup import RankSettings, set_up_rank
 from train_loop.ray_train.raylet import unregister_node
-from train_loop.ray_train.warm_up import wait_until_ready
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
 from train_loop.spec import JobSpec
-from train_loop.system.gc import no_automatic_collection
-from train_loop.system.network import socket_settings
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import EventLog, last_word
 from train_loop.telemetry.logs import log_lines_to
@@ -267,8 +261,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
     def waiting(self, missing: str) -> None:
         """Report missing capacity for the next worker group; called several times a second while it waits."""
         assert self._monitor is not None
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in alive])
+        # Ray may still list a host as alive that the monitor has declared lost.
+        usable = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*self.avoided()}
+        self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in usable])
 
     def _stacks(self) -> dict[str, list[str]]:
         found = list[str]()
@@ -293,29 +288,3 @@ def _accepts(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-class RankSettings(NamedTuple):
-    """Settings that a worker group's ranks receive before they start."""
-
-    epoch: int
-    heartbeats: Target
-
-
-def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
-    """Set a rank's epoch and network interface and start its heartbeats, before it joins the process group.
-
-    Runs in the rank's process. Returns the placement group of the worker group.
-    """
-    wait_until_ready()
-    os.environ[EPOCH_VARIABLE] = str(settings.epoch)
-    os.environ.update(socket_settings(address, os.environ))
-    heartbeat.start(settings.heartbeats, rank=rank, epoch=settings.epoch)
-    return ray.util.get_current_placement_group()
-
-
-def work(config: dict[str, Any]) -> None:
-    """Run one rank in its worker process."""
-    with no_automatic_collection():
-        train = pkgutil.resolve_name("train_loop.ray_train.worker:work")
-    train(config)

@@ -1,24 +1,23 @@
-"""Monitor of worker groups by their heartbeats, in a thread of Ray Train's controller.
+"""Monitor of worker groups by their heartbeats, in Ray Train's controller.
 
 Ray detects a silent host after a minute by default. Heartbeats detect it within ten seconds, and show which rank waits
-for which. The thread listens, evaluates and reports; the rules are in `liveness` and `group_failure`.
+for which. The monitor evaluates and reports; the rules are in `liveness` and `group_failure`.
 """
 
 import errno
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from train_loop.liveness.group import Liveness, Stall
-from train_loop.liveness.heartbeat import Beat, Target, decode
-from train_loop.ray_train.group_failure import Evidence, explain
+from train_loop.liveness.heartbeat import Beat
+from train_loop.ray_train.group_failure import explain
+from train_loop.ray_train.group_record import GroupFailure, GroupRecord
+from train_loop.ray_train.heartbeat_listener import TICK_SECONDS, HeartbeatListener
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +26,8 @@ SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
 STALL_AGAIN_SECONDS = 3.0
 """Minimum time between two reports of a stall, if other ranks are behind now."""
-_LATE_SECONDS = 2.5
-"""Seconds of silence after which a host counts as the cause of a failure."""
+LACK_AGAIN_SECONDS = 30.0
+"""Minimum time between two reports of missing capacity, if other capacity is missing now."""
 _CAUSE_SECONDS = 4.0
 """Seconds to wait for the cause of a failure before reporting it without one."""
 _PROBE_SECONDS = 5.0
@@ -36,11 +35,8 @@ _PROBE_SECONDS = 5.0
 _SETTLE_SECONDS = 0.3
 """Seconds to wait for more evidence after the cause is known."""
 _DECLARE_PAUSES = (1.0, 2.0, 4.0)
-_TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
-"""Time between two checks, and the time above which the listener itself did not run."""
-_ERROR_SECONDS = 10.0
-
-
+_PAUSE_SECONDS = 2.0
+"""Time between two checks above which the monitor itself did not run."""
 _STORAGE_ERRORS = {errno.ESTALE: "it is not mounted"}
 
 
@@ -54,33 +50,19 @@ class Cluster(Protocol):
         """Return whether a host answers, within a few seconds."""
 
 
-@dataclass
-class _Failure:
+class _Lack(NamedTuple):
+    """A report of missing capacity."""
+
+    missing: str
+    left: Sequence[str]
+    since: float
+    """Unix seconds since which the group has waited."""
     at: float
-    errors: Mapping[int, str]
-    unreachable: Mapping[int, str]
-    extra: Mapping[str, Any]
-
-
-@dataclass
-class _Group:
-    liveness: Liveness
-    silent: set[str] = field(default_factory=set)
-    lost: dict[str, str] = field(default_factory=dict)
-    stall: Stall | None = None
-    """Last reported stall, while it lasts."""
-    without_storage: set[str] = field(default_factory=set)
-    out_of_memory: set[int] = field(default_factory=set)
-    """Ranks that the kernel killed for lack of memory."""
-    closing: bool = False
-    ended: dict[int, str] = field(default_factory=dict)
-    probe: threading.Thread | None = None
-    failure: _Failure | None = None
-    reported: bool = False
+    """Time of the report by the monitor's clock."""
 
 
 class GroupMonitor:
-    """Listener for heartbeats that reports events. Thread-safe."""
+    """Evaluation of heartbeats, which reports events. Thread-safe."""
 
     def __init__(
         self,
@@ -92,31 +74,23 @@ class GroupMonitor:
         storage: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.bind((address, 0))
-        self._socket.settimeout(_TICK_SECONDS)
-        self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
         self._report, self._cluster, self._own_host, self._clock = report, cluster, own_host, clock
         self._storage = storage
-        self._group: _Group | None = None
+        self._group: GroupRecord | None = None
         self._placing_since: float | None = None
-        self._lack_reported = False
+        self._lack: _Lack | None = None
         self._lock = threading.RLock()
-        self._closed = threading.Event()
         self._last_tick = clock()
-        self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
+        self._listener = HeartbeatListener(address, hear=self.hear, tick=self.tick, clock=clock)
+        self.target = self._listener.target
 
     def start(self) -> None:
         """Start listening."""
-        self._thread.start()
+        self._listener.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._socket.close()
+        self._listener.close()
 
     def finish(self) -> None:
         """Report the failure of the last group if still unreported, and stop listening."""
@@ -134,11 +108,14 @@ class GroupMonitor:
     def lacking(self, missing: str, *, left: Collection[str]) -> None:
         """Report the capacity that the waiting group lacks, and which hosts of the last group have left."""
         with self._lock:
-            now = self._clock()
-            if self._placing_since is not None and not self._lack_reported and now - self._placing_since > LACK_SECONDS:
-                self._lack_reported = True
-                since = time.time() - (now - self._placing_since)
-                self._report("waiting_for_capacity", missing=missing, left=list(left), since=round(since, 3))
+            now, lack = self._clock(), self._lack
+            if self._placing_since is None or now - self._placing_since <= LACK_SECONDS:
+                return
+            # The cluster changes while the group waits, and the report must not become wrong.
+            if lack is None or ((lack.missing, lack.left) != (missing, [*left]) and now - lack.at > LACK_AGAIN_SECONDS):
+                since = time.time() - (now - self._placing_since) if lack is None else lack.since
+                self._lack = _Lack(missing, [*left], since, now)
+                self._report("waiting_for_capacity", missing=missing, left=[*left], since=round(since, 3))
 
     def lost_hosts(self) -> set[str]:
         """Return the lost hosts of the last group; if it failed, wait for the probe of its hosts."""
@@ -158,25 +135,25 @@ class GroupMonitor:
         """Monitor a new worker group. An unreported failure of the previous group is reported first."""
         with self._lock:
             self._settle_failure(force=True)
-            self._placing_since, self._lack_reported = None, False
-            self._group = _Group(Liveness(epoch, hosts))
+            self._placing_since = self._lack = None
+            self._group = GroupRecord(Liveness(epoch, hosts))
 
     def failed(self, errors: Mapping[int, str], unreachable: Mapping[int, str], **extra: Any) -> None:
         """Record ranks that raised errors or that Ray reports as dead. The failure is reported once, with its cause."""
         with self._lock:
             if self._group is not None and self._group.failure is None:
-                self._group.failure = _Failure(self._clock(), errors, unreachable, extra)
+                self._group.failure = GroupFailure(self._clock(), errors, unreachable, extra)
 
     def died(self, seconds: float) -> bool:
         """Return whether a rank or host of the group has died; wait up to `seconds` for it."""
         deadline = self._clock() + seconds
         while True:
             with self._lock:
-                if self._group is not None and (self._group.lost or self._ended_so_far()):
+                if self._group is not None and (self._group.lost or self._group.ended()):
                     return True
             if self._clock() >= deadline:
                 return False
-            self._closed.wait(_TICK_SECONDS)
+            self._listener.closed.wait(TICK_SECONDS)
 
     def hear(self, beat: Beat) -> None:
         """Record a heartbeat."""
@@ -185,7 +162,7 @@ class GroupMonitor:
             if group is None:
                 return
             group.liveness.hear(beat, self._clock())
-            ended = self._ended_so_far()
+            ended = group.ended()
             for rank in sorted((group.liveness.out_of_memory() & ended.keys()) - group.out_of_memory):
                 group.out_of_memory.add(rank)
                 host = group.liveness.hosts[rank]
@@ -201,9 +178,10 @@ class GroupMonitor:
                 failure = None if group is None else group.failure
                 if group is None or failure is None or not failure.unreachable:
                     return
-                if self._evidence(group, failure).has_cause or self._clock() - failure.at >= seconds:
+                now = self._clock()
+                if now - failure.at >= seconds or group.evidence(failure, now, own_host=self._own_host).has_cause:
                     return
-            self._closed.wait(_TICK_SECONDS / 5)
+            self._listener.closed.wait(TICK_SECONDS / 5)
 
     def closing(self) -> None:
         """Record that the group's processes are being terminated: their silence and ends are ignored from now on.
@@ -214,13 +192,12 @@ class GroupMonitor:
             group = self._group
             if group is None or group.closing:
                 return
-            group.ended = self._ended_so_far()
-            group.closing = True
+            group.close()
             if group.failure is not None:
                 group.probe = threading.Thread(target=self._probe, args=(group,), daemon=True)
                 group.probe.start()
 
-    def _probe(self, group: _Group) -> None:
+    def _probe(self, group: GroupRecord) -> None:
         """Mark hosts of a group that do not answer as lost. If none of several answers, this host is disconnected."""
         # The own host is alive, because this process runs on it.
         hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys() - {self._own_host})
@@ -232,34 +209,10 @@ class GroupMonitor:
             for host in dead if len(hosts) < 2 or set(hosts) - dead else ():
                 self._lose(group, host, "it does not answer")
 
-    def _lose(self, group: _Group, host: str, how: str, **fields: Any) -> None:
+    def _lose(self, group: GroupRecord, host: str, how: str, **fields: Any) -> None:
         group.lost[host] = how
         self._report("host_lost", host=host, reason=how, **fields)
         threading.Thread(target=self._declare, args=(group, host), daemon=True).start()
-
-    def _run(self) -> None:
-        quiet_until = 0.0
-        while not self._closed.is_set():
-            try:
-                self._listen()
-                self.tick()
-            except Exception:
-                # An error here must neither stop the monitor nor fill the log.
-                if self._clock() >= quiet_until:
-                    log.exception("an error in the monitor of the worker group; it continues")
-                    quiet_until = self._clock() + _ERROR_SECONDS
-                self._closed.wait(_TICK_SECONDS)
-
-    def _listen(self) -> None:
-        deadline = self._clock() + _TICK_SECONDS
-        while self._clock() < deadline:
-            try:
-                data = self._socket.recv(2048)
-            except TimeoutError:
-                return
-            beat = decode(data, self.target.token)
-            if beat is not None:
-                self.hear(beat)
 
     def tick(self) -> None:
         """Evaluate the current state and report changes."""
@@ -275,7 +228,7 @@ class GroupMonitor:
                 self._judge_stall(self._group, now)
                 self._settle_failure()
 
-    def _judge_hosts(self, group: _Group, now: float) -> None:
+    def _judge_hosts(self, group: GroupRecord, now: float) -> None:
         if group.closing:
             return
         silence = group.liveness.silence(now)
@@ -292,13 +245,13 @@ class GroupMonitor:
             if seconds > LOST_SECONDS and self._may_declare(silence):
                 self._lose(group, host, f"no heartbeat for {seconds:.0f} s", seconds=round(seconds, 1))
 
-    def _declare(self, group: _Group, host: str) -> None:
+    def _declare(self, group: GroupRecord, host: str) -> None:
         for pause in _DECLARE_PAUSES:
             try:
                 self._cluster.declare_lost(host)
             except Exception as error:
                 log.warning("host %s could not be reported to Ray as lost: %s", host, error)
-                self._closed.wait(pause)
+                self._listener.closed.wait(pause)
             else:
                 return
         with self._lock:
@@ -310,7 +263,7 @@ class GroupMonitor:
         others = {host: seconds for host, seconds in silence.items() if host != self._own_host}
         return len(others) < 2 or any(seconds <= SILENT_SECONDS for seconds in others.values())
 
-    def _judge_storage(self, group: _Group) -> None:
+    def _judge_storage(self, group: GroupRecord) -> None:
         if group.closing:
             return
         found = group.liveness.without_storage(STORAGE_SECONDS)
@@ -324,7 +277,7 @@ class GroupMonitor:
             self._report("storage_available", root=self._storage)
         group.without_storage = set(found)
 
-    def _judge_stall(self, group: _Group, now: float) -> None:
+    def _judge_stall(self, group: GroupRecord, now: float) -> None:
         if group.failure is not None or group.closing:
             return
         # A silent host is reported as silent instead, and a rank may wait for storage until its timeout.
@@ -342,36 +295,14 @@ class GroupMonitor:
             group.stall = None
             self._report("progressing")
 
-    def _ended_so_far(self) -> dict[int, str]:
-        group = self._group
-        assert group is not None
-        ended = group.liveness.ended()
-        if not group.closing:
-            return ended
-        # A rank that Ray reports as dead died before its group was closed, even if its last heartbeat came later.
-        dead = group.failure.unreachable if group.failure is not None else {}
-        return group.ended | {rank: how for rank, how in ended.items() if rank in dead}
-
-    def _evidence(self, group: _Group, failure: _Failure) -> Evidence:
-        late = set() if group.closing else group.liveness.late_hosts(self._clock(), seconds=_LATE_SECONDS)
-        others = set(group.liveness.hosts.values()) - {self._own_host}
-        return Evidence(
-            group.liveness.hosts,
-            lost_hosts=dict.fromkeys(late - {self._own_host}, "") | group.lost,
-            ended=self._ended_so_far(),
-            out_of_memory=group.out_of_memory,
-            unreachable=failure.unreachable,
-            errors=failure.errors,
-            cut_off=self._own_host if len(others) > 1 and others <= late else None,
-        )
-
     def _settle_failure(self, *, force: bool = False) -> None:
         """Report a failure after its cause is known or the wait for it has timed out."""
         group = self._group
         if group is None or group.failure is None or group.reported:
             return
         failure = group.failure
-        evidence, age = self._evidence(group, failure), self._clock() - failure.at
+        now = self._clock()
+        evidence, age = group.evidence(failure, now, own_host=self._own_host), now - failure.at
         # Ray's lost connection to a rank does not show the cause: heartbeats or a probe of its host do.
         if not force and age < (_SETTLE_SECONDS if evidence.has_cause else _CAUSE_SECONDS):
             return

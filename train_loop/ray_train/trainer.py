@@ -24,9 +24,10 @@ from train_loop.data.prepare.pipeline import prepare
 from train_loop.data.prepare.sources import check_sources
 from train_loop.faults.failure import cause
 from train_loop.plan import forgotten_gpu
-from train_loop.ray_train.callbacks import GroupCallback, work
+from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.ray_train.inputs import read_inputs
 from train_loop.ray_train.placement import autoscaled
+from train_loop.ray_train.rank_setup import work
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import current_policy

@@ -1,13 +1,15 @@
 """The job spec: the one contract between users, service and workers. Torch-free."""
 
 from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
+from train_loop.spec.failure import FailureSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
 from train_loop.spec.positions import add_positions, describe, locate
 from train_loop.spec.printable import refuse_hidden, show, show_json
-from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
+from train_loop.spec.scaling import ScalingSpec
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, as_pointer, read_positions, read_yaml

@@ -5,9 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
+from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import DataSpec
+from train_loop.spec.failure import FailureSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
+from train_loop.spec.scaling import ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.scalars import TAG, read_scalar, show_tag
 
 MAX_YAML_BYTES = 256 * 1024
 """Maximum bytes of a YAML body. JSON is faster to read and may be as large as the service accepts bodies."""
@@ -26,18 +27,6 @@ MAX_NODES = 10_000
 
 _TOO_DEEP = f"lists and mappings are nested over {MAX_DEPTH} levels deep; use fewer levels"
 _TOO_MANY = f"the body holds over {MAX_NODES} values; send a smaller spec"
-_TAG = "tag:yaml.org,2002:"
-_INT = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
-# The syntax of YAML 1.2 and JSON: 1e-6 is a number.
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
-_SPECIAL = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-_NULLS = frozenset(("", "~", "null", "Null", "NULL"))
-_BOOLS = {
-    written: value
-    for value, words in ((True, ("yes", "true", "on")), (False, ("no", "false", "off")))
-    for word in words
-    for written in (word, word.capitalize(), word.upper())
-}
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 Position = tuple[int, int]
@@ -194,14 +183,14 @@ class _Builder:
     def _value(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> Any:
         if isinstance(event, yaml.ScalarEvent):
             try:
-                return _scalar(event)
+                return read_scalar(event)
             except ValueError as error:
                 raise self._fault(event, str(error)) from error
         if len(self._open) >= MAX_DEPTH:
             raise self._fault(event, _TOO_DEEP)
         kind, data = ("seq", list[Any]()) if isinstance(event, yaml.SequenceStartEvent) else ("map", dict[str, Any]())
-        if event.tag not in (None, "!", _TAG + kind):
-            raise self._fault(event, f"{_written(event.tag)} does not fit here; remove the tag")
+        if event.tag not in (None, "!", TAG + kind):
+            raise self._fault(event, f"{show_tag(event.tag)} does not fit here; remove the tag")
         return data
 
     def _note(self, event: yaml.Event) -> None:
@@ -259,69 +248,6 @@ def _events(loader: yaml.CSafeLoader) -> Iterator[yaml.Event]:
             yield event
     finally:
         loader.dispose()
-
-
-def _scalar(event: yaml.ScalarEvent) -> Any:
-    """Return the value of a scalar by YAML's core schema. Raises ValueError."""
-    text: str = event.value
-    if event.tag in (None, "!"):
-        # A quoted scalar is text.
-        return text if event.tag == "!" or not event.implicit[0] else _plain(text)
-    read = _TAGGED.get(event.tag)
-    if read is None:
-        known = ", ".join(f"!!{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))
-        raise ValueError(f"{_written(event.tag)} is not a tag of a job spec; remove it, or use one of {known}")
-    try:
-        return read(text)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{_written(event.tag)} does not fit {text[:64]!r}; remove one of them") from error
-
-
-def _plain(text: str) -> Any:
-    if text in _NULLS:
-        return None
-    if text in _BOOLS:
-        return _BOOLS[text]
-    if _INT.fullmatch(text):
-        return _int(text)
-    return _float(text) if _FLOAT.fullmatch(text) or _SPECIAL.fullmatch(text) else text
-
-
-def _int(text: str) -> int:
-    if not _INT.fullmatch(text):
-        raise ValueError(f"{text[:64]!r} is not an integer")
-    digits, sign = text.lstrip("+-").replace("_", ""), -1 if text.startswith("-") else 1
-    base = {"0b": 2, "0x": 16, "0o": 8}.get(digits[:2], 8 if len(digits) > 1 and digits.startswith("0") else 10)
-    try:
-        return sign * int(digits, base)
-    except ValueError as error:
-        raise ValueError(f"{text[:64]!r} is not an integer that can be read") from error
-
-
-def _float(text: str) -> float:
-    if _FLOAT.fullmatch(text):
-        return float(text.replace("_", ""))
-    if not _SPECIAL.fullmatch(text):
-        raise ValueError(f"{text[:64]!r} is not a number")
-    return float(text.replace(".", "", 1))
-
-
-def _null(text: str) -> None:
-    if text not in _NULLS:
-        raise ValueError(f"{text[:64]!r} is not null")
-
-
-_TAGGED: dict[str, Callable[[str], Any]] = {
-    f"{_TAG}str": str,
-    f"{_TAG}int": _int,
-    f"{_TAG}float": _float,
-    f"{_TAG}bool": _BOOLS.__getitem__,
-    f"{_TAG}null": _null,
-}
-
-
-def _written(tag: str | None) -> str:
-    return (tag or "").replace(_TAG, "!!")[:64]
 
 
 def as_pointer(steps: list[str]) -> str:

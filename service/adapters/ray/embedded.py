@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.ray.head import FolderOpen, RayHead, read_head, start_head
 from service.adapters.ray.jobs import RayAddress
 

@@ -18,8 +18,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from service.adapters.ray.breaker import LONG, SHORT, Breaker
 from service.adapters.ray.nodes import RayNode, read_nodes, read_ray_nodes
-from service.domain.doctor.checks import ProbeReply, Reachability
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.doctor.measurements import ProbeReply, Reachability
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import Node, SubmitRequest
 from train_loop.plan import Capacity

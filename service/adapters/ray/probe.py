@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from service.adapters.ray.jobs import RayJobs
-from service.domain.doctor.checks import ProbeReply, Reachability
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.doctor.measurements import ProbeReply, Reachability
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
@@ -29,9 +29,9 @@ class RayProbe:
     def greet(self) -> ProbeReply:
         """Return how the dashboard answers. Wait up to 30 s for a cluster that is starting."""
         deadline = time.monotonic() + _RAY_SECONDS
-        while (greeting := self._jobs.greet()).reach is Reachability.STARTING and time.monotonic() < deadline:
+        while (reply := self._jobs.greet()).reach is Reachability.STARTING and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        return greeting
+        return reply
 
     def nodes(self) -> int:
         """Return the number of live nodes. Wait up to 20 s for the first one. Raises ClusterError."""

@@ -25,7 +25,7 @@ _STATUS = "trainshed_status"
 _LOCK = 7_451_966
 """Key of the advisory lock for migrations: an arbitrary number, the same in every version."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
-_PATIENCE = {
+_CONNECT_TIMEOUTS = {
     "connect_timeout": 5,
     "keepalives_idle": 15,
     "keepalives_interval": 5,
@@ -77,7 +77,7 @@ def _engine(url: str, seconds: float = CALL_SECONDS) -> Engine:
         url,
         # A SQLite file needs no check before use: it does not disconnect between two requests.
         pool_pre_ping=file is None,
-        connect_args=_patience(url),
+        connect_args=_connect_timeouts(url),
         poolclass=_Pool,
         pool_timeout=seconds,
         # Rows hold specs and secrets: errors and log lines must not contain their values.
@@ -132,12 +132,12 @@ def _connect_to_postgres(
     return cast("DBAPIConnection", connection)
 
 
-def _patience(url: str) -> dict[str, int]:
+def _connect_timeouts(url: str) -> dict[str, int]:
     """Return libpq's timeouts for a server that stops answering, unless the URL sets them."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "postgresql":
         return {}
-    return {name: value for name, value in _PATIENCE.items() if name not in parsed.query}
+    return {name: value for name, value in _CONNECT_TIMEOUTS.items() if name not in parsed.query}
 
 
 def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
@@ -160,7 +160,7 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
 
 def _bring_up_to_date(url: str, revision: str) -> None:
     """Migrate in one transaction, all or nothing."""
-    engine = create_engine(url, poolclass=NullPool, connect_args=_patience(url), hide_parameters=True)
+    engine = create_engine(url, poolclass=NullPool, connect_args=_connect_timeouts(url), hide_parameters=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _leave_transactions_to_us)
         event.listen(engine, "begin", _begin_at_once)

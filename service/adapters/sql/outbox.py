@@ -22,36 +22,36 @@ from service.adapters.secret_box import SecretBox
 from service.adapters.sql.tables import deliveries, jobs, webhooks
 from service.domain.access.roles import ANY
 from service.domain.jobs.job import Job, JobState
-from service.domain.webhooks.delivery import KEPT, Delivery, Message, Webhook, told_of
+from service.domain.webhooks.delivery import KEPT, Delivery, Message, Webhook, state_changed_message
 from service.ports import Batch, Lease
 
 _BATCH = 50
 """Maximum number of messages in a batch of one webhook."""
-_ANYBODY = select(webhooks.c.id).limit(1)
+_ANY_WEBHOOK = select(webhooks.c.id).limit(1)
 """Query that returns a row if there are any webhooks. Built once: most submits run no other query of webhooks."""
 _LISTENING = select(webhooks.c.id, webhooks.c.project, webhooks.c.states).where(
     webhooks.c.project.in_(bindparam("projects", expanding=True)), webhooks.c.disabled_at.is_(None)
 )
-Told = dict[str, str | int | float]
+DeliveryRow = dict[str, str | int | float]
 """A new row of the deliveries table."""
 
 
-def news_of_added(connection: Connection, added: Sequence[Job]) -> list[Told]:
+def events_for_new_jobs(connection: Connection, added: Sequence[Job]) -> list[DeliveryRow]:
     """Return the deliveries for new jobs."""
-    if connection.execute(_ANYBODY).first() is None:
+    if connection.execute(_ANY_WEBHOOK).first() is None:
         return []
     found = connection.execute(_LISTENING, {"projects": [ANY, *{job.spec.project for job in added}]}).all()
     return [
-        _told(webhook.id, told_of(job, None, version=job.version))
+        _delivery_row(webhook.id, state_changed_message(job, None, version=job.version))
         for job in added
         for webhook in found
         if webhook.project in (ANY, job.spec.project) and job.state in json.loads(webhook.states)
     ]
 
 
-def news_of_change(connection: Connection, job: Job) -> list[Told]:
+def events_for_change(connection: Connection, job: Job) -> list[DeliveryRow]:
     """Return the deliveries for a change of state. Call it before the job is stored over the version that was read."""
-    if connection.execute(_ANYBODY).first() is None:
+    if connection.execute(_ANY_WEBHOOK).first() is None:
         return []
     listening = (
         select(webhooks.c.id, webhooks.c.states, jobs.c.state)
@@ -60,19 +60,19 @@ def news_of_change(connection: Connection, job: Job) -> list[Told]:
         .where(webhooks.c.disabled_at.is_(None))
     )
     return [
-        _told(webhook.id, told_of(job, JobState(webhook.state), version=job.version + 1))
+        _delivery_row(webhook.id, state_changed_message(job, JobState(webhook.state), version=job.version + 1))
         for webhook in connection.execute(listening).all()
         if job.state in json.loads(webhook.states)
     ]
 
 
-def write_news(connection: Connection, news: Sequence[Told]) -> None:
+def enqueue_events(connection: Connection, events: Sequence[DeliveryRow]) -> None:
     """Write deliveries in the transaction of the change that they report, after the change.
 
     So the numbers of a job's deliveries are in the order of its changes.
     """
-    if news:
-        connection.execute(insert(deliveries), news)
+    if events:
+        connection.execute(insert(deliveries), events)
 
 
 class SqlOutbox:
@@ -174,7 +174,7 @@ def to_delivery(row: Row[tuple[object, ...]]) -> Delivery:
     )
 
 
-def _told(webhook_id: str, message: Message) -> Told:
+def _delivery_row(webhook_id: str, message: Message) -> DeliveryRow:
     return {
         "webhook_id": webhook_id,
         "message_id": message.id,

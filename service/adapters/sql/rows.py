@@ -14,7 +14,7 @@ from train_loop.spec import JobSpec, ScalingSpec
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
 _times = TypeAdapter(dict[JobState, float])
-_wish = TypeAdapter(StopRequest)
+_stop_request = TypeAdapter(StopRequest)
 _reason = TypeAdapter(Reason)
 _lineage = TypeAdapter(Lineage)
 _sizes = TypeAdapter(tuple[int, ...])
@@ -22,7 +22,7 @@ _sizes = TypeAdapter(tuple[int, ...])
 
 def to_row(job: Job) -> dict[str, Value]:
     """Return all columns of a job, except its lease, which is not part of the job."""
-    ticket = QueueEntry.of(job)
+    entry = QueueEntry.of(job)
     return {
         "id": job.id,
         "name": job.spec.name,
@@ -39,16 +39,16 @@ def to_row(job: Job) -> dict[str, Value]:
         "attempts": _attempts.dump_json(job.attempts).decode(),
         "next_attempt_at": job.next_attempt_at,
         "times": _times.dump_json(dict(job.times)).decode(),
-        "wish": _wish.dump_json(job.wish).decode() if job.wish else None,
+        "wish": _stop_request.dump_json(job.stop_request).decode() if job.stop_request else None,
         "scaling": job.scaling.model_dump_json() if job.scaling else None,
         "parent": _lineage.dump_json(job.parent).decode() if job.parent else None,
         "sizes": _sizes.dump_json(job.sizes).decode(),
         "granted": job.granted,
-        "size": ticket.scaling.model_dump_json(),
-        "holds": int(ticket.holds),
-        "waits": int(ticket.waits),
-        "since": ticket.since,
-        "ulysses": ticket.group,
+        "size": entry.scaling.model_dump_json(),
+        "holds": int(entry.holds),
+        "waits": int(entry.waits),
+        "since": entry.since,
+        "ulysses": entry.group,
         "version": job.version,
     }
 
@@ -68,7 +68,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
         finished_at=row.finished_at,
         attempts=_attempts.validate_json(row.attempts),
         next_attempt_at=row.next_attempt_at,
-        wish=_wish.validate_json(row.wish) if row.wish else None,
+        stop_request=_stop_request.validate_json(row.wish) if row.wish else None,
         scaling=_scaling(row.scaling) if row.scaling else None,
         sizes=_sizes.validate_json(row.sizes),
         granted=row.granted,
@@ -77,8 +77,8 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
     )
 
 
-def ticket_of(row: Any) -> QueueEntry:
-    """Return the ticket of a row, without the validation of the whole spec."""
+def queue_entry_of(row: Any) -> QueueEntry:
+    """Return the entry of a row, without the validation of the whole spec."""
     return QueueEntry(
         id=row.id,
         project=row.project,

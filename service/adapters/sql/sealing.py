@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, insert, select, update
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.secret_box import SecretBox, read_secret_keys
 from service.adapters.sql.database import Database, secret_key_beside
 from service.adapters.sql.tables import secret_checks, webhooks

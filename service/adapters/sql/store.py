@@ -23,11 +23,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from service.adapters.sql.access import write_deeds
+from service.adapters.sql.access import write_audit_entries
 from service.adapters.sql.database import status_of
-from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
+from service.adapters.sql.outbox import enqueue_events, events_for_change, events_for_new_jobs
 from service.adapters.sql.queries import matching
-from service.adapters.sql.rows import from_row, ticket_of, to_row
+from service.adapters.sql.rows import from_row, queue_entry_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.domain.access.roles import AuditEntry
 from service.domain.jobs.job import Job, JobState
@@ -39,7 +39,7 @@ from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, Lease, NewJ
 _QUEUE = "queue"
 _PROBE = "probe"
 _ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
-_TICKET = (
+_ENTRY = (
     jobs.c.id,
     jobs.c.project,
     jobs.c.priority,
@@ -62,18 +62,18 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tickets: dict[str, tuple[int, QueueEntry]] = {}
+        self._entries: dict[str, tuple[int, QueueEntry]] = {}
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
             .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id)
-            .where(idempotency_keys.c.key == once.id, ~_outdated(now))
+            .where(idempotency_keys.c.key == key.id, ~_outdated(now))
         )
         row = self._first(query)
-        if row is not None and row.body_sha256 != once.body:
-            raise IdempotencyMismatch(once.key)
+        if row is not None and row.body_sha256 != key.body:
+            raise IdempotencyMismatch(key.key)
         return None if row is None else from_row(row)
 
     def add(self, new: NewJob) -> bool:
@@ -83,9 +83,9 @@ class SqlJobStore:
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
         keys = [
-            {"key": new.once.id, "body": new.once.body, "created_at": now, "job_id": new.job.id}
+            {"key": new.key.id, "body": new.key.body, "created_at": now, "job_id": new.job.id}
             for new in added
-            if new.once is not None
+            if new.key is not None
         ]
         try:
             with self._engine.begin() as connection:
@@ -97,7 +97,7 @@ class SqlJobStore:
             return False
         return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], entry: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
@@ -106,7 +106,7 @@ class SqlJobStore:
             if used:
                 hours = [kept | {"day": day} | asdict(usage) for day, usage in used.items()]
                 connection.execute(insert(deleted_usage), hours)
-            write_deeds(connection, [deed])
+            write_audit_entries(connection, [entry])
         return True
 
     def get(self, job_id: str) -> Job | None:
@@ -136,22 +136,22 @@ class SqlJobStore:
             rows = connection.execute(query.group_by(columns.project, columns.day)).all()
         return {(project, day): Usage(*used) for project, day, *used in rows}
 
-    def tickets(self) -> list[QueueEntry]:
-        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
-        known = self._tickets
+    def queue_entries(self) -> list[QueueEntry]:
+        """Return the entries of all jobs that hold resources of the cluster or wait for them."""
+        known = self._entries
         with self._engine.connect() as connection:
             now = connection.execute(select(jobs.c.id, jobs.c.version).where(_IN_QUEUE)).all()
-            # Reuse unchanged tickets: of ten thousand jobs, only a few have changed since the last call.
+            # Reuse unchanged entries: of ten thousand jobs, only a few have changed since the last call.
             same = {job_id: known[job_id] for job_id, version in now if known.get(job_id, (0,))[0] == version}
             others = [job_id for job_id, _ in now if job_id not in same]
             which = jobs.c.id.in_(others) if len(others) <= _NAMED else true()
-            rows = connection.execute(select(*_TICKET).where(_IN_QUEUE, which)).all() if others else []
+            rows = connection.execute(select(*_ENTRY).where(_IN_QUEUE, which)).all() if others else []
         # `rows` leaves out a job that left the queue between the two queries.
-        self._tickets = same | {row.id: (row.version, ticket_of(row)) for row in rows}
-        return [ticket for _, ticket in self._tickets.values()]
+        self._entries = same | {row.id: (row.version, queue_entry_of(row)) for row in rows}
+        return [entry for _, entry in self._entries.values()]
 
-    def queue_mark(self) -> Hashable:
-        """Return a value that changes whenever the result of `tickets` may change. Much faster than `tickets`."""
+    def queue_version(self) -> Hashable:
+        """Return a value that changes whenever the result of `queue_entries` may change. Much faster than that."""
         rows = func.count(), func.max(jobs.c.id), func.sum(jobs.c.version), func.sum(jobs.c.updated_at)
         with self._engine.connect() as connection:
             return tuple(connection.execute(select(*rows).where(_IN_QUEUE)).one())
@@ -207,7 +207,7 @@ class SqlJobStore:
             )
             connection.execute(delete(leases).where(leases.c.owner == owner))
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, entry: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -221,11 +221,11 @@ class SqlJobStore:
         with self._engine.begin() as connection:
             if leads and connection.execute(lead).rowcount != 1:
                 return False
-            news = news_of_change(connection, job)
+            events = events_for_change(connection, job)
             if connection.execute(update(jobs).where(guard).values(values)).rowcount != 1:
                 return False
-            write_news(connection, news)
-            write_deeds(connection, [deed])
+            enqueue_events(connection, events)
+            write_audit_entries(connection, [entry])
         return True
 
     def ping(self) -> None:
@@ -256,8 +256,8 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
     pairs = [{"job_id": job_id, "key": key, "value": value} for job_id, pairs in given for key, value in pairs.items()]
     if pairs:
         connection.execute(insert(labels), pairs)
-    write_news(connection, news_of_added(connection, [new.job for new in added]))
-    write_deeds(connection, [deed for new in added for deed in new.deeds])
+    enqueue_events(connection, events_for_new_jobs(connection, [new.job for new in added]))
+    write_audit_entries(connection, [entry for new in added for entry in new.audit_entries])
 
 
 def _outdated(now: float) -> ColumnElement[bool]:

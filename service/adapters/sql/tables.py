@@ -93,7 +93,7 @@ keys = Table(
     Column("revoked_at", Float(53)),
 )
 
-deeds = Table(
+audit_log = Table(
     "deeds",
     metadata,
     # SQLite generates values only for an INTEGER primary key.

@@ -10,7 +10,7 @@ from pathlib import Path
 from service.adapters.storage.roots import StorageRoots, root_of
 from service.adapters.storage.run_summary import RunSummaryReader
 from service.domain.jobs.condition import Conditions
-from service.domain.jobs.decide import LatestAttempt, WorkerStatus
+from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.errors import StaleAttempt
 from service.ports import (
     EMPTY_SUMMARY,
@@ -43,7 +43,7 @@ _READY = {"workers_ready": True, "training_started": True, "workers_lost": False
 _WINDOW = 1 << 18
 """Bytes per read. A longer line of a log is returned in parts."""
 _CHRONICLES = 1024
-"""Maximum number of runs whose story is cached."""
+"""Maximum number of runs whose summary is cached."""
 
 
 class LocalRunDirs:
@@ -123,9 +123,9 @@ class LocalRunDirs:
         prepared = max((attempt.number for attempt in directory.attempts()), default=0)
         # A fence rejects every attempt older than its number, even if that was never prepared.
         number = max(prepared, fence - 1)
-        return LatestAttempt(number, directory.attempt(number).size(), over=fence > number)
+        return LatestAttempt(number, directory.attempt(number).size(), fenced=fence > number)
 
-    def story(self, run_dir: str) -> RunSummary:
+    def summary(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
         with self._lock:
             chronicle = self._chronicles.pop(run_dir, None) or RunSummaryReader(RunDir.at(run_dir))
@@ -136,17 +136,17 @@ class LocalRunDirs:
         self._roots.check(root_of(run_dir))
         return chronicle.tell(partial(self.tail, run_dir), now=self._clock())
 
-    def known_story(self, run_dir: str) -> Reading:
-        """Return the current story, or the last one read with the error that prevents a newer one."""
+    def latest_summary(self, run_dir: str) -> Reading:
+        """Return the current summary, or the last one read with the error that prevents a newer one."""
         try:
-            return Reading(self.story(run_dir), self._clock())
+            return Reading(self.summary(run_dir), self._clock())
         except Exception as error:
             if not storage_failed(error):
                 raise
-            return replace(self.last_story(run_dir), error=str(error))
+            return replace(self.last_summary(run_dir), error=str(error))
 
-    def last_story(self, run_dir: str) -> Reading:
-        """Return the last story that was read, without access to the storage."""
+    def last_summary(self, run_dir: str) -> Reading:
+        """Return the last summary that was read, without access to the storage."""
         chronicle = self._chronicles.get(run_dir)
         return Reading(EMPTY_SUMMARY, None) if chronicle is None else chronicle.last
 
@@ -169,7 +169,7 @@ class LocalRunDirs:
         """Return the number of the newest attempt; 1 if none has started."""
         return max((attempt.number for attempt in self._open(run_dir).attempts()), default=1)
 
-    def inherit(self, run_dir: str, parent: Parent) -> bool:
+    def link_parent(self, run_dir: str, parent: Parent) -> bool:
         """Pin another run's checkpoint, and let a new run start from it. Return False if it does not exist."""
         heir = RunDir.at(run_dir)
         if not self._open(parent.run_dir).pin(parent.manifest.step, by=_pinned_by(heir)):
@@ -181,7 +181,7 @@ class LocalRunDirs:
         """Return the checkpoint of another run from which a run started; None if it started at its first step."""
         return RunDir.at(run_dir).parent()
 
-    def let_go(self, run_dir: str) -> None:
+    def release_parent(self, run_dir: str) -> None:
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
         heir = self._open(run_dir)
         if (parent := heir.parent()) is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from service.domain.jobs.condition import Conditions, hosts_of
-from service.ports import EMPTY_SUMMARY, Line, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
-from service.ports.json_lines import number, parse
+from service.domain.runs.json_lines import Line, number, parse
+from service.ports import EMPTY_SUMMARY, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
@@ -16,20 +16,22 @@ _RECENT = 50
 Read = Callable[[LogSource, LogOffset], LogChunk]
 """Function that reads the next lines of one of a run's files, from a position."""
 _NO_FAULTS = ("paused", "resized")
-_KINDS: tuple[LogSource, ...] = (LogSource("events"), LogSource("metrics"))
+_EVENTS, _METRICS = LogSource("events"), LogSource("metrics")
 
 
 class RunSummaryReader:
-    """The reader that keeps the story of one run up to date. Threads may share it."""
+    """The reader that keeps the summary of one run up to date. Threads may share it."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._places = {kind: LogOffset() for kind in _KINDS}
-        self._groups = {kind: CurrentGroup() for kind in _KINDS}
+        self._places = {kind: LogOffset() for kind in (_EVENTS, _METRICS)}
+        self._groups = {kind: CurrentGroup() for kind in (_EVENTS, _METRICS)}
+        self._unapplied: list[Line] = []
+        """Lines that were read but are not yet part of the summary."""
         self._lock = threading.Lock()
-        self._story = EMPTY_SUMMARY
+        self._summary = EMPTY_SUMMARY
         self.last = Reading(EMPTY_SUMMARY, None)
-        """Newest story that was read. It is available while another thread reads."""
+        """Newest summary that was read. It is available while another thread reads."""
         self._starts = 0
         self._attempt = 0
         self._of: int | None = None
@@ -39,11 +41,9 @@ class RunSummaryReader:
         self._recent = deque[float](maxlen=_RECENT)
 
     def tell(self, read: Read, *, now: float) -> RunSummary:
-        """Read the new lines, and return the updated story."""
+        """Read the new lines, and return the updated summary."""
         with self._lock:
-            fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
-            # Merge the lines read from both files in the order in which they were written.
-            for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
+            for line in self._next(read):
                 if "event" not in line:
                     self._step(line)
                     continue
@@ -52,14 +52,33 @@ class RunSummaryReader:
                 elif line["event"] == "workers_lost":
                     self._lose(line)
                 elif line["event"] == "checkpoint_committed":
-                    self._story = replace(self._story, checkpoint_at=number(line, "time"))
+                    self._summary = replace(self._summary, checkpoint_at=number(line, "time"))
                 self._conditions.read(line)
                 if (hosts := hosts_of(line)) is not None:
-                    self._story = replace(self._story, hosts=tuple(dict.fromkeys(hosts.values())))
+                    self._summary = replace(self._summary, hosts=tuple(dict.fromkeys(hosts.values())))
                 if line["event"] == "preemption_notice":
-                    self._story = replace(self._story, draining=dict(self._conditions.draining))
-            self.last = Reading(self._story, now)
-            return self._story
+                    self._summary = replace(self._summary, draining=dict(self._conditions.draining))
+            self.last = Reading(self._summary, now)
+            return self._summary
+
+    def _next(self, read: Read) -> list[Line]:
+        """Return the new lines of both files in the order in which they were written.
+
+        Workers write between the reads. Events are therefore read again after the metrics: each step follows the events
+        that precede it. Events after the newest step wait for the next call, because steps before them may be unread.
+        """
+        # If a read fails, the lines of earlier reads are kept for the next call.
+        for kind in (_EVENTS, _METRICS):
+            self._unapplied.extend(self._new_lines(read, kind))
+        newest = max((_order(line) for line in self._unapplied if "event" not in line), default=None)
+        later = list[Line]()
+        if newest is not None:
+            certain = len(self._unapplied)
+            self._unapplied.extend(self._new_lines(read, _EVENTS))
+            later = [line for line in self._unapplied[certain:] if _order(line) > newest]
+            self._unapplied[certain:] = [line for line in self._unapplied[certain:] if _order(line) <= newest]
+        ready, self._unapplied = sorted(self._unapplied, key=_order), later
+        return ready
 
     def _new_lines(self, read: Read, kind: LogSource) -> Iterator[Line]:
         while True:
@@ -87,8 +106,8 @@ class RunSummaryReader:
             self._fault = True
         self._attempt, self._lost = attempt, False
         self._recent.clear()
-        story = self._story
-        self._story = replace(story, restarts=self._starts - 1, lost_steps=story.lost_steps + replayed)
+        summary = self._summary
+        self._summary = replace(summary, restarts=self._starts - 1, lost_steps=summary.lost_steps + replayed)
 
     def _was_asked_to_stop(self, attempt: int) -> bool:
         """Return whether the previous training was stopped on request, not by a fault."""
@@ -106,25 +125,25 @@ class RunSummaryReader:
         hosts = line.get("hosts")
         names = [str(host) for host in hosts] if isinstance(hosts, list) else []
         message = str(line.get("error", "workers were lost"))
-        losses = dict(self._story.losses) | dict.fromkeys(names, Loss(number(line, "time") or 0.0, message))
-        self._story = replace(self._story, hosts=(), losses=losses)
+        losses = dict(self._summary.losses) | dict.fromkeys(names, Loss(number(line, "time") or 0.0, message))
+        self._summary = replace(self._summary, hosts=(), losses=losses)
 
     def _step(self, line: Line) -> None:
         step, seconds = int(number(line, "step") or 0), number(line, "step_seconds")
         time = number(line, "time") or 0.0
         if seconds is not None:
             self._recent.append(seconds)
-        story = replace(self._story, progress=self._progress(line, step))
+        summary = replace(self._summary, progress=self._progress(line, step))
         if step > self._best:
             spent = (step - self._best) * (seconds or 0.0)
             lost = max(time - self._best_time - spent, 0.0) if self._fault and self._best_time else 0.0
-            story = replace(
-                story,
-                productive_seconds=story.productive_seconds + spent,
-                lost_seconds=story.lost_seconds + lost,
+            summary = replace(
+                summary,
+                productive_seconds=summary.productive_seconds + spent,
+                lost_seconds=summary.lost_seconds + lost,
             )
             self._best, self._best_time, self._fault = step, time, False
-        self._story = story
+        self._summary = summary
 
     def _progress(self, line: Line, step: int) -> Progress:
         # If tokens limit the run, its number of steps is an estimate, which the run may exceed.
@@ -135,3 +154,8 @@ class RunSummaryReader:
         seconds, waited = number(line, "step_seconds"), number(line, "data_wait_seconds")
         data_wait = min(waited / seconds, 1.0) if seconds and waited is not None else None
         return Progress(step, of, loss, speed, mfu, eta, number(line, "time"), usual, data_wait)
+
+
+def _order(line: Line) -> tuple[float, float]:
+    """Return the sort key of a line: its attempt and time."""
+    return number(line, "attempt") or 0, number(line, "time") or 0

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 
-from service.api.convert import deed_out, key_out
-from service.api.guard import CallerIs, parse_body, read_body
+from service.api.authentication import CallerIs
+from service.api.bodies import parse_body, read_body
+from service.api.convert import audit_entry_out, key_out
 from service.api.openapi import json_body
 from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
 from service.use_cases.access.access import Access
@@ -13,10 +14,10 @@ from service.use_cases.access.access import Access
 router = APIRouter(tags=["access"])
 
 
-async def access_of(request: Request, caller: CallerIs) -> Access:
-    """Return the use cases for the caller of this request."""
+async def access_of(request: Request) -> Access:
+    """Return the use cases of the app that serves this request."""
     access: Access = request.app.state.access
-    return access.of(caller)
+    return access
 
 
 UseCases = Annotated[Access, Depends(access_of)]
@@ -29,35 +30,36 @@ def me(caller: CallerIs) -> Me:
 
 
 @router.post("/keys", status_code=201, openapi_extra=json_body(KeyIn, required=True))
-def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
+def create(caller: CallerIs, access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
     """Create a key for projects that the caller administers. Its secret is shown only once."""
-    wish = parse_body(KeyIn, body)
-    expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
-    key, secret = access.create(wish.name, wish.roles, expires_at)
-    return NewKey(key=key_out(key, access.caller), secret=secret)
+    wanted = parse_body(KeyIn, body)
+    expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
+    key, secret = access.create(caller, wanted.name, wanted.roles, expires_at)
+    return NewKey(key=key_out(key, caller), secret=secret)
 
 
 @router.get("/keys")
-def keys(access: UseCases) -> Keys:
+def keys(caller: CallerIs, access: UseCases) -> Keys:
     """List the keys with a role in a project that the caller administers, newest first."""
-    return Keys(data=[key_out(key, access.caller) for key in access.visible()])
+    return Keys(data=[key_out(key, caller) for key in access.visible(caller)])
 
 
 @router.delete("/keys/{key_id}", status_code=204)
-def revoke(access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> None:
+def revoke(caller: CallerIs, access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> None:
     """Revoke a key. Idempotent."""
-    access.revoke(key_id)
+    access.revoke(caller, key_id)
 
 
 @router.get("/audit")
 def audit(
+    caller: CallerIs,
     access: UseCases,
     project: str | None = None,
     after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeedOut]:
     """List the writes in projects that the caller administers, newest first."""
-    found = access.deeds(project, after=after, limit=limit + 1)
-    data = [deed_out(number, deed) for number, deed in found[:limit]]
+    found = access.audit_log(caller, project, after=after, limit=limit + 1)
+    data = [audit_entry_out(number, entry) for number, entry in found[:limit]]
     more = len(found) > limit
     return Page(data=data, has_more=more, next=str(data[-1].number) if more else None)

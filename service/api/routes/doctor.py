@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
+from service.api.authentication import CallerIs
 from service.api.convert import examination_out
-from service.api.guard import CallerIs
 from service.api.schemas import ExaminationOut
 from service.domain.access.roles import ANY, Role
 from service.errors import Forbidden
@@ -16,7 +16,7 @@ router = APIRouter(tags=["operations"])
 
 def doctor_of(request: Request, caller: CallerIs) -> Doctor:
     """Return the doctor. Raises Forbidden if the caller is not an admin of all projects."""
-    if not caller.may(Role.ADMIN, ANY):
+    if not caller.has_role(Role.ADMIN, ANY):
         raise Forbidden(
             f"key {caller.name!r} is not an admin of all projects; use the operator's key or ask such an admin"
         )

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request
 
-from service.api.query import CHECKED
+from service.api.query_parameters import CHECKED
 from service.api.readiness import DatabaseProbe
 from service.api.schemas import Health
 from service.errors import GoingAway, PreflightStarting
@@ -21,13 +21,13 @@ async def healthz() -> Health:
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
     """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked."""
-    pulse: DatabaseProbe = request.app.state.pulse
-    opening: DatabaseStartup = request.app.state.opening
-    if opening.trouble is not None:
-        raise opening.trouble
-    if request.app.state.leaving.is_set():
+    database_probe: DatabaseProbe = request.app.state.database_probe
+    startup: DatabaseStartup = request.app.state.startup
+    if startup.trouble is not None:
+        raise startup.trouble
+    if request.app.state.shutdown.is_set():
         raise GoingAway("the service is ending; ask another one, or this one once it was started again")
-    if (trouble := await pulse.trouble()) is not None:
+    if (trouble := await database_probe.trouble()) is not None:
         # Probes expect 503; 507 is for callers that write.
         trouble.status = 503
         raise trouble

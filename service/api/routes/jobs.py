@@ -3,24 +3,28 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeVar, TypeVarTuple
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
+from service.api.authentication import CallerIs, require_key
+from service.api.bodies import parse_body, read_body
+from service.api.concurrency_limits import Checks
 from service.api.convert import job_out, plan_out
-from service.api.fair_share import Checks
 from service.api.group_commit import GroupCommit
-from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
-from service.api.query import ANY_CASE
+from service.api.query_parameters import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
+from service.domain.access.permissions import require_any_editor
 from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
 from service.ports import IdempotencyKey, JobQuery
-from service.use_cases.jobs.jobs import Jobs, JobView
+from service.use_cases.jobs.jobs import Jobs
 from service.use_cases.jobs.planning import PlanView
 from service.use_cases.jobs.specs import positions_in
+from service.use_cases.jobs.submit import JobRequest, Submitted, Submitter
 
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
@@ -36,95 +40,104 @@ IdempotencyHeader = Annotated[str | None, Header(min_length=1, max_length=255)]
 _ID_PREFIX = "^([Jj][Oo][Bb]-)?[0-9A-Za-z]{1,26}$"
 
 
-async def jobs_of(request: Request, caller: CallerIs) -> Jobs:
-    """Return the use cases for the caller of this request."""
+async def jobs_of(request: Request) -> Jobs:
+    """Return the use cases of the app that serves this request."""
     jobs: Jobs = request.app.state.jobs
-    return jobs.of(caller)
+    return jobs
 
 
 UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request with a spec, or changes to one, to check."""
+class SpecRequest:
+    """A request with a spec, or changes to one. Its checks may take long, so they run in separate threads."""
 
-    jobs: Jobs
+    caller: Principal
     body: bytes
+    jobs: Jobs
+    submitter: Submitter
+    submit_cached: GroupCommit[JobRequest, Submitted]
     checks: Checks
-    known: GroupCommit[tuple[Principal, bytes, IdempotencyKey | None], JobView | None]
 
     @classmethod
-    async def read(cls, request: Request, caller: CallerIs) -> "Asked":
+    async def read(cls, request: Request, caller: CallerIs) -> "SpecRequest":
         """Return the body, together with the use cases and thread limits of the app.
 
         Raises Forbidden, JobNotFound, BodyTooLarge.
         """
         state = request.app.state
-        jobs: Jobs = state.jobs.of(caller)
         # Checked before the body is read: a caller without write access must cost nothing.
         if not caller.edits:
             if job_id := request.path_params.get("job_id"):
-                await run_sync(jobs.find, job_id)
-            jobs.must_edit()
-        return cls(jobs, await read_body(request), state.checks, state.known)
+                await run_sync(state.jobs.find, caller, job_id)
+            require_any_editor(caller)
+        body = await read_body(request)
+        return cls(caller, body, state.jobs, state.submitter, state.submit_cached, state.checks)
 
-    async def submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
-        """Submit as `Jobs.submit` does. If all checks are cached, store the job together with concurrent ones."""
-        view = await self.known((self.jobs.caller, self.body, once))
-        return (view, True) if view is not None else await self.call(self._submit, once)
+    def key(self, given: str | None, *, prefix: str = "") -> IdempotencyKey | None:
+        """Return the Idempotency-Key of this request. `prefix` distinguishes it from other calls with the same body."""
+        if not given:
+            return None
+        return IdempotencyKey(given, hashlib.sha256(prefix.encode() + self.body).hexdigest(), self.caller.scope)
+
+    async def submit(self, given_key: str | None) -> Submitted:
+        """Submit the spec. If all its checks are cached, its job is stored together with concurrent ones."""
+        request = JobRequest(self.caller, self.body, self.key(given_key))
+        stored = await self.submit_cached(request)
+        return stored if stored is not None else await self.check(self._submit, request)
 
     async def plan(self) -> PlanView:
-        """Plan as `Jobs.plan` does."""
-        return await self.call(self._plan)
+        """Plan the spec."""
+        return await self.check(self._plan)
 
-    def _submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
+    def _submit(self, request: JobRequest) -> Submitted:
         with positions_in(self.body):
-            return self.jobs.submit(self.body, once)
+            return self.submitter.submit(request)
 
     def _plan(self) -> PlanView:
         with positions_in(self.body):
-            return self.jobs.plan(self.body)
+            return self.submitter.plan(self.caller, self.body)
 
-    async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
-        """Return the result of the use case. It runs in separate threads, because checks may take long."""
-        return await self.checks.run(self.jobs.caller, use_case, *given)
+    async def check(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
+        """Return the result of a use case that checks a spec. It runs in the threads for checks."""
+        return await self.checks.run(self.caller, use_case, *given)
 
 
-ToCheck = Annotated[Asked, Depends(Asked.read)]
+ToCheck = Annotated[SpecRequest, Depends(SpecRequest.read)]
 
 
 @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW)
-async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
+async def submit(request: ToCheck, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
     """Submit a job and store it durably. The same Idempotency-Key and body return the same job, with 200."""
-    return _answer(asked.jobs, response, *await asked.submit(_once(asked, idempotency_key, asked.body)))
+    return _answer(request, response, await request.submit(idempotency_key))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW)
-async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
+async def clone(request: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
     """Submit a job that starts from a checkpoint of this one, with changes to its spec. Otherwise like submit."""
-    wish, once = (
-        parse_body(CloneIn, asked.body),
-        _once(asked, idempotency_key, f"clone {job_id} ".encode() + asked.body),
+    wanted = parse_body(CloneIn, request.body)
+    call = partial(
+        request.submitter.clone,
+        request.caller,
+        job_id,
+        step=wanted.from_checkpoint,
+        overrides=wanted.overrides,
+        key=request.key(idempotency_key, prefix=f"clone {job_id} "),
     )
-    view, new = await asked.call(asked.jobs.clone, job_id, wish.from_checkpoint, wish.overrides, once)
-    return _answer(asked.jobs, response, view, new)
+    return _answer(request, response, await request.check(call))
 
 
-def _once(asked: Asked, key: str | None, body: bytes) -> IdempotencyKey | None:
-    return IdempotencyKey(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
-
-
-def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
-    response.status_code = 201 if new else 200
-    response.headers["Location"] = f"/jobs/{view.job.id}"
-    return job_out(view, now=jobs.clock())
+def _answer(request: SpecRequest, response: Response, submitted: Submitted) -> JobOut:
+    response.status_code = 201 if submitted.created else 200
+    response.headers["Location"] = f"/jobs/{submitted.view.job.id}"
+    return job_out(submitted.view, now=request.jobs.clock())
 
 
 @router.post("/plan", openapi_extra=SPEC_BODY)
-async def plan(asked: ToCheck) -> PlanOut:
+async def plan(request: ToCheck) -> PlanOut:
     """Check a spec as submit does and return its plan. Nothing is stored."""
-    return plan_out(await asked.plan())
+    return plan_out(await request.plan())
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
@@ -156,42 +169,43 @@ async def job_query(
 
 
 @router.get("")
-def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) -> JobPage:
+def list_jobs(caller: CallerIs, jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) -> JobPage:
     """List jobs, newest first. Pass `next` as `?after=` to get the next page."""
-    views, has_more = jobs.page(query)
+    views, has_more = jobs.page(caller, query)
     data = [job_out(view, now=jobs.clock()) for view in views]
     return JobPage(data=data, has_more=has_more, next=data[-1].id if has_more else None)
 
 
 @router.get("/{job_id}")
-def get(jobs: UseCases, job_id: str) -> JobOut:
+def get(caller: CallerIs, jobs: UseCases, job_id: str) -> JobOut:
     """Get a job."""
-    return job_out(jobs.get(job_id), now=jobs.clock())
+    return job_out(jobs.get(caller, job_id), now=jobs.clock())
 
 
 @router.delete("/{job_id}", status_code=204)
-def delete(jobs: UseCases, job_id: str) -> None:
+def delete(caller: CallerIs, jobs: UseCases, job_id: str) -> None:
     """Delete a finished job. Its run directory is kept."""
-    jobs.delete(job_id)
+    jobs.delete(caller, job_id)
 
 
 @router.post("/{job_id}/pause", openapi_extra=json_body(PauseIn))
-def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+def pause(caller: CallerIs, jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Pause a job: commit a checkpoint and leave the cluster until it is resumed. Idempotent."""
-    wish = parse_body(PauseIn, body)
-    return job_out(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
+    wanted = parse_body(PauseIn, body)
+    return job_out(jobs.pause(caller, job_id, grace_seconds=wanted.grace_seconds), now=jobs.clock())
 
 
 @router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
-async def resume(asked: ToCheck, job_id: str) -> JobOut:
+async def resume(request: ToCheck, job_id: str) -> JobOut:
     """Resume a paused job, with another size if one is given. Idempotent."""
-    view = await asked.call(asked.jobs.resume, job_id, parse_body(ResumeIn, asked.body).scaling)
-    return job_out(view, now=asked.jobs.clock())
+    scaling = parse_body(ResumeIn, request.body).scaling
+    view = await request.check(request.jobs.resume, request.caller, job_id, scaling)
+    return job_out(view, now=request.jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
-def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+def cancel(caller: CallerIs, jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Cancel a job, by default after a last checkpoint. Idempotent."""
-    wish = parse_body(CancelIn, body)
-    view = jobs.cancel(job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
+    wanted = parse_body(CancelIn, body)
+    view = jobs.cancel(caller, job_id, grace_seconds=wanted.grace_seconds, checkpoint=wanted.checkpoint)
     return job_out(view, now=jobs.clock())

@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter, Depends
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import node_out
-from service.api.guard import require_key
 from service.api.routes.jobs import UseCases
 from service.api.schemas import NodesOut
 from service.use_cases.doctor.nodes import list_nodes
@@ -12,6 +12,6 @@ router = APIRouter(tags=["nodes"], dependencies=[Depends(require_key)])
 
 
 @router.get("/nodes")
-def nodes(jobs: UseCases) -> NodesOut:
+def nodes(caller: CallerIs, jobs: UseCases) -> NodesOut:
     """List hosts with state, free capacity, jobs and last failure. Dead hosts are listed for an hour."""
-    return NodesOut(data=[node_out(view) for view in list_nodes(jobs)])
+    return NodesOut(data=[node_out(view) for view in list_nodes(caller, jobs)])

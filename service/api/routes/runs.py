@@ -8,16 +8,17 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import run_audit_out
-from service.api.guard import require_key
 from service.api.openapi import Answers
-from service.api.query import ANY_CASE
+from service.api.query_parameters import ANY_CASE
 from service.api.routes.jobs import UseCases
 from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
 from service.domain.jobs.job import Job
+from service.domain.runs.json_lines import Line
 from service.errors import InvalidRequest
-from service.ports import Cursor, Line, LogOffset, LogSource, RunDirs
+from service.ports import Cursor, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.audit import audit_job
 from service.use_cases.runs.filters import AtLeast, Filter, downsample
 from service.use_cases.runs.filters import contains as containing
@@ -79,6 +80,7 @@ async def filters_of(
 
 @router.get("/events", response_model=LinePage, responses=_STREAM)
 def events(
+    caller: CallerIs,
     jobs: UseCases,
     dirs: Dirs,
     streams: Streams,
@@ -88,12 +90,13 @@ def events(
     limit: Limit = 100,
 ) -> LinePage | Response:
     """List the events of a run over all attempts, oldest first."""
-    reader, cursor = _reader(dirs, jobs.find(job_id), "events", contains), Cursor(*(after or (0, 0)))
+    reader, cursor = _reader(dirs, jobs.find(caller, job_id), "events", contains), Cursor(*(after or (0, 0)))
     return streams.lines(reader, cursor, job_id) if streams.wanted else _page(reader, cursor, limit)
 
 
 @router.get("/metrics", response_model=LinePage, responses=_STREAM)
 def metrics(
+    caller: CallerIs,
     jobs: UseCases,
     dirs: Dirs,
     streams: Streams,
@@ -105,7 +108,7 @@ def metrics(
     limit: Limit = 100,
 ) -> LinePage | Response:
     """List one line per logged optimizer step, over all attempts. With `points`, downsample but keep the extremes."""
-    reader, cursor = _reader(dirs, jobs.find(job_id), "metrics"), Cursor(*(after or (0, 0)))
+    reader, cursor = _reader(dirs, jobs.find(caller, job_id), "metrics"), Cursor(*(after or (0, 0)))
     if streams.wanted:
         return streams.lines(reader, cursor, job_id)
     if points is None:
@@ -114,14 +117,15 @@ def metrics(
 
 
 @router.get("/audit")
-async def audit(request: Request, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
+async def audit(request: Request, caller: CallerIs, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
     """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
     # Reads all metrics lines twice, so it uses separate threads.
-    threads: CapacityLimiter = request.app.state.verifying
-    return run_audit_out(await run_sync(lambda: audit_job(dirs, jobs.find(job_id)), limiter=threads))
+    threads: CapacityLimiter = request.app.state.slow_reads
+    return run_audit_out(await run_sync(lambda: audit_job(dirs, jobs.find(caller, job_id)), limiter=threads))
 
 
 def log_of(
+    caller: CallerIs,
     jobs: UseCases,
     dirs: Dirs,
     job_id: str,
@@ -132,7 +136,7 @@ def log_of(
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
 ) -> Log:
     """Return the requested log. Raises JobNotFound, or InvalidRequest if no attempt can have written it."""
-    job = jobs.find(job_id)
+    job = jobs.find(caller, job_id)
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
         raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])

@@ -5,7 +5,7 @@ from functools import cache
 from fastapi import APIRouter, Response
 
 from service.api.openapi import Answers
-from service.api.query import CHECKED
+from service.api.query_parameters import CHECKED
 from train_loop.spec import dump_schema
 
 router = APIRouter(prefix="/schemas", tags=["schemas"], dependencies=[CHECKED])

@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import BeforeValidator
 
+from service.api.authentication import CallerIs, require_key
 from service.api.convert import usage_days
-from service.api.guard import require_key
 from service.api.routes.jobs import UseCases
 from service.api.schemas import UsageDays
 from service.domain.jobs.usage import day_of
@@ -20,6 +20,7 @@ Day = Annotated[date, BeforeValidator(date.fromisoformat)]
 
 @router.get("/usage")
 def usage(
+    caller: CallerIs,
     jobs: UseCases,
     since: Annotated[Day | None, Query(description="first day, UTC; default: 30 days ago")] = None,
     until: Annotated[Day | None, Query(description="last day; default: today")] = None,
@@ -29,6 +30,7 @@ def usage(
     today = day_of(jobs.clock())
     return usage_days(
         jobs.usage(
+            caller,
             since or today - timedelta(days=_DAYS),
             until or today,
             projects=None if project is None else frozenset({project}),

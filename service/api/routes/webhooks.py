@@ -6,8 +6,9 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request
 
+from service.api.authentication import CallerIs
+from service.api.bodies import parse_body, read_body
 from service.api.convert import delivery_out, new_webhook, trial_out, webhook_out
-from service.api.guard import CallerIs, parse_body, read_body
 from service.api.openapi import json_body
 from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.use_cases.webhooks.webhooks import Webhooks
@@ -16,10 +17,10 @@ router = APIRouter(prefix="/webhooks", tags=["webhooks"])
 _HIGHEST = 2**62
 
 
-async def webhooks_of(request: Request, caller: CallerIs) -> Webhooks:
-    """Return the use cases for the caller of this request."""
+async def webhooks_of(request: Request) -> Webhooks:
+    """Return the use cases of the app that serves this request."""
     webhooks: Webhooks = request.app.state.webhooks
-    return webhooks.of(caller)
+    return webhooks
 
 
 UseCases = Annotated[Webhooks, Depends(webhooks_of)]
@@ -27,59 +28,60 @@ WebhookId = Annotated[str, Path(max_length=64)]
 
 
 @router.post("", status_code=201, openapi_extra=json_body(WebhookIn, required=True))
-def create(webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
+def create(caller: CallerIs, webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
     """Create a webhook for a project that the caller administers. Its secret is shown only once."""
-    wish = parse_body(WebhookIn, body)
-    return new_webhook(webhooks.create(wish.project, wish.url, wish.states))
+    wanted = parse_body(WebhookIn, body)
+    return new_webhook(webhooks.create(caller, wanted.project, wanted.url, wanted.states))
 
 
 @router.get("")
-def list_webhooks(webhooks: UseCases, project: str | None = None) -> WebhooksOut:
+def list_webhooks(caller: CallerIs, webhooks: UseCases, project: str | None = None) -> WebhooksOut:
     """List the webhooks of projects that the caller administers, newest first."""
-    return WebhooksOut(data=[webhook_out(webhook) for webhook in webhooks.visible(project)])
+    return WebhooksOut(data=[webhook_out(webhook) for webhook in webhooks.visible(caller, project)])
 
 
 @router.get("/{webhook_id}")
-def get(webhooks: UseCases, webhook_id: WebhookId) -> WebhookOut:
+def get(caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> WebhookOut:
     """Get a webhook."""
-    return webhook_out(webhooks.find(webhook_id))
+    return webhook_out(webhooks.find(caller, webhook_id))
 
 
 @router.delete("/{webhook_id}", status_code=204)
-def delete(webhooks: UseCases, webhook_id: WebhookId) -> None:
+def delete(caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> None:
     """Delete a webhook and its pending deliveries."""
-    webhooks.delete(webhook_id)
+    webhooks.delete(caller, webhook_id)
 
 
 @router.post("/{webhook_id}/test")
-async def test(request: Request, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
+async def test(request: Request, caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
     """Send a test message at once and return the result. A disabled webhook that receives it is enabled."""
     # Use separate threads: a receiver may respond slowly.
-    threads: CapacityLimiter = request.app.state.trials
-    return trial_out(await run_sync(webhooks.test, webhook_id, limiter=threads))
+    threads: CapacityLimiter = request.app.state.webhook_tests
+    return trial_out(await run_sync(webhooks.test, caller, webhook_id, limiter=threads))
 
 
 @router.post("/{webhook_id}/rotate")
-def rotate(webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
+def rotate(caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
     """Rotate the signing secret; the new one is shown only once. For 24 hours, the old one signs requests too."""
-    return new_webhook(webhooks.rotate(webhook_id))
+    return new_webhook(webhooks.rotate(caller, webhook_id))
 
 
 @router.get("/{webhook_id}/deliveries")
 def deliveries(
+    caller: CallerIs,
     webhooks: UseCases,
     webhook_id: WebhookId,
     after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeliveryOut]:
     """List the deliveries of the last seven days and the pending ones, newest first."""
-    found, more = webhooks.deliveries(webhook_id, after=after, limit=limit)
+    found, more = webhooks.deliveries(caller, webhook_id, after=after, limit=limit)
     return Page(data=[delivery_out(one) for one in found], has_more=more, next=str(found[-1].number) if more else None)
 
 
 @router.post("/{webhook_id}/deliveries/{number}/redeliver")
 def redeliver(
-    webhooks: UseCases, webhook_id: WebhookId, number: Annotated[int, Path(ge=1, le=_HIGHEST)]
+    caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId, number: Annotated[int, Path(ge=1, le=_HIGHEST)]
 ) -> DeliveryOut:
     """Queue a message to be sent again."""
-    return delivery_out(webhooks.redeliver(webhook_id, number))
+    return delivery_out(webhooks.redeliver(caller, webhook_id, number))

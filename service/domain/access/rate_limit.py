@@ -56,7 +56,7 @@ class Window:
         self.refuses = False
 
 
-def neighbourhood(address: str) -> str:
+def client_network(address: str) -> str:
     """Return the network whose calls are counted together: a /64 for IPv6, where each client has 2^64 addresses."""
     try:
         found: IPv4Address | IPv6Address | None = ip_address(address)

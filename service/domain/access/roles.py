@@ -41,13 +41,19 @@ class Principal:
     until: float | None = None
     """Expiry of the token (Unix seconds); None for a key, whose expiry is in the store."""
 
-    def may(self, role: Role, project: str) -> bool:
+    def has_role(self, role: Role, project: str) -> bool:
         """Return whether the caller has at least this role in a project."""
         return any(self.roles[scope].covers(role) for scope in (project, ANY) if scope in self.roles)
 
-    def projects(self, role: Role) -> frozenset[str] | None:
-        """Return the projects in which the caller has at least this role; None means all projects."""
-        return None if self.may(role, ANY) else frozenset(one for one in self.roles if self.may(role, one))
+    def projects(self, role: Role, *, among: frozenset[str] | None = None) -> frozenset[str] | None:
+        """Return the projects in which the caller has at least this role, only those in `among` if it is given.
+
+        None means all projects.
+        """
+        if self.has_role(role, ANY):
+            return among
+        own = frozenset(project for project in self.roles if self.has_role(role, project))
+        return own if among is None else own & among
 
     @property
     def edits(self) -> bool:
@@ -84,13 +90,13 @@ class Key:
     expires_at: float | None = None
     revoked_at: float | None = None
 
-    def opens(self, now: float) -> bool:
+    def is_valid(self, now: float) -> bool:
         """Return whether the key is neither revoked nor expired."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def roles_shown_to(self, caller: Principal) -> Roles:
         """Return the roles in projects that the caller administers."""
-        return {project: role for project, role in self.roles.items() if caller.may(Role.ADMIN, project)}
+        return {project: role for project, role in self.roles.items() if caller.has_role(Role.ADMIN, project)}
 
 
 @dataclass(frozen=True)

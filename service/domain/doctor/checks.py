@@ -1,10 +1,9 @@
 """Doctor checks: findings from measurements of the cluster and the storage. Pure: the caller measures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
 from train_loop.plan import DATA_CPUS
 from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeReport
 
@@ -16,66 +15,13 @@ _SHOWN = 5
 """Maximum number of nodes that a finding names."""
 
 
-class Reachability(StrEnum):
-    """The result of a request to the cluster's dashboard."""
-
-    ANSWERS = "answers"
-    NOBODY = "nobody"
-    REFUSED = "refused"
-    STRANGE = "strange"
-    """Something answers, but not like Ray."""
-    STARTING = "starting"
-
-
-@dataclass(frozen=True)
-class ProbeReply:
-    """The answer of the cluster's dashboard: result, URL and message."""
-
-    reach: Reachability
-    url: str
-    said: str
-    ahead: tuple[float, float] | None = None
-    """Minimum and maximum seconds by which the head's clock is ahead of the service's."""
-
-
-@dataclass(frozen=True)
-class ProbeFailure:
-    """The reason why a measurement failed, in place of its value."""
-
-    what: str
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All measurements. A string describes the observation of a passed check."""
-
-    greeting: ProbeReply | ProbeFailure
-    nodes: int | ProbeFailure
-    visit: ClusterVisit | ProbeFailure
-    token: str | ProbeFailure
-    """Token that the service wrote to the storage for the nodes to read."""
-    arrived: frozenset[str] | ProbeFailure
-    """Nodes whose answers on the storage the service has read."""
-    read: str | ProbeFailure
-    write: str | ProbeFailure
-    replace: str | ProbeFailure
-    runs: str = ""
-    """URI of the folder that holds the run directories."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Package versions of the service."""
-    uid: int | None = None
-    """User id that the service runs as."""
-    connections: tuple[int, int] = (0, 0)
-    """Number of connections that the open-file limit allows, and the limit in the settings."""
-
-
 def check_up(seen: Measured) -> tuple[Finding, ...]:
     """Return one finding per check, always the same checks in the same order."""
     return (*_ray(seen), *_storage(seen), *_of_nodes(seen), _files(seen))
 
 
 def _ray(seen: Measured) -> tuple[Finding, ...]:
-    reachable, authenticated = _greeting(seen.greeting)
+    reachable, authenticated = _reply(seen.reply)
     if not _answers(seen):
         behind = [skipped(check, "Ray does not answer") for check in ("ray.nodes", "ray.tasks")]
         return (reachable, authenticated, *behind)
@@ -85,24 +31,24 @@ def _ray(seen: Measured) -> tuple[Finding, ...]:
     return reachable, authenticated, nodes, _tasks(seen.visit)
 
 
-def _greeting(greeting: ProbeReply | ProbeFailure) -> tuple[Finding, Finding]:
+def _reply(reply: ProbeReply | ProbeFailure) -> tuple[Finding, Finding]:
     unknown = skipped("ray.authenticated", "Ray does not answer")
-    if isinstance(greeting, ProbeFailure):
+    if isinstance(reply, ProbeFailure):
         remedy = (
             "check that the dashboard is not overloaded, and that no firewall drops traffic to TRAINSHED_RAY_ADDRESS"
         )
-        return failed("ray.reachable", greeting.what, remedy), unknown
-    where = f"{greeting.url}: {greeting.said}" if greeting.url else greeting.said
+        return failed("ray.reachable", reply.what, remedy), unknown
+    where = f"{reply.url}: {reply.said}" if reply.url else reply.said
     remedies = {
         Reachability.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
         Reachability.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, without a login page",
         Reachability.STARTING: "wait 30 s; if Ray still does not start, see ray.log in TRAINSHED_HOME",
     }
-    if greeting.reach in remedies:
-        return failed("ray.reachable", where, remedies[greeting.reach]), unknown
-    if greeting.reach is Reachability.REFUSED:
+    if reply.reach in remedies:
+        return failed("ray.reachable", where, remedies[reply.reach]), unknown
+    if reply.reach is Reachability.REFUSED:
         remedy = "give the service the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-        return ok("ray.reachable", f"{greeting.url} answers"), failed("ray.authenticated", where, remedy)
+        return ok("ray.reachable", f"{reply.url} answers"), failed("ray.authenticated", where, remedy)
     return ok("ray.reachable", where), ok("ray.authenticated", "Ray accepts the service's requests")
 
 
@@ -197,7 +143,7 @@ def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
     if not nodes or isinstance(seen.visit, ProbeFailure):
         checks = ("network", "versions", "user", "clock", "data_cpus")
         return tuple(skipped(check, "no node was checked") for check in checks)
-    head = None if isinstance(seen.greeting, ProbeFailure) else seen.greeting.ahead
+    head = None if isinstance(seen.reply, ProbeFailure) else seen.reply.ahead
     versions, user = _versions(seen.versions, nodes), _user(seen, nodes)
     return _network(seen.visit), versions, user, _clock(head, nodes), _data_cpus(seen.visit)
 
@@ -277,7 +223,7 @@ def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeReport]) -> Fin
     bounds = [add(head, node.ahead) for node in nodes if node.ahead is not None] if head is not None else []
     if not bounds:
         return skipped(check, "neither the head nor the nodes have reported their time")
-    worst = max(map(least, bounds))
+    worst = max(map(min_distance, bounds))
     seen = f"clock skew of at least {worst:.1f} s" if worst else "no clock skew found"
     remedy = "run chrony or another NTP client on all machines"
     if worst >= _SKEW_FAILED:
@@ -290,7 +236,7 @@ def add(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, fl
     return one[0] + other[0], one[1] + other[1]
 
 
-def least(bounds: tuple[float, float]) -> float:
+def min_distance(bounds: tuple[float, float]) -> float:
     """Return the minimum distance from zero within the bounds."""
     return max(bounds[0], -bounds[1], 0.0)
 
@@ -307,7 +253,7 @@ def _data_cpus(visit: ClusterVisit) -> Finding:
 
 
 def _answers(seen: Measured) -> bool:
-    return isinstance(seen.greeting, ProbeReply) and seen.greeting.reach is Reachability.ANSWERS
+    return isinstance(seen.reply, ProbeReply) and seen.reply.reach is Reachability.ANSWERS
 
 
 def _visited(seen: Measured) -> list[NodeReport]:

@@ -13,34 +13,42 @@ _RESIZED = Reason(Code.RESIZED, "resumes at the size that a user requested, once
 _PAUSED = Reason(Code.USER, "paused by a user", "resume the job to continue")
 
 
-def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
+def request_cancel(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
     """Return the job after a cancel request. A repeated request can only shorten its deadline."""
     if job.state is JobState.CANCELLED:
         return job
     if job.state.terminal:
         raise IllegalState(f"{job.id} is already {job.state} and cannot be cancelled; nothing needs to be done")
-    if job.state is JobState.CANCELLING and job.wish is not None:
-        return _sooner(job, job.wish, deadline)
-    wish = StopRequest("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
-    return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), wish=wish)
+    if job.state is JobState.CANCELLING and job.stop_request is not None:
+        return _sooner(job, job.stop_request, deadline)
+    stop_request = StopRequest("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
+    return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), stop_request=stop_request)
 
 
-def paused(job: Job, *, deadline: float, now: float) -> Job:
+def request_pause(job: Job, *, deadline: float, now: float) -> Job:
     """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be paused; clone it to train further")
-    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
+    stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
     if job.state is JobState.PAUSED:
-        kept = job.wish if job.wish is not None and job.wish.reason.code is Code.USER else wish
-        return job if kept == job.wish else replace(job, wish=kept, reason=_PAUSED, updated_at=now)
-    if job.state is JobState.PAUSING and job.wish is not None:
-        if job.wish.reason.code is Code.USER and not job.wish.then_resume:
-            return _sooner(job, job.wish, deadline)
-        return _sooner(replace(job, reason=_PAUSED), replace(wish, deadline=job.wish.deadline), deadline)
-    return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
+        kept = (
+            job.stop_request
+            if job.stop_request is not None and job.stop_request.reason.code is Code.USER
+            else stop_request
+        )
+        return job if kept == job.stop_request else replace(job, stop_request=kept, reason=_PAUSED, updated_at=now)
+    if job.state is JobState.PAUSING and job.stop_request is not None:
+        if job.stop_request.reason.code is Code.USER and not job.stop_request.then_resume:
+            return _sooner(job, job.stop_request, deadline)
+        return _sooner(
+            replace(job, reason=_PAUSED), replace(stop_request, deadline=job.stop_request.deadline), deadline
+        )
+    return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), stop_request=stop_request)
 
 
-def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float) -> Job:
+def request_resume(
+    job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float
+) -> Job:
     """Return the job after a resume request, at another size if `scaling` is given.
 
     `sizes` are the possible numbers of workers of an elastic job. A pausing job resumes after the pause. A running job
@@ -55,13 +63,13 @@ def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), 
     if job.state is JobState.PAUSED:
         return resume(sized, now=now)
     if sized is not job and job.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):
-        wish = StopRequest("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
-        return replace(sized.move(JobState.PAUSING, now=now, reason=_RESIZED), wish=wish)
-    if job.state is JobState.PAUSING and job.wish is not None and not job.wish.then_resume:
-        return replace(sized, wish=replace(job.wish, then_resume=True))
+        stop_request = StopRequest("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
+        return replace(sized.move(JobState.PAUSING, now=now, reason=_RESIZED), stop_request=stop_request)
+    if job.state is JobState.PAUSING and job.stop_request is not None and not job.stop_request.then_resume:
+        return replace(sized, stop_request=replace(job.stop_request, then_resume=True))
     return sized
 
 
-def _sooner(job: Job, wish: StopRequest, deadline: float) -> Job:
-    wish = replace(wish, deadline=min(wish.deadline, deadline))
-    return job if wish == job.wish else replace(job, wish=wish)
+def _sooner(job: Job, stop_request: StopRequest, deadline: float) -> Job:
+    stop_request = replace(stop_request, deadline=min(stop_request.deadline, deadline))
+    return job if stop_request == job.stop_request else replace(job, stop_request=stop_request)

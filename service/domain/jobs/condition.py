@@ -94,11 +94,12 @@ def clock_time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"
 
 
-def capacity_reason(missing: str, left: Sequence[str]) -> Reason:
-    """Return the reason of a job whose workers no longer fit."""
+def capacity_reason(missing: str, left: Sequence[str], *, since: float | None = None) -> Reason:
+    """Return the reason of a job whose workers no longer fit, with the start of the wait if known (Unix seconds)."""
+    begun = f" since {clock_time(since)}" if since else ""
     gone = f"; {' and '.join(left)} left the cluster" if left else ""
     remedy = "restart the node or add another one; an elastic job (num_workers: {min, max}) shrinks automatically"
-    return Reason(Code.CAPACITY, f"waits for {missing}{gone}", remedy)
+    return Reason(Code.CAPACITY, f"waits{begun} for {missing}{gone}", remedy)
 
 
 def _silent(event: Event) -> Reason:
@@ -109,9 +110,8 @@ def _silent(event: Event) -> Reason:
 
 def _waiting(event: Event) -> Reason:
     missing, left = event.get("missing"), event.get("left")
-    since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
     names = [str(host) for host in left] if isinstance(left, list) else []
-    return capacity_reason(f"{missing or 'capacity for its workers'}{since}", names)
+    return capacity_reason(str(missing or "capacity for its workers"), names, since=_number(event, "since"))
 
 
 def _stalled(event: Event) -> Reason:

@@ -7,42 +7,17 @@ and store, the service decides again. `admission` decides for all jobs at once w
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 
 from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
+from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import WAITS, Code, Reason, code_of
 from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
-from train_loop.spec import ScalingSpec
 
 _SLACK_SECONDS = 60.0
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
-
-
-class SubmissionStatus(StrEnum):
-    """Status of a submission id in the cluster; UNKNOWN if the cluster does not answer."""
-
-    MISSING = "missing"
-    PENDING = "pending"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    STOPPED = "stopped"
-    UNKNOWN = "unknown"
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the driver runs or is going to."""
-        return self in (SubmissionStatus.PENDING, SubmissionStatus.RUNNING)
-
-
-class WorkerStatus(Enum):
-    """Status of the attempt's workers, from its newest event about them."""
-
-    NOT_YET = auto()
-    YES = auto()
-    LOST = auto()
 
 
 class Effect(Enum):
@@ -57,49 +32,6 @@ class Effect(Enum):
     """Fence off all attempts, in case a request to start one is still in flight."""
     RELEASE_PARENT = auto()
     """Remove the job's pin from the checkpoint that it was cloned from."""
-
-
-@dataclass(frozen=True)
-class LatestAttempt:
-    """The newest attempt in a run directory, and its size if that was written."""
-
-    attempt: int
-    size: ScalingSpec | None = None
-    over: bool = False
-    """True if the attempt is fenced off: it can no longer commit."""
-
-
-NO_ATTEMPT = LatestAttempt(0)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Observation of a job's newest attempt."""
-
-    submission: SubmissionStatus = SubmissionStatus.UNKNOWN
-    training: WorkerStatus = WorkerStatus.NOT_YET
-    outcome: Outcome | None = None
-    stop: Stop | None = None
-    committed: int | None = None
-    """Newest committed step; read only if the attempt may have ended."""
-    lost: Reason | None = None
-    """Reason for the loss of workers, if the attempt reported it."""
-    condition: Reason | None = None
-    """Reason why a live attempt makes no progress; None if it does."""
-    unreachable: Reason | None = None
-    """Reason to show once the cluster has not answered for some time; None before that."""
-    group_up: bool = True
-    """True if there are workers that read a stop request."""
-    quiet: float = 0.0
-    """Seconds for which a training attempt has written nothing."""
-    begun: bool = False
-    """True if the attempt has written something or is fenced off, even if it is not recorded as submitted."""
-    latest: LatestAttempt | None = None
-    """A newer attempt than the job has: the stored job is older than the run, as after a restore."""
-    previous: SubmissionStatus = SubmissionStatus.MISSING
-    """Status of the attempt before; read only until the newest one is submitted."""
-    observed: bool = False
-    """True if the run directory was read."""
 
 
 @dataclass(frozen=True)
@@ -130,22 +62,27 @@ def decide(job: Job, seen: Observation, *, now: float, retry: Retry) -> Decision
     rule = _RULES.get(job.state)
     if rule is None:
         return Decision(job)
-    if seen.latest is not None:
+    if seen.newer is not None:
         # Without effects: if this copy of the job is stale, and not the stored one, the store discards the change.
-        return Decision(job.catch_up(seen.latest.attempt, seen.latest.size, now=now))
+        return Decision(job.catch_up(seen.newer.attempt, seen.newer.size, now=now))
     decision = rule(job, seen, now, retry)
     if decision.job.state in _RULES:
         return decision
     fence = (Effect.FENCE_OFF,) if job.attempts else ()
-    let_go = (Effect.RELEASE_PARENT,) if job.parent is not None and decision.job.state.terminal else ()
+    release_parent = (Effect.RELEASE_PARENT,) if job.parent is not None and decision.job.state.terminal else ()
     # A disk that stays full must not keep a job alive forever.
-    given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
-    return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not given_up)
+    given_up = job.stop_request is not None and now >= job.stop_request.deadline + _FENCE_SECONDS
+    return replace(decision, effects=(*decision.effects, *fence, *release_parent), needed=not given_up)
 
 
-def wanted_stop(wish: StopRequest, attempt: Attempt) -> Stop:
+def wanted_stop(stop_request: StopRequest, attempt: Attempt) -> Stop:
     """Return the content that control/stop.json should have."""
-    return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
+    return Stop(
+        mode=stop_request.mode,
+        checkpoint=stop_request.checkpoint,
+        deadline=stop_request.deadline,
+        attempt=attempt.number,
+    )
 
 
 def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
@@ -153,22 +90,22 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     attempt = job.attempts[-1]
     # The attempt wrote its outcome itself; the cluster need not confirm it.
     if attempt.ended_at is None and seen.outcome is not None:
-        return Decision(_ended(job, seen.outcome, seen.committed, now, retry))
+        return Decision(_end_with_outcome(job, seen.outcome, committed=seen.committed, now=now, retry=retry))
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is SubmissionStatus.UNKNOWN:
-        return Decision(_unanswered(job, seen))
+        return Decision(_with_outage(job, seen))
     # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
     # that still runs must find a newer fence.
-    if seen.submission is SubmissionStatus.MISSING and attempt.submitted_at is None and not seen.begun:
+    if seen.submission is SubmissionStatus.MISSING and attempt.submitted_at is None and not seen.has_output:
         return _submit(job, seen.previous, now)
     if not seen.submission.alive:
-        return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
-    if hangs(job, seen.quiet):
-        told = f"nothing was written for {seen.quiet:.0f} s; stack traces of the ranks are in stacks/ of the attempt"
-        reason = Reason(Code.HUNG, told)
-        return Decision(_failed(job, reason, seen.committed, now, retry), (Effect.STOP_NOW,))
-    return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
+        return Decision(_fail_attempt(job, _driver_loss(seen), committed=seen.committed, now=now, retry=retry))
+    if hangs(job, seen.idle_seconds):
+        idle = f"nothing was written for {seen.idle_seconds:.0f} s"
+        reason = Reason(Code.HUNG, f"{idle}; stack traces of the ranks are in stacks/ of the attempt")
+        return Decision(_fail_attempt(job, reason, committed=seen.committed, now=now, retry=retry), (Effect.STOP_NOW,))
+    return Decision(_follow_workers(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
 
 
 def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
@@ -177,43 +114,45 @@ def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
         return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is SubmissionStatus.UNKNOWN:
         return Decision(job)
-    return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
+    return Decision(_with_reason(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
 
 
-def hangs(job: Job, quiet: float) -> bool:
-    """Return whether an attempt that was idle for `quiet` seconds hangs. Its workers had time to notice that first."""
-    return quiet > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
+def hangs(job: Job, idle_seconds: float) -> bool:
+    """Return whether an attempt that was idle for `idle_seconds` hangs. Its workers had time to notice that first."""
+    return idle_seconds > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
 
 
-def _follow(job: Job, seen: Observation, now: float) -> Job:
+def _follow_workers(job: Job, seen: Observation, now: float) -> Job:
     """Return the job with the state and reason that its live attempt's workers imply."""
     if job.state is JobState.RUNNING and seen.training is WorkerStatus.LOST:
         job = job.move(JobState.RECOVERING, now=now)
-        return _because(job, seen.condition or _standing(job, seen))
+        return _with_reason(job, seen.condition or _live_reason(job, seen))
     # An attempt that lost its workers before it was first observed has been running, too.
     began = seen.training is WorkerStatus.YES or (job.state is JobState.STARTING and seen.training is WorkerStatus.LOST)
     job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
-    return _because(job, seen.condition or _standing(job, seen))
+    return _with_reason(job, seen.condition or _live_reason(job, seen))
 
 
-def _standing(job: Job, seen: Observation) -> Reason | None:
+def _live_reason(job: Job, seen: Observation) -> Reason | None:
     """Return the reason of a live attempt without a condition. It replaces a condition that has ended."""
     if job.state is JobState.RUNNING:
         return None
     if seen.training is WorkerStatus.LOST:
-        return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint")
+        return seen.loss_reason or Reason(
+            Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint"
+        )
     return _last_failure(job)
 
 
-def _unanswered(job: Job, seen: Observation) -> Job:
+def _with_outage(job: Job, seen: Observation) -> Job:
     """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
     # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
     outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
     known = job.reason is not None and job.reason.code in outages
-    return job if seen.unreachable is None or known else _because(job, seen.unreachable)
+    return job if seen.unreachable is None or known else _with_reason(job, seen.unreachable)
 
 
-def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry: Retry) -> Job:
+def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float, retry: Retry) -> Job:
     if outcome.result == "succeeded":
         return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
     if outcome.result == "moved":
@@ -224,29 +163,31 @@ def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry:
         return replace(job, reason=moved, next_attempt_at=now)
     if outcome.result != "failed":
         unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result} without a request")
-        return _failed(job, unasked, committed, now, retry)
-    reason = _failure(outcome)
+        return _fail_attempt(job, unasked, committed=committed, now=now, retry=retry)
+    reason = _reported_failure(outcome)
     if outcome.retryable:
-        return _failed(job, reason, committed, now, retry)
+        return _fail_attempt(job, reason, committed=committed, now=now, retry=retry)
     job = job.end_attempt("failed", now=now, reason=reason, step=committed)
     return job.move(JobState.FAILED, now=now, reason=reason)
 
 
-def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: Retry) -> Job:
+def _fail_attempt(job: Job, reason: Reason, *, committed: int | None, now: float, retry: Retry) -> Job:
     """End the newest attempt as failed. Retry it after a delay, or fail the job if no attempts are left."""
     job = job.end_attempt("failed", now=now, reason=reason, step=committed)
     if len(job.failures) >= job.spec.failure.max_attempts:
         return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
     if job.state is JobState.RUNNING:
         job = job.move(JobState.RECOVERING, now=now)
-    return replace(_because(job, _last_failure(job)), next_attempt_at=now + retry.delay(job))
+    return replace(_with_reason(job, _last_failure(job)), next_attempt_at=now + retry.delay(job))
 
 
 def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
     """Return why the job is not retried, with the message of each failure."""
-    told = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
-    said = f"{len(failures)} of {len(failures)} attempts failed without progress: {told}"
-    return Reason(Code.CRASH_LOOP, said, "fix the error in the logs and clone the job, or raise failure.max_attempts")
+    each = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
+    message = f"{len(failures)} of {len(failures)} attempts failed without progress: {each}"
+    return Reason(
+        Code.CRASH_LOOP, message, "fix the error in the logs and clone the job, or raise failure.max_attempts"
+    )
 
 
 def _last_failure(job: Job) -> Reason | None:
@@ -261,86 +202,86 @@ def _last_failure(job: Job) -> Reason | None:
 
 def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
-    attempt, wish = job.attempt, job.wish
-    if attempt is None or attempt.ended_at is not None or wish is None:
-        return Decision(_stopped(job, now))
+    attempt, stop_request = job.attempt, job.stop_request
+    if attempt is None or attempt.ended_at is not None or stop_request is None:
+        return Decision(_finish_stop(job, now))
     if seen.outcome is not None:
-        return Decision(_acknowledged(job, seen.outcome, seen.committed, now))
-    late = now >= wish.deadline
+        return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
+    late = now >= stop_request.deadline
     # The stop file is written before anything else, so that a driver that is starting finds it, too.
     # Without workers nothing reads the request, so the driver is stopped at once. A group that starts meanwhile finds
     # the stop file, and the fence once the driver has ended.
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
-    if seen.stop != wanted_stop(wish, attempt) and not late:
+    if seen.stop != wanted_stop(stop_request, attempt) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
     if seen.submission is SubmissionStatus.UNKNOWN:
-        return Decision(_unanswered(job, seen))
+        return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
-        return Decision(_gone(job, seen, now))
+        return Decision(_stop_without_outcome(job, seen, now))
     passing = job.reason is not None and job.reason.code in (*WAITS, Code.EFFECT_FAILED)
-    reason = seen.condition or (wish.reason if passing else job.reason)
-    return Decision(_because(job, reason), stop_now)
+    reason = seen.condition or (stop_request.reason if passing else job.reason)
+    return Decision(_with_reason(job, reason), stop_now)
 
 
-def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
+def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float) -> Job:
     """Return the job after its driver has written an outcome and its workers have ended."""
-    reason = _failure(outcome) if outcome.result == "failed" else None
+    reason = _reported_failure(outcome) if outcome.result == "failed" else None
     result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
     job = job.end_attempt(result, now=now, reason=reason, step=committed)
     if job.state is JobState.PAUSING and outcome.result == "succeeded":
         return job.move(JobState.SUCCEEDED, now=now)
     if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
         return job.move(JobState.FAILED, now=now, reason=reason)
-    return _stopped(_because(job, _told(job, outcome.reason)), now)
+    return _finish_stop(_with_reason(job, _stop_reason(job, outcome.reason)), now)
 
 
-def _gone(job: Job, seen: Observation, now: float) -> Job:
+def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     """Return the job after its driver ended without an outcome, or never started."""
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
-        return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
-    if seen.submission is SubmissionStatus.STOPPED and job.wish is not None:
+        return _finish_stop(_with_reason(job.end_attempt(result, now=now), _stop_reason(job, None)), now)
+    if seen.submission is SubmissionStatus.STOPPED and job.stop_request is not None:
         # The service stopped the driver before it could write an outcome.
-        result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
-        told = _told(job, "stopped without a final checkpoint after the grace period")
-        return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
-    lost = _driver_lost(seen)
+        result = "service_stopped" if _service_stops(job) else wanted_stop(job.stop_request, job.attempts[-1]).result
+        reason = _stop_reason(job, "stopped without a final checkpoint after the grace period")
+        return _finish_stop(_with_reason(job.end_attempt(result, now=now, step=seen.committed), reason), now)
+    lost = _driver_loss(seen)
     since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
-    told = _told(job, f"{lost.message} before it saved; the run resumes from {since}")
+    reason = _stop_reason(job, f"{lost.message} before it saved; the run resumes from {since}")
     if _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
-        return _stopped(_because(job.end_attempt("service_stopped", now=now, step=seen.committed), told), now)
-    return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
+        return _finish_stop(_with_reason(job.end_attempt("service_stopped", now=now, step=seen.committed), reason), now)
+    return _finish_stop(_with_reason(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), reason), now)
 
 
 def _service_stops(job: Job) -> bool:
-    return job.wish is not None and job.wish.reason.code is Code.SERVICE_STOPPED
+    return job.stop_request is not None and job.stop_request.reason.code is Code.SERVICE_STOPPED
 
 
-def _told(job: Job, message: str | None) -> Reason | None:
-    """Return the reason of the stop request, with the message appended. It replaces errors from before the end."""
-    if job.wish is None or message is None:
-        return job.wish.reason if job.wish is not None else job.reason
-    return replace(job.wish.reason, message=f"{job.wish.reason.message} ({message})")
+def _stop_reason(job: Job, message: str | None) -> Reason | None:
+    """Return the reason of the stop request, with a message appended. It replaces errors from before the end."""
+    if job.stop_request is None or message is None:
+        return job.stop_request.reason if job.stop_request is not None else job.reason
+    return replace(job.stop_request.reason, message=f"{job.stop_request.reason.message} ({message})")
 
 
-def _stopped(job: Job, now: float) -> Job:
+def _finish_stop(job: Job, now: float) -> Job:
     """Return the job once none of its processes run."""
     if job.state is JobState.CANCELLING:
         return job.move(JobState.CANCELLED, now=now, reason=job.reason)
     paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
-    return resume(paused, now=now) if job.wish is not None and job.wish.then_resume else paused
+    return resume(paused, now=now) if job.stop_request is not None and job.stop_request.then_resume else paused
 
 
-def _failure(outcome: Outcome) -> Reason:
+def _reported_failure(outcome: Outcome) -> Reason:
     return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
 
 
-def _driver_lost(seen: Observation) -> Reason:
+def _driver_loss(seen: Observation) -> Reason:
     return Reason(Code.DRIVER_LOST, f"the driver was lost (status of its submission: {seen.submission})")
 
 
-def _because(job: Job, reason: Reason | None) -> Job:
+def _with_reason(job: Job, reason: Reason | None) -> Job:
     return job if job.reason == reason else replace(job, reason=reason)
 
 

@@ -109,7 +109,7 @@ class Job:
     finished_at: float | None = None
     attempts: tuple[Attempt, ...] = ()
     next_attempt_at: float | None = None
-    wish: StopRequest | None = None
+    stop_request: StopRequest | None = None
     scaling: ScalingSpec | None = None
     """Size from a resize; None means the size in the spec."""
     sizes: tuple[int, ...] = ()

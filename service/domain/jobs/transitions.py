@@ -18,28 +18,28 @@ def start(job: Job, *, now: float, workers: int | None = None) -> Job:
 def preempt(job: Job, *, whom: str, deadline: float, now: float) -> Job:
     """Return a running job that is paused for the job `whom`, and resumes automatically later."""
     reason = Reason(Code.PREEMPTED, f"preempted by {whom}; resumes once there is capacity")
-    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
 def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
     """Return a running job that saves because the service stops with its Ray, and is then queued again."""
     reason = Reason(Code.SERVICE_STOPPED, "the service was stopped; the job resumes when the service runs again")
-    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
-def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
+def resize(job: Job, *, workers: int, timeout: float, now: float) -> Job:
     """Return a running elastic job that stops and is queued again, to resume with another number of workers.
 
-    `patience` is the timeout of a job that grows, in seconds. A job that lost workers cannot save and gets less time.
+    `timeout` is the timeout of a job that grows, in seconds. A job that lost workers cannot save and gets less time.
     """
     grows, before = workers > job.size.world, job.size.world
     why = "the cluster has more capacity" if grows else _loss(job)
     reason = Reason(Code.RESIZED, f"resumes with {workers} workers instead of {before}: {why}")
-    deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
-    wish = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+    deadline = now + (timeout if grows else min(timeout, _LOST_SECONDS))
+    stop_request = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)
 
 
 def _loss(job: Job) -> str:
@@ -50,4 +50,4 @@ def _loss(job: Job) -> str:
 
 def resume(job: Job, *, now: float) -> Job:
     """Queue a paused job again."""
-    return replace(job.move(JobState.QUEUED, now=now), wish=None, granted=None)
+    return replace(job.move(JobState.QUEUED, now=now), stop_request=None, granted=None)

@@ -46,7 +46,7 @@ def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> UsageByD
     return found
 
 
-def together(one: UsageByDay, other: UsageByDay) -> UsageByDay:
+def merge_usage(one: UsageByDay, other: UsageByDay) -> UsageByDay:
     """Add two usages."""
     return {key: one.get(key, Usage()) + other.get(key, Usage()) for key in (*one, *other)}
 

@@ -1,4 +1,4 @@
-"""admit(tickets, cluster, rules) -> Admission: which jobs start, which are preempted, and why the rest wait. Pure.
+"""admit(entries, cluster, rules) -> Admission: which jobs start, which are preempted, and why the rest wait. Pure.
 
 Jobs start in order of priority, then age, with all workers at once. Resources that a due job lacks are reserved for it.
 A later job may start before it (backfill) only if that cannot delay the due job, however long any job runs.
@@ -9,16 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code, Reason
-from service.domain.queue.entry import QueueEntry, Resources, add_up, queue_order
+from service.domain.queue.backfill import may_pass
+from service.domain.queue.entry import QueueEntry, queue_order
 from service.domain.queue.placement import Placement
 from service.domain.queue.policy import ProjectUsage, QueuePolicy, Quota
+from service.domain.queue.preemption import choose_victims
+from service.domain.queue.resources import NOISE, Resources, add_up, shortage, subtract
 from service.domain.queue.snapshot import Admission
 from train_loop.plan import Capacity, data_starves, no_place, too_big
 from train_loop.spec import ScalingSpec
-
-_NOISE = 1e-9
-_SUMS = 4096
-"""Maximum number of future load states that backfill considers; beyond it, no job passes another."""
 
 
 def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1) -> str | None:
@@ -26,35 +25,35 @@ def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1
     if cluster is None:
         return None
     starves = data_starves(scaling, cluster.total)
-    said = too_big(scaling, cluster.total) or (starves.message if starves else None)
-    return said or no_place(scaling, cluster.nodes, group=group)
+    missing = too_big(scaling, cluster.total) or (starves.message if starves else None)
+    return missing or no_place(scaling, cluster.nodes, group=group)
 
 
 def admit(
-    tickets: Iterable[QueueEntry],
+    entries: Iterable[QueueEntry],
     cluster: Capacity | None,
     rules: QueuePolicy,
     *,
     now: float = 0.0,
     unreachable: Reason | None = None,
 ) -> Admission:
-    """Decide about all tickets at once. `cluster` is its capacity, None if it does not answer.
+    """Decide about all entries at once. `cluster` is its capacity, None if it does not answer.
 
     `unreachable` is the reason of waiting jobs if the cluster has not answered for some time.
     """
-    everybody = sorted(tickets, key=queue_order)
-    waiting = [ticket for ticket in everybody if ticket.waits]
+    ordered = sorted(entries, key=queue_order)
+    waiting = [entry for entry in ordered if entry.waits]
     if cluster is None:
         unknown = Reason(Code.CLUSTER_UNREACHABLE, "the cluster is not reachable yet; the job starts once it answers")
-        return Admission(waits={ticket.id: unreachable or unknown for ticket in waiting})
-    books = _Books(cluster, rules, [ticket for ticket in everybody if ticket.holds])
-    for ticket in waiting:
-        books.decide(ticket)
-    resizes = dict(books.shrink()) or dict(books.grow(now))
-    return Admission(tuple(books.starts), books.workers, books.preempts, resizes, books.waits)
+        return Admission(waits={entry.id: unreachable or unknown for entry in waiting})
+    admission = _AdmissionPass(cluster, rules, [entry for entry in ordered if entry.holds])
+    for entry in waiting:
+        admission.decide(entry)
+    resizes = dict(admission.shrink()) or dict(admission.grow(now))
+    return Admission(tuple(admission.starts), admission.workers, admission.preempts, resizes, admission.waits)
 
 
-class _Books:
+class _AdmissionPass:
     """The resources in use, updated while the queue is processed from its front."""
 
     def __init__(self, cluster: Capacity, rules: QueuePolicy, holders: Sequence[QueueEntry]) -> None:
@@ -71,223 +70,157 @@ class _Books:
         self._refused: list[tuple[Resources, QueueEntry]] = []
         self._over_quota: set[str] = set()
         self._place = 0
-        self._seats: Placement | None = None
-        for ticket in holders:
-            self._hold(ticket)
+        self._placement: Placement | None = None
+        for entry in holders:
+            self._hold(entry)
 
-    def decide(self, ticket: QueueEntry) -> None:
+    def decide(self, entry: QueueEntry) -> None:
         """Start a job, or record why it waits. An elastic job starts with as many workers as fit."""
-        if ticket.sizes:
-            most = self._most_workers(ticket)
-            larger = (ticket.at(workers) for workers in reversed(ticket.sizes[1:]) if workers <= most)
-            ticket = next(filter(self._may_start, larger), ticket.at(ticket.sizes[0]))
-        reason = self._why_wait(ticket)
+        if entry.sizes:
+            most = self._most_workers(entry)
+            larger = (entry.at(workers) for workers in reversed(entry.sizes[1:]) if workers <= most)
+            entry = next(filter(self._may_start, larger), entry.at(entry.sizes[0]))
+        reason = self._why_wait(entry)
         if reason is not None:
-            self.waits[ticket.id] = reason
+            self.waits[entry.id] = reason
             return
-        self.starts.append(ticket.id)
-        self._hold(ticket)
-        if ticket.sizes:
-            self.workers[ticket.id] = ticket.scaling.world
+        self.starts.append(entry.id)
+        self._hold(entry)
+        if entry.sizes:
+            self.workers[entry.id] = entry.scaling.world
 
     def shrink(self) -> Iterator[tuple[str, int]]:
         """Yield each elastic job whose workers no longer fit, and the number of workers that would fit."""
-        for ticket in self._holders:
-            if ticket.state not in (JobState.STARTING, JobState.RECOVERING) or ticket.id in self.starts:
+        for entry in self._holders:
+            if entry.state not in (JobState.STARTING, JobState.RECOVERING) or entry.id in self.starts:
                 continue
-            others = _less(self._held, [ticket.needs])
-            if self._has_room(ticket, others):
+            others = subtract(self._held, [entry.needs])
+            if self._has_room(entry, others):
                 continue
-            for workers in reversed(ticket.sizes):
-                smaller = ticket.at(workers)
-                if workers < ticket.scaling.world and self._has_room(smaller, others):
+            for workers in reversed(entry.sizes):
+                smaller = entry.at(workers)
+                if workers < entry.scaling.world and self._has_room(smaller, others):
                     self._held = add_up([others, smaller.needs])
-                    yield ticket.id, workers
+                    yield entry.id, workers
                     break
 
     def grow(self, now: float) -> Iterator[tuple[str, int]]:
         """Yield each elastic job that can grow, with its new size; nothing while another job waits for capacity."""
         if self._blocked or self.preempts:
             return
-        for ticket in self._holders:
-            if ticket.state is not JobState.RUNNING or now - ticket.since < self._rules.resize_seconds:
+        for entry in self._holders:
+            if entry.state is not JobState.RUNNING or now - entry.since < self._rules.resize_seconds:
                 continue
-            others = _less(self._held, [ticket.needs])
-            for workers in reversed(ticket.sizes):
-                larger = ticket.at(workers)
-                if workers <= ticket.scaling.world:
+            others = subtract(self._held, [entry.needs])
+            for workers in reversed(entry.sizes):
+                larger = entry.at(workers)
+                if workers <= entry.scaling.world:
                     break
-                more = self._used[ticket.project].with_workers(larger, instead_of=ticket)
-                if self._over(ticket, more) is None and self._has_room(larger, others) and self._has_places(larger):
-                    self._held, self._used[ticket.project] = add_up([others, larger.needs]), more
-                    if self._seats is not None:
-                        self._seats.take(larger)
-                    yield ticket.id, workers
+                more = self._used[entry.project].with_workers(larger, instead_of=entry)
+                if self._over(entry, more) is None and self._has_room(larger, others) and self._has_places(larger):
+                    self._held, self._used[entry.project] = add_up([others, larger.needs]), more
+                    if self._placement is not None:
+                        self._placement.reserve(larger)
+                    yield entry.id, workers
                     break
 
-    def _may_start(self, ticket: QueueEntry) -> bool:
+    def _may_start(self, entry: QueueEntry) -> bool:
         """Return whether the job could start now. Unlike `_why_wait`, this records no reason."""
-        more = self._used.get(ticket.project, ProjectUsage()).plus(ticket)
+        more = self._used.get(entry.project, ProjectUsage()).plus(entry)
         return (
-            ticket.project not in self._over_quota
-            and self._over(ticket, more) is None
-            and self._has_room(ticket, self._held)
-            and self._has_places(ticket)
-            and self._who_holds_back(ticket) is None
+            entry.project not in self._over_quota
+            and self._over(entry, more) is None
+            and self._has_room(entry, self._held)
+            and self._has_places(entry)
+            and self._first_delayed(entry) is None
         )
 
-    def _most_workers(self, ticket: QueueEntry) -> float:
+    def _most_workers(self, entry: QueueEntry) -> float:
         """Return an upper limit for the number of workers that fit. This is cheaper than a check of every size."""
-        each = ((name, amount) for name, amount in ticket.scaling.resources_per_worker.items() if amount)
-        free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + _NOISE, amount) for name, amount in each)
+        each = ((name, amount) for name, amount in entry.scaling.resources_per_worker.items() if amount)
+        free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + NOISE, amount) for name, amount in each)
         return min((left / amount for left, amount in free), default=math.inf)
 
-    def _has_room(self, ticket: QueueEntry, held: Resources) -> bool:
+    def _has_room(self, entry: QueueEntry, held: Resources) -> bool:
         """Return whether the cluster has the needed resources in addition to `held`, and a node for each worker."""
         return (
-            _shortage(ticket.needs, self._total, held) is None
-            and never_fits(ticket.scaling, self._cluster, group=ticket.group) is None
+            shortage(entry.needs, self._total, held) is None
+            and never_fits(entry.scaling, self._cluster, group=entry.group) is None
         )
 
-    def _has_places(self, ticket: QueueEntry) -> bool:
+    def _has_places(self, entry: QueueEntry) -> bool:
         """Return whether the nodes have free places for the workers, as far as other placements are known."""
-        if self._seats is None:
+        if self._placement is None:
             # Built on demand: only elastic jobs need it, and placing a thousand jobs takes time.
-            self._seats = Placement(self._cluster, self._holders)
-        return self._seats.fits(ticket)
+            self._placement = Placement(self._cluster, self._holders)
+        return self._placement.fits(entry)
 
-    def _hold(self, ticket: QueueEntry) -> None:
-        self._holders.append(ticket)
-        self._held = add_up([self._held, ticket.needs])
-        self._used[ticket.project] = self._used.get(ticket.project, ProjectUsage()).plus(ticket)
-        if self._seats is not None:
-            self._seats.take(ticket)
+    def _hold(self, entry: QueueEntry) -> None:
+        self._holders.append(entry)
+        self._held = add_up([self._held, entry.needs])
+        self._used[entry.project] = self._used.get(entry.project, ProjectUsage()).plus(entry)
+        if self._placement is not None:
+            self._placement.reserve(entry)
 
-    def _why_wait(self, ticket: QueueEntry) -> Reason | None:
+    def _why_wait(self, entry: QueueEntry) -> Reason | None:
         # Only a job that can never start does not block the jobs after it.
-        if never := never_fits(ticket.scaling, self._cluster, group=ticket.group):
+        if never := never_fits(entry.scaling, self._cluster, group=entry.group):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
-        if never := self._over(ticket, ProjectUsage().plus(ticket)):
+        if never := self._over(entry, ProjectUsage().plus(entry)):
             remedy = "raise the quota, or cancel the job and submit one with fewer or smaller workers"
             return Reason(Code.UNSCHEDULABLE, never, remedy)
         self._place += 1
-        if ticket.project in self._over_quota:
-            before = f"number {self._place} in the queue; another job of project {ticket.project} is before it"
+        if entry.project in self._over_quota:
+            before = f"number {self._place} in the queue; another job of project {entry.project} is before it"
             return Reason(Code.QUOTA, before, "it starts when another job of the project ends")
-        if over := self._over(ticket, self._used.get(ticket.project, ProjectUsage()).plus(ticket)):
-            self._over_quota.add(ticket.project)
+        if over := self._over(entry, self._used.get(entry.project, ProjectUsage()).plus(entry)):
+            self._over_quota.add(entry.project)
             return Reason(Code.QUOTA, over, "it starts when another job of the project ends")
-        if shortage := _shortage(ticket.needs, self._total, self._held):
-            return self._block(ticket, shortage)
-        first = self._who_holds_back(ticket)
+        if missing := shortage(entry.needs, self._total, self._held):
+            return self._block(entry, missing)
+        first = self._first_delayed(entry)
         if first is None:
             return None
-        self._blocked.append(ticket)
+        self._blocked.append(entry)
         return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for capacity")
 
-    def _block(self, ticket: QueueEntry, shortage: str) -> Reason:
+    def _block(self, entry: QueueEntry, missing: str) -> Reason:
         if self._rules.preemption and not self._blocked:
-            self.preempts = {victim.id: ticket.id for victim in self._victims(ticket)}
-        self._blocked.append(ticket)
-        if self.preempts and ticket.id in self.preempts.values():
-            shortage += f"; preempting {', '.join(self.preempts)} of lower priority"
+            self.preempts = {
+                victim.id: entry.id
+                for victim in choose_victims(entry, self._holders, held=self._held, total=self._total)
+            }
+        self._blocked.append(entry)
+        if self.preempts and entry.id in self.preempts.values():
+            missing += f"; preempting {', '.join(self.preempts)} of lower priority"
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
-        return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
+        return Reason(Code.CAPACITY, f"{place}; waits for {missing}")
 
-    def _over(self, ticket: QueueEntry, after: ProjectUsage) -> str | None:
+    def _over(self, entry: QueueEntry, after: ProjectUsage) -> str | None:
         """Return which quota of the project the usage `after` exceeds; None if it exceeds none."""
         quotas = self._rules.quotas
-        quota = quotas.get(ticket.project, quotas.get("*", Quota()))
+        quota = quotas.get(entry.project, quotas.get("*", Quota()))
         for name, most, then in (
             ("jobs", quota.jobs, after.jobs),
             ("workers", quota.workers, after.workers),
             ("GPUs", quota.gpus, after.gpus),
         ):
-            if most is not None and then > most + _NOISE:
-                return f"the quota of project {ticket.project} is {most:g} {name}; with this job it would use {then:g}"
+            if most is not None and then > most + NOISE:
+                return f"the quota of project {entry.project} is {most:g} {name}; with this job it would use {then:g}"
         return None
 
-    def _who_holds_back(self, ticket: QueueEntry) -> QueueEntry | None:
+    def _first_delayed(self, entry: QueueEntry) -> QueueEntry | None:
         """Return the first blocked job that this job could delay; None if there is none."""
         if not self._rules.backfill:
             return self._blocked[0] if self._blocked else None
         # A job at least as large as a refused one delays the same blocked job.
         for smaller, before in self._refused:
-            if all(ticket.needs.get(name, 0.0) >= amount for name, amount in smaller.items()):
+            if all(entry.needs.get(name, 0.0) >= amount for name, amount in smaller.items()):
                 return before
-        found = (one for place, one in enumerate(self._blocked) if not self._may_pass(ticket, one, place))
-        if (first := next(found, None)) is not None:
-            self._refused.append((ticket.needs, first))
-        return first
-
-    def _may_pass(self, ticket: QueueEntry, blocked: QueueEntry, place: int) -> bool:
-        """Return whether the blocked job starts no later if this job starts now, whichever jobs end first.
-
-        It could start later if some subset of the other jobs leaves enough for it, but not for both.
-        """
-        for name, amount in ticket.needs.items():
-            most = self._total.get(name, 0.0) - blocked.needs.get(name, 0.0)
-            loads = [one.needs.get(name, 0.0) for one in (*self._holders, *self._blocked[:place])]
-            sums = _subset_sums(loads, most)
-            if sums is None or any(load > most - amount + _NOISE for load in sums):
-                return False
-        return True
-
-    def _victims(self, ticket: QueueEntry) -> list[QueueEntry]:
-        """Return the jobs to preempt: lowest priority first, then newest. Empty if preemption cannot free enough."""
-        lower = [one for one in self._holders if one.priority < ticket.priority]
-        # Jobs that are stopping already free their resources without preemption.
-        held = _less(self._held, [one.needs for one in lower if one.state in _LEAVING])
-        chosen: list[QueueEntry] = []
-        for one in sorted((one for one in lower if one.state in _RUNNING), key=lambda one: (one.priority, -one.since)):
-            if _shortage(ticket.needs, self._total, held) is None:
-                break
-            held = _less(held, [one.needs])
-            chosen.append(one)
-        if _shortage(ticket.needs, self._total, held) is not None:
-            return []
-        return _needed_victims(chosen, ticket.needs, self._total, held)
-
-
-_RUNNING = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING)
-_LEAVING = (JobState.PAUSING, JobState.CANCELLING)
-
-
-def _needed_victims(
-    chosen: Sequence[QueueEntry], needs: Resources, total: Resources, held: Resources
-) -> list[QueueEntry]:
-    """Return the victims that are needed: a large one, chosen late, may make smaller ones unnecessary."""
-    kept: list[QueueEntry] = []
-    for one in chosen:
-        spared = add_up([held, one.needs])
-        if _shortage(needs, total, spared) is None:
-            held = spared
-        else:
-            kept.append(one)
-    return kept
-
-
-def _shortage(needs: Resources, total: Resources, held: Resources) -> str | None:
-    short = [
-        f"{amount:g} {name} ({held.get(name, 0):g} of the cluster's {total.get(name, 0):g} are in use)"
-        for name, amount in needs.items()
-        if amount > total.get(name, 0) - held.get(name, 0) + _NOISE
-    ]
-    return " and ".join(short) or None
-
-
-def _subset_sums(loads: Sequence[float], most: float) -> set[float] | None:
-    """Return the sums of all subsets of the loads, up to `most`; None if there are too many sums."""
-    sums = {0.0}
-    for load in loads:
-        if load:
-            sums |= {round(one + load, 6) for one in sums if one + load <= most + _NOISE}
-        if len(sums) > _SUMS:
-            return None
-    return sums
-
-
-def _less(whole: Resources, parts: Iterable[Resources]) -> Resources:
-    taken = add_up(parts)
-    return {name: amount - taken.get(name, 0.0) for name, amount in whole.items()}
+        for place, blocked in enumerate(self._blocked):
+            others = [*self._holders, *self._blocked[:place]]
+            if not may_pass(entry, blocked, others, total=self._total):
+                self._refused.append((entry.needs, blocked))
+                return blocked
+        return None

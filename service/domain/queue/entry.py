@@ -1,15 +1,13 @@
 """Queue entries: the resources that jobs hold or wait for. Pure."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
+from service.domain.queue.resources import Resources, add_up
 from train_loop.plan import DATA_CPUS, needed
 from train_loop.spec import ScalingSpec
-
-Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,17 @@ class QueueEntry:
         return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
 
     def at(self, workers: int) -> "QueueEntry":
-        """Return the ticket with another number of workers."""
+        """Return the entry with another number of workers."""
         return replace(self, scaling=self.scaling.at(workers))
 
     @classmethod
     def of(cls, job: Job) -> "QueueEntry":
-        """Build the ticket of a job."""
-        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
+        """Build the entry of a job."""
+        preempted = (
+            job.state is JobState.PAUSED
+            and job.stop_request is not None
+            and job.stop_request.reason.code is Code.PREEMPTED
+        )
         return cls(
             id=job.id,
             project=job.spec.project,
@@ -68,15 +70,6 @@ def _held_size(job: Job) -> ScalingSpec:
     return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
 
 
-def queue_order(ticket: QueueEntry) -> tuple[int, str]:
+def queue_order(entry: QueueEntry) -> tuple[int, str]:
     """Return the sort key of the start order: priority, then age (ids sort by time)."""
-    return (-ticket.priority, ticket.id)
-
-
-def add_up(parts: Iterable[Resources]) -> Resources:
-    """Sum resources by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
+    return (-entry.priority, entry.id)

@@ -35,12 +35,12 @@ class ProjectUsage:
     workers: int = 0
     gpus: float = 0.0
 
-    def plus(self, ticket: QueueEntry) -> "ProjectUsage":
+    def plus(self, entry: QueueEntry) -> "ProjectUsage":
         """Return the usage with one more job."""
-        gpus = self.gpus + ticket.needs.get("GPU", 0.0)
-        return ProjectUsage(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
+        gpus = self.gpus + entry.needs.get("GPU", 0.0)
+        return ProjectUsage(self.jobs + 1, self.workers + entry.scaling.world, gpus)
 
-    def with_workers(self, ticket: QueueEntry, *, instead_of: QueueEntry) -> "ProjectUsage":
+    def with_workers(self, entry: QueueEntry, *, instead_of: QueueEntry) -> "ProjectUsage":
         """Return the usage with a job at another size."""
-        gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
-        return ProjectUsage(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)
+        gpus = self.gpus + entry.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
+        return ProjectUsage(self.jobs, self.workers + entry.scaling.world - instead_of.scaling.world, gpus)

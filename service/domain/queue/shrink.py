@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from service.domain.queue.admission import never_fits
+from service.domain.queue.resources import NOISE
 from train_loop.plan import DATA_CPUS, Capacity
 from train_loop.spec import ScalingSpec
-
-_NOISE = 1e-9
 
 
 def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity | None) -> str | None:
@@ -35,7 +34,7 @@ def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity 
 
 def _holds_a_worker(scaling: ScalingSpec, node: Mapping[str, float]) -> bool:
     needed = scaling.resources_per_worker.items()
-    return all(node.get(name, 0.0) >= amount - _NOISE for name, amount in needed)
+    return all(node.get(name, 0.0) >= amount - NOISE for name, amount in needed)
 
 
 def _fits(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity) -> bool:
@@ -57,7 +56,7 @@ def _arithmetic(scaling: ScalingSpec, rest: Capacity) -> str:
     """Return why the smallest size does not fit, with the numbers."""
     for name, amount in scaling.resources_per_worker.items():
         data, have = (DATA_CPUS if name == "CPU" else 0.0), rest.total.get(name, 0.0)
-        if amount and scaling.world * amount + data > have + _NOISE:
+        if amount and scaling.world * amount + data > have + NOISE:
             extra = f" + {data:g} CPU for Ray Data" if data else ""
             need = f"{scaling.world} x {amount:g} {name}{extra}"
             return f"its smallest size needs {need} > {have:g} {name} on the other nodes"

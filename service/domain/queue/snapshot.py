@@ -25,7 +25,7 @@ class Admission:
     """Reasons of the waiting jobs, in queue order."""
 
     @property
-    def acts(self) -> bool:
+    def has_actions(self) -> bool:
         """Return whether there is anything to do."""
         return bool(self.starts or self.preempts or self.resizes)
 
@@ -40,8 +40,8 @@ class QueueSnapshot:
     """The last admission pass and its inputs; it explains why a job waits."""
 
     admission: Admission = field(default_factory=Admission)
-    mark: Hashable = None
-    tickets: Mapping[str, QueueEntry] = field(default_factory=dict)
+    version: Hashable = None
+    entries: Mapping[str, QueueEntry] = field(default_factory=dict)
     cluster: Capacity | None = None
     elastic: bool = False
     waits: bool = False
@@ -51,8 +51,8 @@ class QueueSnapshot:
     unreachable: bool = False
     """True if the cluster has not answered for ten seconds."""
 
-    def read(self, mark: Hashable, tickets: Iterable[QueueEntry]) -> None:
-        """Store the tickets of the queue version `mark`."""
-        self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
-        self.elastic = any(ticket.sizes and ticket.holds for ticket in self.tickets.values())
-        self.waits = any(ticket.waits for ticket in self.tickets.values())
+    def read(self, version: Hashable, entries: Iterable[QueueEntry]) -> None:
+        """Store the entries of the queue version `version`."""
+        self.version, self.entries = version, {entry.id: entry for entry in entries}
+        self.elastic = any(entry.sizes and entry.holds for entry in self.entries.values())
+        self.waits = any(entry.waits for entry in self.entries.values())

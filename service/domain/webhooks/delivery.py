@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from service.domain.jobs.job import Job, JobState
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 3600.0
-PATIENCE = 3 * 86400.0
+RETRY_SECONDS = 3 * 86400.0
 """Seconds for which a message is retried."""
 KEPT = 7 * 86400.0
 """Seconds for which a finished delivery stays in the log."""
@@ -132,7 +132,7 @@ def answered(status: int, headers: Mapping[str, str], *, now: float) -> Answer:
     return Answer(status, error, asked)
 
 
-def settle(delivery: Delivery, answer: Answer, *, now: float, jitter: float) -> Delivery:
+def apply_answer(delivery: Delivery, answer: Answer, *, now: float, jitter: float) -> Delivery:
     """Return a delivery after one more attempt. `jitter` is a number from 0 to 1."""
     tried = replace(delivery, attempts=delivery.attempts + 1, status=answer.status, error=answer.error)
     if answer.received:
@@ -145,10 +145,10 @@ def next_try(tried: Delivery, asked: float | None, *, now: float, jitter: float)
     # The exponent is limited: 20 exceeds the longest pause, and a larger power may overflow a float.
     pause = min(FIRST_PAUSE * 2.0 ** min(tried.attempts - 1, 20), LONGEST_PAUSE) * (0.5 + 0.5 * jitter)
     at = now + max(pause, min(asked or 0.0, LONGEST_PAUSE))
-    return at if at <= tried.since + PATIENCE else None
+    return at if at <= tried.since + RETRY_SECONDS else None
 
 
-def told_of(job: Job, before: JobState | None, *, version: int) -> Message:
+def state_changed_message(job: Job, before: JobState | None, *, version: int) -> Message:
     """Build the message about a job that entered another state. `version` is the version of its stored row."""
     time = job.times.get(job.state, job.updated_at)
     data: dict[str, JsonValue] = {
@@ -161,7 +161,7 @@ def told_of(job: Job, before: JobState | None, *, version: int) -> Message:
     return _message(f"{job.id}.{version}", "job.state", data, job_id=job.id, time=time)
 
 
-def trial_message(webhook: Webhook, *, number: str, now: float) -> Message:
+def test_message(webhook: Webhook, *, number: str, now: float) -> Message:
     """Build the message that a test call sends."""
     data: dict[str, JsonValue] = {"webhook": webhook.id, "project": webhook.project}
     return _message(f"test-{number}", "webhook.test", data, job_id="", time=now)

@@ -75,7 +75,7 @@ class AllowList:
         """Return whether the operator has allowed this host explicitly."""
         return target.host in self.hosts or (target.literal is not None and self._holds(target.literal))
 
-    def opens(self, target: Endpoint, address: str) -> bool:
+    def permits(self, target: Endpoint, address: str) -> bool:
         """Return whether a request to this host may connect to `address`."""
         found = _address(address)
         return found is not None and (target.host in self.hosts or self._holds(found) or is_public(found))

@@ -4,17 +4,18 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from service.domain.access.oidc_claims import MissingSubject, TokenRules, is_token
+from service.domain.access.permissions import require_admin
 from service.domain.access.roles import ANY, OPERATOR, AuditEntry, Key, Principal, Role, Roles
 from service.errors import Forbidden, InvalidRequest, KeyNotFound, Unauthorized
 from service.ports import KeyStore, TokenVerifier
 from train_loop.spec import Problem
 
-_MARK = "trainshed"
+KEY_PREFIX = "trainshed"
 """Prefix of every secret, so that secret scanners find leaked ones."""
 _OTHER_KEY = "send the key in $TRAINSHED_HOME/admin.key, or ask an admin of your project for a key"
 
@@ -45,11 +46,6 @@ class Access:
     tokens: Tokens | None = None
     scraper_sha256: str | None = None
     """SHA-256 of the key that is valid for the metrics only."""
-    caller: Principal = OPERATOR
-
-    def of(self, caller: Principal) -> "Access":
-        """Return these use cases for another caller."""
-        return replace(self, caller=caller)
 
     def is_operator(self, secret: str) -> bool:
         """Return whether this is the operator's key; needs no database."""
@@ -73,67 +69,61 @@ class Access:
                 raise Unauthorized("this service accepts keys, not tokens; send a key, or set TRAINSHED_OIDC_ISSUER")
             return self.tokens.identify(secret)
         mark, _, rest = secret.partition("_")
-        key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == _MARK else None
+        key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == KEY_PREFIX else None
         # Comparing digests takes the same time for every secret.
-        if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.opens(self.clock()):
+        if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.is_valid(self.clock()):
             raise Unauthorized(f"unknown, expired or revoked key; {_OTHER_KEY}")
         return Principal(key.id, key.name, key.roles)
 
-    def opens(self, caller: Principal) -> bool:
+    def is_valid(self, caller: Principal) -> bool:
         """Return whether the key or token of an authenticated caller is still valid."""
         if caller.until is not None:
             return self.clock() < caller.until
         key = self.store.get(caller.id) if caller.id != OPERATOR.id else None
-        return caller.id == OPERATOR.id or (key is not None and key.opens(self.clock()))
+        return caller.id == OPERATOR.id or (key is not None and key.is_valid(self.clock()))
 
-    def create(self, name: str, roles: Roles, expires_at: float | None) -> tuple[Key, str]:
+    def create(self, caller: Principal, name: str, roles: Roles, expires_at: float | None) -> tuple[Key, str]:
         """Create a key; return it with its secret, which is not stored. Raises Forbidden, InvalidRequest."""
         for project in roles:
-            self._must_admin(project)
+            require_admin(caller, project)
         now, number = self.clock(), self.new_id()
         if expires_at is not None and expires_at <= now:
             raise InvalidRequest([Problem("/expires_at", "the time is in the past; choose a future time")])
-        secret = f"{_MARK}_{number}_{secrets.token_hex(32)}"
-        key = Key(f"key-{number}", name, dict(roles), _sha256(secret), now, self.caller.id, expires_at)
-        self.store.add(key, self._deed("create", key))
+        secret = f"{KEY_PREFIX}_{number}_{secrets.token_hex(32)}"
+        key = Key(f"key-{number}", name, dict(roles), _sha256(secret), now, caller.id, expires_at)
+        self.store.add(key, self._audit_entry(caller, "create", key))
         return key, secret
 
-    def visible(self) -> list[Key]:
+    def visible(self, caller: Principal) -> list[Key]:
         """Return the keys of the projects that the caller administers, newest first."""
-        return [key for key in self.store.all() if key.roles_shown_to(self.caller)]
+        return [key for key in self.store.all() if key.roles_shown_to(caller)]
 
-    def revoke(self, key_id: str) -> None:
+    def revoke(self, caller: Principal, key_id: str) -> None:
         """Revoke a key; idempotent. Raises KeyNotFound, Forbidden."""
-        key = next((key for key in self.visible() if key.id == key_id), None)
+        key = next((key for key in self.visible(caller) if key.id == key_id), None)
         if key is None:
             raise KeyNotFound(key_id)
-        if key.roles_shown_to(self.caller) != key.roles:
+        if key.roles_shown_to(caller) != key.roles:
             raise Forbidden(
-                f"{key_id} has roles in projects that {self.caller.name!r} does not administer; ask an admin of all of "
-                "them"
+                f"{key_id} has roles in projects that {caller.name!r} does not administer; ask an admin of all of them"
             )
-        self.store.revoke(key_id, now=self.clock(), deed=self._deed("revoke", key))
+        self.store.revoke(key_id, now=self.clock(), entry=self._audit_entry(caller, "revoke", key))
 
-    def deeds(self, project: str | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
-        """Return the audit log of the projects that the caller administers, newest first."""
-        mine = self.caller.projects(Role.ADMIN)
-        if project is not None:
-            mine = frozenset({project}) if mine is None else mine & {project}
-        return self.store.deeds(mine, after=after, limit=limit)
+    def audit_log(
+        self, caller: Principal, project: str | None, *, after: int | None, limit: int
+    ) -> list[tuple[int, AuditEntry]]:
+        """Return the audit log of a project, or of all projects that the caller administers, newest first."""
+        projects = caller.projects(Role.ADMIN, among=None if project is None else frozenset({project}))
+        return self.store.entries(projects, after=after, limit=limit)
 
-    def _must_admin(self, project: str) -> None:
-        if not self.caller.may(Role.ADMIN, project):
-            what = "all projects" if project == ANY else f"project {project!r}"
-            raise Forbidden(f"key {self.caller.name!r} is not an admin of {what}; ask an admin for a key")
-
-    def _deed(self, verb: str, key: Key) -> AuditEntry:
+    def _audit_entry(self, caller: Principal, verb: str, key: Key) -> AuditEntry:
         project = next(iter(key.roles)) if len(key.roles) == 1 else ANY
         facts: dict[str, JsonValue] = {
             "name": key.name,
             "roles": {project: role.value for project, role in key.roles.items()},
         }
         after: dict[str, JsonValue] = {**facts, "expires_at": key.expires_at} if verb == "create" else {}
-        return AuditEntry(self.clock(), self.caller, f"key.{verb}", project, key.id, {} if after else facts, after)
+        return AuditEntry(self.clock(), caller, f"key.{verb}", project, key.id, {} if after else facts, after)
 
 
 def _sha256(secret: str) -> str:

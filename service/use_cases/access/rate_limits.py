@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from service.domain.access.rate_limit import Rate, Window, neighbourhood
+from service.domain.access.rate_limit import Rate, Window, client_network
 from service.domain.access.roles import OPERATOR, Principal
 from service.errors import RateLimited
 
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
     READS = "reads_per_key"
     WRITES = "writes_per_key"
-    STRANGERS = "strangers_per_address"
+    UNAUTHENTICATED = "strangers_per_address"
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,28 @@ class Rates:
         self._known = OrderedDict[bytes, str]()
         self._streams = Counter[str]()
 
-    def admit(self, attempt: AuthAttempt) -> bool:
+    def check(self, attempt: AuthAttempt) -> bool:
         """Check the rate limit before authentication; return True if the call was counted. Raises RateLimited."""
         # A known key is not limited by unauthenticated calls from the same address.
         known = self._known.get(attempt.digest)
         if known is None:
-            self._must_have_room(Kind.STRANGERS, neighbourhood(attempt.address))
+            self._require_room(Kind.UNAUTHENTICATED, client_network(attempt.address))
             return False
         # Counted now, because concurrent calls are not authenticated yet.
         self._known.move_to_end(attempt.digest)
         self._take(attempt.kind, known)
         return True
 
-    def let_in(self, attempt: AuthAttempt, caller: Principal) -> None:
+    def record_success(self, attempt: AuthAttempt, caller: Principal) -> None:
         """Record an authenticated caller, and count the call. Raises RateLimited."""
         self._known[attempt.digest] = caller.id
         _keep_newest(self._known, attempt.digest)
         self._take(attempt.kind, caller.id)
 
-    def turned_away(self, attempt: AuthAttempt) -> None:
+    def record_failure(self, attempt: AuthAttempt) -> None:
         """Count a failed authentication."""
         self._known.pop(attempt.digest, None)
-        self._count(Kind.STRANGERS, neighbourhood(attempt.address))
+        self._count(Kind.UNAUTHENTICATED, client_network(attempt.address))
 
     @contextmanager
     def stream(self, caller: Principal) -> Iterator[None]:
@@ -101,14 +101,14 @@ class Rates:
             if not self._streams[caller.id]:
                 del self._streams[caller.id]
 
-    def _must_have_room(self, kind: Kind, name: str) -> None:
+    def _require_room(self, kind: Kind, name: str) -> None:
         window = self._windows.get((kind, name))
         if window is not None and (wait := window.wait(self._clock())) > 0:
             first, window.refuses = not window.refuses, True
-            raise RateLimited(_told(kind, self._limits.rates[kind], wait), math.ceil(wait), first=first)
+            raise RateLimited(_limit_message(kind, self._limits.rates[kind], wait), math.ceil(wait), first=first)
 
     def _take(self, kind: Kind, name: str) -> None:
-        self._must_have_room(kind, name)
+        self._require_room(kind, name)
         self._count(kind, name)
 
     def _count(self, kind: Kind, name: str) -> None:
@@ -127,11 +127,11 @@ def _keep_newest(names: OrderedDict[K, V], used: K) -> None:
         names.popitem(last=False)
 
 
-def _told(kind: Kind, rate: Rate, wait: float) -> str:
+def _limit_message(kind: Kind, rate: Rate, wait: float) -> str:
     who, remedy = {
         Kind.READS: ("reads per key", "send fewer requests"),
         Kind.WRITES: ("writes per key", "send fewer requests"),
-        Kind.STRANGERS: ("unauthenticated calls per address", "send a valid key"),
+        Kind.UNAUTHENTICATED: ("unauthenticated calls per address", "send a valid key"),
     }[kind]
     rule = f"rate limit exceeded: {rate} {who} (TRAINSHED_{kind.upper()}={rate})"
     return f"{rule}; wait {math.ceil(wait)} s and {remedy}, or ask the operator for a higher limit"

@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from service.domain.doctor.checks import Measured, ProbeFailure, ProbeReply, Reachability, check_up
+from service.domain.doctor.checks import check_up
 from service.domain.doctor.finding import Finding, Verdict
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
 from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
 
@@ -78,16 +79,16 @@ class Doctor:
 
     def _measure(self) -> Measured:
         storage, begun = self._storage, time.monotonic()
-        trials = [_ask(trial) for trial in (storage.read, storage.write, storage.replace)]
-        greeting = self._told(_ask(self._cluster.greet), _START + _QUESTION)
+        trials = [_in_thread(trial) for trial in (storage.read, storage.write, storage.replace)]
+        reply = self._result_of(_in_thread(self._cluster.greet), _START + _QUESTION)
         nodes: int | ProbeFailure = _NOT_ASKED
         visited = _Visited()
-        if isinstance(greeting, ProbeReply) and greeting.reach is Reachability.ANSWERS:
-            nodes = self._told(_ask(self._cluster.nodes), _START)
+        if isinstance(reply, ProbeReply) and reply.reach is Reachability.ANSWERS:
+            nodes = self._result_of(_in_thread(self._cluster.nodes), _START)
             visited = _Visited() if nodes == 0 else self._visit()
-        read, write, replace = [self._told(trial, _TRIAL, since=begun) for trial in trials]
+        read, write, replace = [self._result_of(trial, _TRIAL, since=begun) for trial in trials]
         return Measured(
-            greeting,
+            reply,
             nodes,
             visited.visit,
             visited.token,
@@ -104,19 +105,19 @@ class Doctor:
     def _visit(self) -> "_Visited":
         """Write a token, let the nodes read it and answer on the storage, read their answers, and clean up."""
         folder = f"{self._storage.runs.rstrip('/')}/_doctor-{secrets.token_hex(8)}"
-        token = self._told(_ask(lambda: self._storage.leave_token(folder)), _TOKEN)
+        token = self._result_of(_in_thread(lambda: self._storage.leave_token(folder)), _TOKEN)
         left = None if isinstance(token, ProbeFailure) else folder
-        visiting = _ask(lambda: self._cluster.visit(left, seconds=_VISIT * self._limit))
-        visit = self._told(visiting, _VISIT + _ENDING)
+        visiting = _in_thread(lambda: self._cluster.visit(left, seconds=_VISIT * self._limit))
+        visit = self._result_of(visiting, _VISIT + _ENDING)
         arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
         if isinstance(token, str) and not isinstance(visit, ProbeFailure):
             nodes = [node.node for node in visit.nodes if node.sight is not None and node.sight.token == token]
-            arrived = self._told(_ask(lambda: self._storage.answers(folder, token, nodes)), _ARRIVAL)
-        self._told(_ask(lambda: self._storage.remove(folder)), _TOKEN)
+            arrived = self._result_of(_in_thread(lambda: self._storage.answers(folder, token, nodes)), _ARRIVAL)
+        self._result_of(_in_thread(lambda: self._storage.remove(folder)), _TOKEN)
         return _Visited(visit, token, arrived)
 
-    def _told(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | ProbeFailure:
-        """Wait for a result until `seconds` after `since` (default: now); return Trouble on a timeout."""
+    def _result_of(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | ProbeFailure:
+        """Wait for a result until `seconds` after `since` (default: now); return a ProbeFailure on a timeout."""
         limit, now = seconds * self._limit, time.monotonic()
         try:
             return answer.result(timeout=max(0.0, (now if since is None else since) + limit - now))
@@ -131,20 +132,20 @@ class _Visited:
     arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
 
 
-def _ask(question: Callable[[], T]) -> "Future[T | ProbeFailure]":
-    """Call in a daemon thread, because storage may hang forever. An exception becomes Trouble."""
+def _in_thread(call: Callable[[], T]) -> "Future[T | ProbeFailure]":
+    """Call in a daemon thread, because storage may hang forever. An exception becomes a ProbeFailure."""
     answer = Future[T | ProbeFailure]()
 
     def run() -> None:
         try:
-            answer.set_result(question())
+            answer.set_result(call())
         except Exception as error:
-            answer.set_result(ProbeFailure(_said(error)))
+            answer.set_result(ProbeFailure(_first_line(error)))
 
     threading.Thread(target=run, name="doctor", daemon=True).start()
     return answer
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines and lines[0] else type(error).__name__

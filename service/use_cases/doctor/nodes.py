@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from service.domain.access.roles import Role
+from service.domain.access.roles import Principal, Role
 from service.domain.jobs.condition import clock_time
 from service.domain.jobs.job import Job, JobState
 from service.errors import ClusterUnreachable
@@ -37,17 +37,17 @@ class _Running:
     """A job that holds resources, with the summary of its run directory."""
 
     job: Job
-    story: RunSummary
+    summary: RunSummary
     visible: bool
 
 
-def list_nodes(jobs: Jobs) -> list[NodeView]:
+def list_nodes(caller: Principal, jobs: Jobs) -> list[NodeView]:
     """Return the live nodes, head first, then the nodes that died in the last hour. Raises ClusterUnreachable."""
     nodes, now = jobs.cluster.nodes(), jobs.clock()
     if nodes is None:
-        url, since = jobs.cluster.dashboard(None), jobs.board.silent_since
+        url, since = jobs.cluster.dashboard(None), jobs.queue.silent_since
         raise ClusterUnreachable(f"Ray{f' at {url}' if url else ''}", clock_time(now if since is None else since))
-    running = list(_running(jobs))
+    running = list(_running(caller, jobs))
     alive = sorted((node for node in nodes if node.alive), key=lambda node: (not node.is_head, node.host, node.id))
     dead = [node for node in nodes if not node.alive]
     recent = [node for node in dead if now - (node.ended_at or 0.0) <= _HOUR and not _replaced(node, alive)]
@@ -55,16 +55,16 @@ def list_nodes(jobs: Jobs) -> list[NodeView]:
     return [_view(node, running, [one for one in dead if _same_host(one, node)]) for node in shown]
 
 
-def _running(jobs: Jobs) -> Iterator[_Running]:
+def _running(caller: Principal, jobs: Jobs) -> Iterator[_Running]:
     for job in jobs.store.page(JobQuery(states=_HOLDING, limit=_MOST_JOBS)):
         if job.attempts:
-            yield _Running(job, _story(jobs, job), jobs.caller.may(Role.VIEWER, job.spec.project))
+            yield _Running(job, _summary(jobs, job), caller.has_role(Role.VIEWER, job.spec.project))
 
 
-def _story(jobs: Jobs, job: Job) -> RunSummary:
+def _summary(jobs: Jobs, job: Job) -> RunSummary:
     """Return the summary of a run directory; an empty one while its storage is unavailable."""
     try:
-        return jobs.run_dirs.story(job.run_dir)
+        return jobs.run_dirs.summary(job.run_dir)
     except Exception as error:
         if not storage_failed(error):
             raise
@@ -73,14 +73,14 @@ def _story(jobs: Jobs, job: Job) -> RunSummary:
 
 def _view(node: Node, running: Sequence[_Running], died: Iterable[Node]) -> NodeView:
     visible = [one for one in running if one.visible]
-    on_it = tuple(one.job.id for one in visible if node.alive and node.host in one.story.hosts)
-    losses = [one.story.losses[node.host] for one in visible if node.host in one.story.losses]
+    on_it = tuple(one.job.id for one in visible if node.alive and node.host in one.summary.hosts)
+    losses = [one.summary.losses[node.host] for one in visible if node.host in one.summary.losses]
     losses += [Loss(one.ended_at or 0.0, one.message or "the node died") for one in died]
     if node.ended_at is not None:
         # A host may have died more than once in the hour: each row shows its own failure.
         losses = [loss for loss in losses if loss.time <= node.ended_at + _TOLD_WITHIN]
     last = max(losses, key=lambda loss: loss.time, default=None)
-    notices = (one.story.draining.get(node.host) for one in running)
+    notices = (one.summary.draining.get(node.host) for one in running)
     notice = max((time for time in notices if time is not None and node.started_at <= time), default=None)
     if not node.alive:
         return NodeView(node, "dead", node.ended_at or 0.0, (), last)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from service.domain.jobs.condition import capacity_reason, clock_time
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.ports import AttemptObservation, Cluster, Node
-from train_loop.plan import Capacity, no_place, too_big
+from train_loop.plan import Capacity, missing_places, no_place, too_big
 
 _SILENT_SECONDS = 10.0
 """Duration of an outage of the cluster before jobs report it."""
@@ -58,10 +58,10 @@ class ClusterView:
         remedy = "running workers continue; check the head node and its network"
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
-    def note(self, job_id: str, sighting: AttemptObservation) -> None:
+    def note(self, job_id: str, observed: AttemptObservation) -> None:
         """Record the draining hosts of a job; its next attempt does not report them again."""
-        if sighting.draining:
-            self._draining.setdefault(job_id, {}).update(sighting.draining)
+        if observed.draining:
+            self._draining.setdefault(job_id, {}).update(observed.draining)
 
     def forget(self, job_id: str) -> None:
         """Drop the state of a finished job."""
@@ -82,23 +82,26 @@ class ClusterView:
         less = {name: sum(node.total.get(name, 0.0) for node in draining) for name in found.total}
         return Capacity({name: max(amount - less[name], 0.0) for name, amount in found.total.items()}, staying)
 
-    def no_room(self, job: Job, sighting: AttemptObservation) -> Reason | None:
+    def no_room(self, job: Job, observed: AttemptObservation) -> Reason | None:
         """Return the reason if a job without workers no longer fits the cluster; None if it fits, or if unknown."""
-        if job.state not in (JobState.STARTING, JobState.RECOVERING) or sighting.ready:
+        if job.state not in (JobState.STARTING, JobState.RECOVERING) or observed.ready:
             return None
         capacity = self.cluster.capacity()
         if capacity is None:
             return None
-        group = job.spec.strategy.ulysses_size
-        missing = too_big(job.size, capacity.total) or no_place(job.size, capacity.nodes, group=group)
-        if missing is None:
+        if no_place(job.size, capacity.nodes, group=job.spec.strategy.ulysses_size) is not None:
+            # The driver reports the same text a few seconds later, with the start of the wait.
+            missing = missing_places(job.size, capacity.nodes)
+        elif (short := too_big(job.size, capacity.total)) is not None:
+            missing = f"capacity: {short.partition('; ')[0]}"
+        else:
             return None
         now, nodes = self.clock(), self.cluster.nodes() or ()
         dead = [node.host for node in nodes if node.ended_at and now - node.ended_at < _HOUR]
         alive = {node.host for node in nodes if node.alive}
         # Ray may list a dead host by its address only, so names from the run and from Ray are never mixed.
-        left = [host for host in sighting.left if host not in alive] or [host for host in dead if host not in alive]
-        return capacity_reason(f"capacity: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
+        left = [host for host in observed.left if host not in alive] or [host for host in dead if host not in alive]
+        return capacity_reason(missing, list(dict.fromkeys(left)))
 
     def _drains(self, node: Node) -> bool:
         """Return whether a node is draining. A node that joined after the notice is a new one."""

@@ -16,14 +16,14 @@ class KeysInFlight:
         self._bodies: dict[str, str] = {}
 
     @contextmanager
-    def hold(self, once: IdempotencyKey) -> Iterator[None]:
+    def hold(self, key: IdempotencyKey) -> Iterator[None]:
         """Hold a key until the block ends. Raises IdempotencyMismatch, KeyInFlight if another request holds it."""
         with self._lock:
-            if (body := self._bodies.get(once.id)) is not None:
-                raise KeyInFlight(once.key) if body == once.body else IdempotencyMismatch(once.key)
-            self._bodies[once.id] = once.body
+            if (body := self._bodies.get(key.id)) is not None:
+                raise KeyInFlight(key.key) if body == key.body else IdempotencyMismatch(key.key)
+            self._bodies[key.id] = key.body
         try:
             yield
         finally:
             with self._lock:
-                del self._bodies[once.id]
+                del self._bodies[key.id]

@@ -36,11 +36,11 @@ class IdleTimers:
     clock: Callable[[], float]
     _known: dict[str, _Idle] = field(default_factory=dict)
 
-    def seconds(self, job: Job, sighting: AttemptObservation) -> float:
+    def seconds(self, job: Job, observed: AttemptObservation) -> float:
         """Return the idle time of an attempt in seconds; 0 before its workers are ready."""
-        now, size = self.clock(), (len(job.attempts), sighting.size)
+        now, size = self.clock(), (len(job.attempts), observed.size)
         before = self._known.get(job.id, _Idle(size, now, now))
-        if not sighting.ready or before.size[0] != size[0]:
+        if not observed.ready or before.size[0] != size[0]:
             found = _Idle(size, now, now)
         elif before.size != size:
             longest = max(before.longest, before.seconds)

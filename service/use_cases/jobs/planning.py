@@ -58,9 +58,9 @@ class Planner:
         # The remaining steps of a clone depend on its parent's checkpoint.
         return self._plans(spec, found if parent is None else replace(found, count=None))
 
-    def known(self, spec: JobSpec) -> Plans | None:
+    def cached(self, spec: JobSpec) -> Plans | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
-        found = self.preflight.known(spec)
+        found = self.preflight.cached(spec)
         return None if found is None else self._plans(spec, found)
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:

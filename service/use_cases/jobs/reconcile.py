@@ -8,25 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import structlog
 
-from service.domain.changes import outcomes, waited
-from service.domain.jobs.decide import (
-    NO_ATTEMPT,
-    Decision,
-    Effect,
-    Observation,
-    Retry,
-    SubmissionStatus,
-    decide,
-    hangs,
-    wanted_stop,
-)
-from service.domain.jobs.job import Attempt, Job, JobState
+from service.domain.jobs.decide import Decision, Retry, decide
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import Observation
 from service.domain.jobs.reason import Code, Reason, storage_unavailable
 from service.domain.jobs.transitions import preempt, resize, start, stop_with_service
+from service.domain.metrics import attempt_results, wait_seconds
 from service.domain.queue.admission import admit
 from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import QueuePolicy
@@ -34,7 +25,6 @@ from service.domain.queue.snapshot import Admission, QueueSnapshot
 from service.errors import ClusterError, NotReady, StorageAway
 from service.fault_log import FaultLog
 from service.ports import (
-    AttemptObservation,
     Cluster,
     JobStore,
     Lease,
@@ -42,11 +32,12 @@ from service.ports import (
     NoMetrics,
     NoTracer,
     RunDirs,
-    SubmitRequest,
     Tracer,
 )
 from service.use_cases.jobs.cluster_view import ClusterView
+from service.use_cases.jobs.effects import Effects
 from service.use_cases.jobs.idle import IdleTimers
+from service.use_cases.jobs.observe import Observer
 from train_loop.plan import Capacity
 from train_loop.run_dir import is_transient, storage_failed
 
@@ -64,34 +55,33 @@ class ReconcileTimings:
 
     lease: float
     retry: Retry
-    room: float = 600.0
+    stop_seconds: float = 600.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reconciler:
-    """Loop that moves jobs from their observed state to the requested one."""
+    """Loop that moves jobs from their observed state to the requested one. It keeps its observations in memory."""
 
     store: JobStore
     cluster: Cluster
     run_dirs: RunDirs
     clock: Callable[[], float]
     owner: str
-    pace: ReconcileTimings
+    timings: ReconcileTimings
     rules: QueuePolicy = field(default_factory=QueuePolicy)
-    board: QueueSnapshot = field(default_factory=QueueSnapshot)
-    watch: Metrics = field(default_factory=NoMetrics)
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
+    metrics: Metrics = field(default_factory=NoMetrics)
     traces: Tracer = field(default_factory=NoTracer)
     faults: FaultLog = field(default_factory=FaultLog)
+    view: ClusterView = field(init=False)
+    idle: IdleTimers = field(init=False)
+    observer: Observer = field(init=False)
+    effects: Effects = field(init=False)
 
-    @cached_property
-    def view(self) -> ClusterView:
-        """Return the cluster, with this reconciler's observations of it."""
-        return ClusterView(self.cluster, self.clock)
-
-    @cached_property
-    def idle(self) -> IdleTimers:
-        """Return the idle time of each attempt."""
-        return IdleTimers(self.clock)
+    def __post_init__(self) -> None:
+        self.view, self.idle = ClusterView(self.cluster, self.clock), IdleTimers(self.clock)
+        self.observer = Observer(self.view, self.run_dirs, self.idle, self.clock)
+        self.effects = Effects(self.cluster, self.run_dirs)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Run passes until stopped. An error in a pass is logged, and the next pass retries."""
@@ -100,7 +90,7 @@ class Reconciler:
             try:
                 with self.traces.span("reconcile.pass"):
                     self.run_once(stopped)
-                self.watch.passed(time.monotonic() - at)
+                self.metrics.passed(time.monotonic() - at)
             except NotReady as error:
                 self.faults.warn("reconcile_pass_failed", error)
             except Exception as error:
@@ -116,8 +106,8 @@ class Reconciler:
         finally:
             # Metrics and alerts need the cluster's status also without jobs and without the database.
             self.view.look()
-            self.board.silent_since = self.view.silent_since
-            self.board.unreachable = self.view.unreachable() is not None
+            self.queue.silent_since = self.view.silent_since
+            self.queue.unreachable = self.view.unreachable() is not None
 
     def stop_jobs(self, *, seconds: float) -> None:
         """Ask all active jobs to save and stop, and reconcile them until they have stopped or the timeout expires.
@@ -162,41 +152,41 @@ class Reconciler:
         if _is_over(stopped):
             return []
         leads, now = self.store.lead(self._lease()), self.clock()
-        admission, tickets = self._look_at_queue(now), self.board.tickets
+        admission, entries = self._look_at_queue(now), self.queue.entries
         if not leads:
             return []
         for job_id, whom in admission.preempts.items():
-            deadline = now + self.pace.room
-            self._change(tickets[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
+            deadline = now + self.timings.stop_seconds
+            self._change(entries[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
         for job_id, workers in admission.resizes.items():
-            self._change(tickets[job_id], partial(resize, workers=workers, patience=self.pace.room, now=now))
+            self._change(entries[job_id], partial(resize, workers=workers, timeout=self.timings.stop_seconds, now=now))
         return [
             job_id
             for job_id in admission.starts
-            if self._change(tickets[job_id], partial(start, now=now, workers=admission.workers.get(job_id)))
+            if self._change(entries[job_id], partial(start, now=now, workers=admission.workers.get(job_id)))
         ]
 
     def _look_at_queue(self, now: float) -> Admission:
         """Return the decisions about the queue; the previous ones if their inputs are unchanged."""
-        board, mark = self.board, self.store.queue_mark()
-        if changed := mark != board.mark:
-            board.read(mark, self.store.tickets())
+        queue, version = self.queue, self.store.queue_version()
+        if changed := version != queue.version:
+            queue.read(version, self.store.queue_entries())
         # Requested only if needed: each request takes CPU time of the head node from training.
-        cluster = self.view.capacity() if board.waits or board.elastic else Capacity({})
+        cluster = self.view.capacity() if queue.waits or queue.elastic else Capacity({})
         # Elastic jobs may grow as time passes, without any other change.
-        if changed or cluster is None or cluster != board.cluster or board.elastic or board.admission.acts:
+        if changed or cluster is None or cluster != queue.cluster or queue.elastic or queue.admission.has_actions:
             silent = self.view.unreachable()
-            admission = admit(board.tickets.values(), cluster, self.rules, now=now, unreachable=silent)
-            board.cluster, board.admission = cluster, admission
-        return board.admission
+            admission = admit(queue.entries.values(), cluster, self.rules, now=now, unreachable=silent)
+            queue.cluster, queue.admission = cluster, admission
+        return queue.admission
 
-    def _change(self, ticket: QueueEntry, change: Callable[[Job], Job]) -> bool:
+    def _change(self, entry: QueueEntry, change: Callable[[Job], Job]) -> bool:
         """Change a job as the leader of the queue, unless it has changed since the decision.
 
         Like a user's request, this needs no lease of the job, which another reconciler may hold.
         """
-        job = self.store.get(ticket.id)
-        if job is None or QueueEntry.of(job) != ticket:
+        job = self.store.get(entry.id)
+        if job is None or QueueEntry.of(job) != entry:
             return False
         return self._store(job, change(job), leads=True)
 
@@ -209,67 +199,29 @@ class Reconciler:
             if job is None:
                 return
             seen = self._observe(job)
-            decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.pace.retry)
+            decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.timings.retry)
             if not self._apply(job, decision):
                 return
 
     def _lease(self) -> Lease:
         now = self.clock()
-        return Lease(self.owner, now, now + self.pace.lease)
+        return Lease(self.owner, now, now + self.timings.lease)
 
     def _observe(self, job: Job) -> Observation:
-        if job.attempt is None:
-            return Observation()
-        # The cluster first: a driver writes its outcome before it exits, so a dead driver without one left none.
-        submission = self.view.status(job.attempt.submission_id)
+        submission = self.observer.submission(job)
         try:
-            sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
-            latest = NO_ATTEMPT if submission.alive else self.run_dirs.latest(job.run_dir)
+            return self.observer.observe(job, submission)
         except Exception as error:
             if not _storage_failed(error):
                 raise
             self._explain(job, error)
-            # The attempt may have written an outcome, but lost storage must not keep a job alive forever.
-            late = job.wish is not None and self.clock() >= job.wish.deadline
-            return Observation(submission if late else SubmissionStatus.UNKNOWN, unreachable=self.view.unreachable())
-        self.view.note(job.id, sighting)
-        silent = submission is SubmissionStatus.UNKNOWN or job.attempt.submitted_at is None
-        quiet = self.idle.seconds(job, sighting)
-        over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
-        committed = self.run_dirs.committed(job.run_dir) if over else None
-        known = job.attempt.number
-        return Observation(
-            submission=submission,
-            training=sighting.training,
-            outcome=sighting.outcome,
-            stop=sighting.stop,
-            committed=committed,
-            lost=sighting.lost,
-            condition=sighting.condition or self._silent_condition(job, sighting) if submission.alive else None,
-            unreachable=self.view.unreachable(),
-            group_up=sighting.ready,
-            quiet=quiet,
-            begun=sighting.size > 0 or (latest.over and latest.attempt >= known),
-            latest=latest if latest.attempt > known else None,
-            previous=self._previous(job, job.attempt),
-            observed=True,
-        )
-
-    def _silent_condition(self, job: Job, sighting: AttemptObservation) -> Reason | None:
-        """Return the reason why an attempt makes no progress if it reports none itself."""
-        return self.view.no_room(job, sighting) or self.idle.stalled(job)
-
-    def _previous(self, job: Job, attempt: Attempt) -> SubmissionStatus:
-        """Return the status of the previous attempt, as long as the newest one is not submitted."""
-        if attempt.submitted_at is not None or attempt.number == 1:
-            return SubmissionStatus.MISSING
-        return self.view.status(job.attempts[-2].submission_id)
+            return self.observer.without_storage(job, submission)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
         """Apply a decision; return True if it changed the stored job, which may then have a next step."""
         for effect in decision.effects:
             try:
-                self._do(effect, job)
+                self.effects.run(effect, job)
             except Exception as error:
                 if not isinstance(error, ClusterError) and not _storage_failed(error):
                     raise
@@ -282,7 +234,7 @@ class Reconciler:
     def _store(self, job: Job, after: Job, *, leads: bool = False) -> bool:
         if not self.store.save(after, owner=self.owner, leads=leads):
             return False
-        self._tell(job, after)
+        self._count(job, after)
         if after.state is not job.state:
             if after.state.terminal:
                 self.idle.forget(job.id)
@@ -293,46 +245,19 @@ class Reconciler:
             log.info("job_waits", job=job.id, code=after.reason.code, reason=after.reason.message)
         return True
 
-    def _tell(self, before: Job, after: Job) -> None:
-        for outcome in outcomes(before, after):
-            self.watch.ended(outcome)
+    def _count(self, before: Job, after: Job) -> None:
+        for result in attempt_results(before, after):
+            self.metrics.ended(result)
         if after.state is not before.state:
-            self.watch.moved(after.state)
-        if (seconds := waited(before, after)) is not None:
-            self.watch.waited(seconds)
+            self.metrics.moved(after.state)
+        if (seconds := wait_seconds(before, after)) is not None:
+            self.metrics.waited(seconds)
 
-    def _explain(self, job: Job, error: Exception, **told: str) -> None:
+    def _explain(self, job: Job, error: Exception, **fields: str) -> None:
         """Store and log the error that blocks a job, once per reason; the next pass retries."""
         reason = _reason(error)
         if job.reason != reason and self.store.save(replace(job, reason=reason), owner=self.owner):
-            log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **told)
-
-    def _do(self, effect: Effect, job: Job) -> None:
-        if effect is Effect.RELEASE_PARENT:
-            self.run_dirs.let_go(job.run_dir)
-            return
-        attempt = job.attempts[-1]
-        if effect is Effect.SUBMIT:
-            self.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=attempt.number)
-            self.cluster.submit(
-                SubmitRequest(
-                    attempt.submission_id,
-                    job.id,
-                    job.spec.name,
-                    attempt=attempt.number,
-                    run_dir=job.run_dir,
-                    project=job.spec.project,
-                    labels=job.spec.labels,
-                )
-            )
-        elif effect is Effect.STOP_NOW:
-            self.cluster.stop(attempt.submission_id)
-        elif effect is Effect.STOP_PREVIOUS:
-            self.cluster.stop(job.attempts[-2].submission_id)
-        elif effect is Effect.FENCE_OFF:
-            self.run_dirs.fence_off(job.run_dir, attempt=attempt.number + 1)
-        elif job.wish is not None:
-            self.run_dirs.ask_to_stop(job.run_dir, wanted_stop(job.wish, attempt))
+            log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **fields)
 
 
 def _is_over(stopped: threading.Event | None) -> bool:

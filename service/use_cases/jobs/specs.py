@@ -24,7 +24,7 @@ from train_loop.spec import (
 )
 
 
-def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
+def parse_spec(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
     """Parse a spec that a caller sent; `authorise` is called with its project before the rest is checked.
 
     Raises InvalidSpec, and the errors of `authorise`.
@@ -50,7 +50,7 @@ def positions_in(body: bytes) -> Iterator[None]:
         raise InvalidSpec(add_positions(error.problems, body)) from error
 
 
-def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
+def apply_overrides(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
     """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
     try:
         spec = override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
@@ -74,7 +74,7 @@ def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
         raise SpecError(problems)
 
 
-def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
+def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
     """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
     resized = spec.model_copy(update={"scaling": scaling})
     if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:

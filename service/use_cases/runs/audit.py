@@ -7,9 +7,9 @@ from functools import partial
 from service.domain.jobs.job import Job
 from service.domain.runs.audit import GroupStart, Schedule, StepLine, audit_run
 from service.domain.runs.audit_report import RunAudit
+from service.domain.runs.json_lines import Line, number
 from service.errors import NotAudited
-from service.ports import Cursor, Line, LogSource, RunDirs
-from service.ports.json_lines import number
+from service.ports import Cursor, LogSource, RunDirs
 from service.use_cases.runs.streams import Reader, read_lines
 from train_loop.plan import plan_samples
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, get_args
 
-from service.ports import Line
+from service.domain.runs.json_lines import Line
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _LEVELS = get_args(Level)
@@ -43,7 +43,7 @@ class _Part:
 
     def __init__(self, line: Line) -> None:
         self.count = 1
-        self.least = self.most = (0, line)
+        self.lowest = self.highest = (0, line)
 
     def add(self, line: Line) -> None:
         """Append a line."""
@@ -52,17 +52,17 @@ class _Part:
 
     def join(self, other: "_Part") -> "_Part":
         """Append the run that follows this one, and return the result."""
-        self._hold(*((self.count + place, line) for place, line in (other.least, other.most)))
+        self._hold(*((self.count + place, line) for place, line in (other.lowest, other.highest)))
         self.count += other.count
         return self
 
     def lines(self) -> list[Line]:
         """Return the kept lines in their order."""
-        return [line for _, line in sorted(dict((self.least, self.most)).items())]
+        return [line for _, line in sorted(dict((self.lowest, self.highest)).items())]
 
-    def _hold(self, least: tuple[int, Line], most: tuple[int, Line]) -> None:
-        self.least = min(self.least, least, key=lambda one: _loss(one[1]))
-        self.most = max(self.most, most, key=lambda one: _loss(one[1]))
+    def _hold(self, lowest: tuple[int, Line], highest: tuple[int, Line]) -> None:
+        self.lowest = min(self.lowest, lowest, key=lambda one: _loss(one[1]))
+        self.highest = max(self.highest, highest, key=lambda one: _loss(one[1]))
 
 
 def downsample(lines: Iterable[Line], *, points: int) -> list[Line]:
@@ -70,9 +70,9 @@ def downsample(lines: Iterable[Line], *, points: int) -> list[Line]:
 
     One pass, and memory for at most `points` lines: if there are too many parts, neighbours are joined in pairs.
     """
-    most, size, parts = points // 2, 1, list[_Part]()
+    limit, size, parts = points // 2, 1, list[_Part]()
     for line in lines:
-        while len(parts) == (2 * most if size == 1 else most) and parts[-1].count == size:
+        while len(parts) == (2 * limit if size == 1 else limit) and parts[-1].count == size:
             pairs = zip_longest(parts[::2], parts[1::2])
             parts, size = [first.join(second) if second else first for first, second in pairs], 2 * size
         if parts and parts[-1].count < size:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from service.domain.runs.json_lines import Line, number, parse
 from service.errors import NotReady, StorageAway
-from service.ports import Cursor, Line, LogLine, LogOffset, LogSource, RunDirs
-from service.ports.json_lines import number, parse
+from service.ports import Cursor, LogLine, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.filters import Filter
 
 T = TypeVar("T")
@@ -154,9 +154,9 @@ class LogStream:
 
     reader: Reader
     ended: Callable[[], bool]
-    leaving: threading.Event
+    shutdown: threading.Event
     listener: Subscriber
-    recent: ReadCache = field(default_factory=ReadCache)
+    read_cache: ReadCache = field(default_factory=ReadCache)
 
     async def follow(self, place: LogOffset) -> AsyncIterator[LogLine | Signal]:
         """Yield every line from a position as it is written, and STILL_HERE every 15 s without one.
@@ -171,11 +171,11 @@ class LogStream:
     async def _follow(self, place: LogOffset) -> AsyncIterator[LogLine | Signal]:
         over, told, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
-        while not self.leaving.is_set() and await self._may_stay():
+        while not self.shutdown.is_set() and await self._may_stay():
             batch = Batch((), place, more=False)
             try:
                 # Taken before the read, so that a line written meanwhile changes it.
-                mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
+                mark = await self.read_cache.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
                 if mark != read or over:
                     batch = await run_in_threadpool(self.reader.read, place)
             except StorageAway:
@@ -196,9 +196,9 @@ class LogStream:
                 yield Signal.STILL_HERE
                 told = now
             # After the job has finished, one more read gets its last lines.
-            over = await self.recent.ask(run_dir, self.ended, seconds=_END_SECONDS)
+            over = await self.read_cache.ask(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
                 await anyio.sleep(_LOOK_SECONDS)
 
     async def _may_stay(self) -> bool:
-        return await self.recent.ask(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)
+        return await self.read_cache.ask(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)

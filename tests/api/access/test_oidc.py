@@ -20,7 +20,7 @@ from service.app import create_app
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.access.rate_limit import Rate
-from service.domain.access.roles import Role
+from service.domain.access.roles import OPERATOR, Role
 from service.use_cases.access.access import Tokens
 from tests.support.fakes.service import KEY, Clock, FakeService, spec_body
 from tests.support.servers.issuer import AUDIENCE, Issuer, ec_key, issuer, public_pem, rsa_key
@@ -216,7 +216,7 @@ def test_caller_with_a_key_does_not_wait_for_the_issuer(
 ) -> None:
     monkeypatch.setattr("service.adapters.oidc._LIMIT", 60.0)
     idp.released.clear()
-    _, secret = api.service.access.create("bob", {"nlp": Role.VIEWER}, None)
+    _, secret = api.service.access.create(OPERATOR, "bob", {"nlp": Role.VIEWER}, None)
     found = list[int]()
 
     async def call(client: httpx.AsyncClient, secret: str) -> None:

@@ -12,7 +12,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from service.domain.access.rate_limit import Rate
-from service.domain.access.roles import Key, Role
+from service.domain.access.roles import OPERATOR, Key, Role
 from service.use_cases.access.rate_limits import Kind, Limits
 from tests.support.fakes.service import KEY, FakeService, spec_body
 from tests.support.fakes.stores import MemoryKeyStore
@@ -20,7 +20,7 @@ from tests.support.servers.streams import Address
 from tests.support.waiting import wait_for
 
 LIMITS = Limits(
-    {Kind.READS: Rate(3, "minute"), Kind.WRITES: Rate(2, "minute"), Kind.STRANGERS: Rate(4, "minute")},
+    {Kind.READS: Rate(3, "minute"), Kind.WRITES: Rate(2, "minute"), Kind.UNAUTHENTICATED: Rate(4, "minute")},
     streams_per_key=2,
 )
 
@@ -43,7 +43,7 @@ class LimitedService:
         self.service = FakeService(root, limits=LIMITS, keys=self.keys)
         self.client = TestClient(self.service.app(), base_url="http://127.0.0.1")
         self.alice, self.bob = (
-            self.service.access.create(name, {"default": Role.ADMIN}, None)[1] for name in ("alice", "bob")
+            self.service.access.create(OPERATOR, name, {"default": Role.ADMIN}, None)[1] for name in ("alice", "bob")
         )
 
     def send(self, secret: str, method: str = "GET", path: str = "/me", **fields: Any) -> Any:

@@ -14,8 +14,8 @@ from tests.support.clients.command import run
 from tests.support.fakes.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
 from trainshed import Client
-from trainshed.cli.output.job_view import span
-from trainshed.cli.output.show import next_command
+from trainshed.cli.output.jobs import span
+from trainshed.cli.output.printing import next_command
 
 
 def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeService) -> None:

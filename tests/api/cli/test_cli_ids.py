@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from tests.support.clients.command import run
 from tests.support.fakes.service import FakeService
 from trainshed.cli.ids import shorten
+from trainshed.cli.main import app
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 IDS = st.lists(st.text(ALPHABET, min_size=26, max_size=26).map("job-{}".format), unique=True, max_size=20)
@@ -64,12 +66,15 @@ def test_shortened_ids_are_unique(ids: list[str]) -> None:
     assert all(whole.startswith(part) and len(part) >= 12 for whole, part in zip(ids, short, strict=True))
 
 
-def complete(*words: str, shell: str = "bash") -> subprocess.CompletedProcess[str]:
-    """Run the completion that a shell runs on Tab."""
+def tab(*words: str) -> dict[str, str]:
+    """Return the variables with which bash runs the command on Tab."""
     line = " ".join(("trainshed", *words))
-    variables = {"_TRAINSHED_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-    command = [sys.executable, "-c", "from trainshed.cli.main import app; app(prog_name='trainshed')"]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+    return {"_TRAINSHED_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+
+
+def complete(*words: str) -> Result:
+    """Run the completion that a shell runs on Tab, in this process."""
+    return CliRunner(env=tab(*words)).invoke(app, prog_name="trainshed")
 
 
 def test_shell_completes_ids(jobs: list[str]) -> None:
@@ -83,7 +88,9 @@ def test_shell_completes_ids(jobs: list[str]) -> None:
     assert complete("keys", "revoke", "0001").stdout.split() == ["0001"]
     assert complete("webhooks", "test", "ho").stdout.split() == ["hook-0001"]
     assert complete("ps", "--state", "pau").stdout.split() == ["PAUSING", "PAUSED"]
-    assert complete("chec").stdout.split() == ["checkpoints"]
+    command = [sys.executable, "-c", "from trainshed.cli.main import app; app(prog_name='trainshed')"]
+    done = subprocess.run(command, env=os.environ | tab("chec"), capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split(), done.stderr) == (["checkpoints"], "")
 
 
 def test_completion_prints_no_error(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.clients.command import run, running
 from tests.support.fakes.service import KEY, FakeService
 from train_loop.run_dir import Outcome

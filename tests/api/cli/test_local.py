@@ -11,8 +11,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from train_loop.run_dir import ROOT_MARKER
+from trainshed.cli.main import app
 
 Done = subprocess.CompletedProcess[str]
 
@@ -117,18 +119,29 @@ def test_doctor_without_a_service_checks_the_home(environment: dict[str, str], h
     assert "→ start it with `trainshed up`" in examined.stdout
 
 
+INVALID = {"TRAINSHED_PORT": "http", "TRAINSHED_DATABASE_URL": "mysql://a:hush@b/c", "TRAINSHED_PROT": "8000"}
+
+
 @pytest.mark.parametrize(
-    "command",
-    [["up"], ["down"], ["doctor"], ["ps"], ["serve"], ["backup", "b.tar"], ["restore", "b.tar"]],
-    ids=" ".join,
+    "command", [["up"], ["down"], ["doctor"], ["ps"], ["backup", "b.tar"], ["restore", "b.tar"]], ids=" ".join
 )
 def test_invalid_settings_are_reported_in_lines(environment: dict[str, str], home: Path, command: list[str]) -> None:
-    wrong = {"TRAINSHED_PORT": "http", "TRAINSHED_DATABASE_URL": "mysql://a:hush@b/c", "TRAINSHED_PROT": "8000"}
-    result = run(environment | wrong, *command)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "TRAINSHED_PORT='http': Input should be a valid integer" in result.stderr
-    assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in result.stderr
-    assert "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "hush" not in result.stderr
+    result = CliRunner(env=environment | INVALID).invoke(app, command)
+    assert_reported(result.exit_code, result.stdout, result.stderr)
     assert not home.exists()
+
+
+def test_serve_process_reports_invalid_settings_in_lines(environment: dict[str, str], home: Path) -> None:
+    result = run(environment | INVALID, "serve")
+    assert_reported(result.returncode, result.stdout, result.stderr)
+    assert not home.exists()
+
+
+def assert_reported(code: int, stdout: str, stderr: str) -> None:
+    """Check that the errors of all settings are reported in lines, without the password."""
+    assert (code, stdout) == (1, "")
+    assert "TRAINSHED_PORT='http': Input should be a valid integer" in stderr
+    assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in stderr
+    assert "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?" in stderr
+    assert "Traceback" not in stderr
+    assert "hush" not in stderr

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -62,28 +64,33 @@ def _sent(name: str) -> Sent:
     return Sent(name, request.method, request.url.path, streams)
 
 
+@cache
+def paths() -> dict[str, Any]:
+    """Return the paths of the OpenAPI document, which takes long to build."""
+    found: dict[str, Any] = FakeService(Path("/nowhere")).app().openapi()["paths"]
+    return found
+
+
 CALLS = [name for name, _ in inspect.getmembers(Api, inspect.isfunction) if not name.startswith("_")]
 
 
-def test_every_operation_of_the_api_has_a_call(service: FakeService) -> None:
-    described = {
-        (method.upper(), path) for path, methods in service.app().openapi()["paths"].items() for method in methods
-    }
+def test_every_operation_of_the_api_has_a_call() -> None:
+    described = {(method.upper(), path) for path, methods in paths().items() for method in methods}
     sent = [one for one in map(_sent, CALLS) if not one.streams]
     assert {one.operation for one in sent} == described - NO_CALL, "add a call of each route to trainshed/_async/api.py"
 
 
-def test_every_stream_of_the_api_is_followed(service: FakeService) -> None:
+def test_every_stream_of_the_api_is_followed() -> None:
     described = {
         path
-        for path, methods in service.app().openapi()["paths"].items()
+        for path, methods in paths().items()
         if "text/event-stream" in methods.get("get", {}).get("responses", {}).get("200", {}).get("content", {})
     }
     assert {one.path for one in map(_sent, CALLS) if one.streams} == described
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_sends_all_that_the_api_takes(service: FakeService, name: str) -> None:
+def test_a_call_sends_all_that_the_api_takes(name: str) -> None:
     """Each parameter in the description is one of the method, under its own name or the one in `renamed`."""
     renamed = {
         "id": "id_prefix",
@@ -93,7 +100,7 @@ def test_a_call_sends_all_that_the_api_takes(service: FakeService, name: str) ->
         "last-event-id": "after",
     }
     sent = _sent(name)
-    operation = service.app().openapi()["paths"][sent.path][sent.method.lower()]
+    operation = paths()[sent.path][sent.method.lower()]
     wanted = {renamed.get(one["name"], one["name"]) for one in operation.get("parameters", [])}
     if sent.streams:
         wanted -= {"limit", "points"}

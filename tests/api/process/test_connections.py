@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from service.lifecycle.connections import Limits, connections_within, max_connections, parse_proxies, raise_open_files
+from service.lifecycle.connection_limits import (
+    Limits,
+    connections_within,
+    max_connections,
+    parse_proxies,
+    raise_open_files,
+)
 from tests.support.servers.served import Served, served
 from tests.support.waiting import wait_for
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.fakes.service import FakeService
 from tests.support.servers.served import Served, served

@@ -29,8 +29,8 @@ class HangingStore(MemoryJobStore):
 
 def test_calls_return_503_until_the_database_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HOLD_SECONDS", 0.1)
-    opening = DatabaseStartup(lambda: None, patience=0.0)
-    app = FakeService(tmp_path).app(opening=opening)
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
+    app = FakeService(tmp_path).app(startup=startup)
     with TestClient(app, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"}) as client:
         assert client.get("/healthz").status_code == 200
         for path in ("/readyz", "/jobs", "/openapi.json"):
@@ -38,17 +38,17 @@ def test_calls_return_503_until_the_database_is_open(tmp_path: Path, monkeypatch
             assert (answer.status_code, answer.json()["code"]) == (503, "migrating")
             assert answer.headers["retry-after"] == "5"
             assert answer.headers["content-type"] == "application/problem+json"
-        opening.run(threading.Event())
+        startup.run(threading.Event())
         assert [client.get(path).status_code for path in ("/readyz", "/jobs")] == [200, 200]
-        app.state.leaving.set()
+        app.state.shutdown.set()
         answer = client.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "leaving")
 
 
 def test_call_shortly_before_the_database_opens_waits_for_it(tmp_path: Path) -> None:
-    opening = DatabaseStartup(lambda: None, patience=0.0)
-    with TestClient(FakeService(tmp_path).app(opening=opening), base_url="http://127.0.0.1") as client:
-        timer = threading.Timer(0.2, opening.run, (threading.Event(),))
+    startup = DatabaseStartup(lambda: None, retry_seconds=0.0)
+    with TestClient(FakeService(tmp_path).app(startup=startup), base_url="http://127.0.0.1") as client:
+        timer = threading.Timer(0.2, startup.run, (threading.Event(),))
         timer.start()
         assert client.get("/jobs", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
         timer.join()

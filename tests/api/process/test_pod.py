@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from service.adapters.keys import read_key
+from service.errors import KeyUnusable
 from tests.support.servers.served import Served, environment_of, served
 
 POD = "127.0.0.9"
@@ -82,22 +84,25 @@ def test_clients_of_trusted_proxies_have_separate_rates(pod: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "text", "reason"),
-    [
-        ("TRAINSHED_ADMIN_KEY_FILE", None, "No such file or directory"),
-        ("TRAINSHED_ADMIN_KEY_FILE", "", "is empty"),
-        ("TRAINSHED_ADMIN_KEY_FILE", "two words\n", "contains more than one word"),
-        ("TRAINSHED_METRICS_KEY_FILE", None, "No such file or directory"),
-    ],
+    ("text", "reason"),
+    [(None, "No such file or directory"), ("", "is empty"), ("two words\n", "contains more than one word")],
 )
-def test_service_without_a_valid_key_file_exits_with_one_line(
-    tmp_path: Path, setting: str, text: str | None, reason: str
-) -> None:
+def test_invalid_key_file_is_rejected_with_its_setting(tmp_path: Path, text: str | None, reason: str) -> None:
     file = tmp_path / "key"
     if text is not None:
         file.write_text(text)
-    assert failure(tmp_path / "home", **{setting: str(file)}) == (
-        f"{file}: {reason}; {setting} must name a readable file with a key in one line\n"
+    with pytest.raises(KeyUnusable) as caught:
+        read_key(file, setting="TRAINSHED_ADMIN_KEY_FILE")
+    assert str(caught.value) == (
+        f"{file}: {reason}; TRAINSHED_ADMIN_KEY_FILE must name a readable file with a key in one line"
+    )
+
+
+def test_service_without_a_valid_key_file_exits_with_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    assert failure(tmp_path / "home", TRAINSHED_METRICS_KEY_FILE=str(file)) == (
+        f"{file}: No such file or directory; TRAINSHED_METRICS_KEY_FILE must name a readable file with a key in one "
+        "line\n"
     )
 
 

@@ -11,12 +11,12 @@ from typing import cast
 
 import pytest
 
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import SubmissionStatus
+from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import KEY, Clock, FakeService
 from tests.support.servers.s3 import S3Server
 from tests.support.servers.serving import serving

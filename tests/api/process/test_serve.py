@@ -19,7 +19,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_job_survives_a_killed_service(home: Path) -> None:
-    with served(home) as service:
+    with served(home, real=True) as service:
         process, client = service.process, service.client
         service.takes_jobs()
         assert client.get("/readyz").json() == {"status": "ready"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.helper_processes.checkpoints import HelperTools
 from service.ports import PreflightReport
 from tests.support.fakes.service import FakeService, spec_body
 from tests.support.fakes.stores import MemoryPreflight

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from service.adapters.storage import guard
-from service.adapters.storage.guard import StorageGuard
-from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage import timeouts
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import SubmissionStatus
+from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
+from service.adapters.storage.timeouts import StorageGuard
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code
 from tests.support.fakes.service import Clock, FakeService
 from train_loop.run_dir import forget_expected
@@ -20,7 +20,7 @@ from train_loop.run_dir import forget_expected
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
-    monkeypatch.setattr(guard, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "_RETRY_SECONDS", 0.0)
     clock, root = Clock(), tmp_path / "storage"
     roots = StorageRoots()
     run_dirs = GuardedRunDirs(LocalRunDirs(roots, clock=clock), StorageGuard(roots.check, clock=clock))

@@ -8,7 +8,9 @@ from fastapi.testclient import TestClient
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
+from service.domain.access.roles import OPERATOR
 from service.ports import NewJob, PreflightReport
+from service.use_cases.jobs.audit_entries import action_entry
 from tests.support.fakes.service import KEY, FakeService, a_job, raw_spec, spec_body
 from tests.support.fakes.stores import MemoryPreflight
 from train_loop.run_dir import Parent
@@ -183,7 +185,7 @@ def test_hidden_characters_in_labels_and_names_are_rejected(client: TestClient, 
 
 def test_invalid_label_of_an_older_version_does_not_prevent_a_clone(client: TestClient, service: FakeService) -> None:
     job = a_job("job-old", labels={"team": "a\u200db"})
-    service.store.add(NewJob(job, None, (service.jobs.deed("submit", job, {}, {}),)))
+    service.store.add(NewJob(job, None, (action_entry(OPERATOR, "submit", job, before={}, after={}, now=0.0),)))
     assert client.get("/jobs/job-old").json()["spec"]["labels"] == {"team": "a\u200db"}
     answer = client.post("/jobs/job-old/clone", json={"overrides": {"labels": {"other": "x"}}})
     assert answer.status_code == 201, answer.text

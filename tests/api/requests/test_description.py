@@ -17,7 +17,7 @@ from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
 from tests.support.builders.checkpoints import checkpoint
-from tests.support.clients.described import ANSWERS, EXAMPLES, Examples
+from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
 from tests.support.fakes.service import FakeService, raw_spec, spec_body
 from tests.support.servers.live import LiveService
 from tests.support.waiting import wait_for
@@ -152,6 +152,7 @@ def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 100)
 def test_service_conforms_to_its_openapi_document(service: LiveService, tmp_path: Path) -> None:
     ended = run(service, tmp_path)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.domain.access.oidc_claims import LEEWAY, Claims, TokenRules
-from service.domain.access.roles import Role
+from service.domain.access.roles import OPERATOR, Role
 from service.use_cases.access.access import Tokens
 from tests.support.fakes.service import KEY, FakeService
 from tests.support.fakes.stores import MemoryTokens
@@ -164,14 +164,14 @@ def test_stream_ends_with_its_key_on_every_replica_and_others_continue(tmp_path:
     two = FakeService(tmp_path, store=one.store, keys=one.keys, clock=one.clock, tokens=tokens)
     job_id = one.submit().id
     one.reconciler().run_once()
-    (alice, secret), (_, over) = (one.access.create(name, {"default": Role.VIEWER}, 3000.0) for name in "ab")
+    (alice, secret), (_, over) = (one.access.create(OPERATOR, name, {"default": Role.VIEWER}, 3000.0) for name in "ab")
     here, there = Address(one), Address(two)
     with here.serving(), there.serving():
         with_keys = [LogStream(address, job_id, secret) for address in (here, there) for _ in range(3)]
         expiring, with_token, operator = (LogStream(there, job_id, sent) for sent in (over, "t.o.ken", KEY))
         followers = [*with_keys, expiring, with_token, operator]
         wait_for(lambda: all(reader.lines for reader in followers), "all streams")
-        one.access.revoke(alice.id)
+        one.access.revoke(OPERATOR, alice.id)
         for ended, now in ((with_keys, 2000.0), ([expiring], 3000.0), ([with_token], 5000.0 + LEEWAY)):
             one.clock.now = now
             for reader in ended:

@@ -25,7 +25,7 @@ from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.store.open import open_store
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
-from train_loop.errors import CheckpointError
+from train_loop.errors import CheckpointError, FencedError
 from train_loop.loop import session
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
@@ -106,7 +106,7 @@ def save_and_fail_to_close(folder: Path) -> int:
     saver = a_saver(run, "thread")
     save_at(run, saver, 7)
     with pytest.MonkeyPatch.context() as patch:
-        for part in (saver._thread, saver._writer, saver._buffer):
+        for part in (saver._thread, saver._files._writer, saver._files._buffer):
             patch.setattr(part, "shutdown" if part is saver._thread else "close", fail)
         saver.close()
     saver._thread.shutdown()
@@ -162,6 +162,35 @@ def test_failed_save_is_reported_on_every_rank_and_the_next_succeeds(tmp_path: P
     events = [(event["event"], event["step"]) for event in read_lines(run_dir.attempt(1).events)]
     assert events == [("checkpoint_failed", 1), ("checkpoint_committed", 2), ("checkpoint_failed", 3)]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "files of a failed save remain"
+
+
+def save_after_a_takeover(folder: Path) -> list[str]:
+    """Return the errors of a save that finds a newer group, and of the loop that then asks for the reason."""
+    run = a_run(folder)
+    saver = a_saver(run)
+    save_at(run, saver, 1)
+    assert saver.wait() is None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        run.session.run_dir.write_fence(2)
+    dist.barrier()
+    save_at(run, saver, 2)
+    found = []
+    for fails in (saver.wait, saver.raise_fatal):
+        with pytest.raises(FencedError) as raised:
+            fails()
+        found.append(str(raised.value))
+    assert saver.failed_fatally
+    return found
+
+
+def test_save_after_a_takeover_raises_the_same_on_every_rank(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    reason = "attempt 2 has taken over from attempt 1, which stops"
+    assert on_ranks(2, save_after_a_takeover, tmp_path) == [[reason, reason]] * 2
+    run_dir = RunDir(tmp_path / "run")
+    assert sorted(run_dir.manifests()) == [1]
+    assert [event["event"] for event in read_lines(run_dir.attempt(1).events)] == ["checkpoint_committed"]
 
 
 def resume_from_unreadable(folder: Path) -> list[str]:

@@ -38,18 +38,28 @@ DEADLINE = 2e9
 
 @contextmanager
 def unwritable(*, seconds: float | None = None) -> Iterator[None]:
-    """Prevent the last rank from writing large files, as on a full disk, temporarily or to the end."""
+    """Prevent the last rank from writing large files, as on a full disk; for some seconds, or to the end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     timer = threading.Timer(seconds or 0, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-        if seconds is not None:
-            timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    write_file, failures = writer.write_file, iter([timer.start] if seconds is not None else [])
+
+    def write_and_count_down(path: Path, pieces: Any) -> Any:
+        """Write a file. The seconds begin with the first failure, however long the steps before it take."""
+        try:
+            return write_file(path, pieces)
+        except OSError:
+            next(failures, lambda: None)()
+            raise
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(writer, "write_file", write_and_count_down)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def forbid(context: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_service_reads_the_run(folder: Path, place: Place) -> None:
     rest, _ = read_page(reader, first[-1].cursor, 100)
     assert [one.line["step"] for one in [*first, *rest]] == list(range(1, STEPS + 1))
     assert [checkpoint.manifest.step for checkpoint in dirs.checkpoints(uri)] == [3, 6]
-    progress = dirs.story(uri).progress
+    progress = dirs.summary(uri).progress
     assert progress is not None
     assert progress.step == STEPS
     run_dir.attempt(1).write_outcome(Outcome(result="succeeded", step=STEPS))

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.decide import Decision, Observation, SubmissionStatus, decide, wanted_stop
+from service.domain.jobs.decide import Decision, decide, wanted_stop
 from service.domain.jobs.job import Job, JobState, StopRequest
+from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from tests.support.fakes.service import RETRY, a_job
 from train_loop.run_dir import Outcome, Stop
@@ -28,18 +29,18 @@ def live(state: JobState = JobState.RUNNING, *, submitted: bool = True, attempt:
 
 def cancelling(*, deadline: float = 200.0, submitted: bool = True) -> Job:
     job = live(JobState.CANCELLING, submitted=submitted)
-    return replace(job, wish=StopRequest("cancel", checkpoint=True, deadline=deadline))
+    return replace(job, stop_request=StopRequest("cancel", checkpoint=True, deadline=deadline))
 
 
 def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.USER) -> Job:
     reason = Reason(by, "paused")
     job = replace(live(JobState.PAUSING, submitted=submitted), reason=reason)
-    return replace(job, wish=StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason))
+    return replace(job, stop_request=StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason))
 
 
 def expected_stop(job: Job) -> Stop:
-    assert job.wish is not None
-    return wanted_stop(job.wish, job.attempts[-1])
+    assert job.stop_request is not None
+    return wanted_stop(job.stop_request, job.attempts[-1])
 
 
 def reason_message(job: Job) -> str:

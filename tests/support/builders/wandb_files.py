@@ -1,13 +1,12 @@
 """Offline runs of Weights & Biases, read from their files."""
 
+import importlib
 import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from wandb.proto.wandb_internal_pb2 import Record
 
 _MAGIC = b":W&B"
 _BLOCK, _HEAD = 32768, 7
@@ -34,8 +33,10 @@ def read_runs(folder: Path) -> list[OfflineRun]:
 
 def _read(file: Path) -> OfflineRun:
     run = OfflineRun()
+    # Imported here only: collecting the tests would take seconds longer.
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     for content in _records(file.read_bytes()):
-        record = Record.FromString(content)
+        record = messages.Record.FromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.id, run.project, run.name = record.run.run_id, record.run.project, record.run.display_name

@@ -7,13 +7,7 @@ from typing import Any
 
 import schemathesis
 
-EXAMPLES, ANSWERS = "DESCRIBED_EXAMPLES", "DESCRIBED_ANSWERS"
-"""Environment variables: a JSON file of values by call and place, and the file for lines of `<status> <method> <path>`.
-
-Of what is said for `*`, for `{NAME}` where a path has that, and for `<method> <path>`, the last counts for a call. A
-place is `body`, or the name of a parameter in the path.
-"""
-Examples = dict[str, dict[str, Any]]
+from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
 
 
 @schemathesis.hook

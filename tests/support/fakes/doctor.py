@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.domain.doctor.checks import ProbeReply, Reachability
+from service.domain.doctor.measurements import ProbeReply, Reachability
 from train_loop.run_dir import ClusterVisit, NetworkVisit, NodeReport, PathCheck
 
 VERSIONS = {"trainshed": "0.1.0", "python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}
@@ -45,7 +45,7 @@ def a_visit(
 class FakeClusterProbe:
     """A probe that returns its value, raises it, or hangs."""
 
-    greeting: ProbeReply = GREETING
+    reply: ProbeReply = GREETING
     alive: int = 1
     found: ClusterVisit | Exception = field(default_factory=a_visit)
     hangs: bool = False
@@ -53,8 +53,8 @@ class FakeClusterProbe:
     folder: str | None = None
 
     def greet(self) -> ProbeReply:
-        """Return the configured greeting."""
-        return self.greeting
+        """Return the configured reply."""
+        return self.reply
 
     def nodes(self) -> int:
         """Return the number of live nodes."""

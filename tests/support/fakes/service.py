@@ -12,13 +12,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.adapters.helpers.checkpoints import HelperTools
-from service.adapters.prometheus import PrometheusWatch
+from service.adapters.helper_processes.checkpoints import HelperTools
+from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.storage.run_dirs import LocalRunDirs
+from service.api.authentication import Guard
 from service.api.build import Parts, build_api
-from service.api.guard import Guard
-from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.access.roles import OPERATOR
+from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.domain.webhooks.ssrf import AllowList
@@ -30,6 +32,7 @@ from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.jobs.submit import JobRequest, Submitter
 from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.webhooks.webhooks import Webhooks
 from tests.support.fakes.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
@@ -106,10 +109,10 @@ class FakeService:
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     run_dirs: RunDirs = field(default_factory=LocalRunDirs)
     rules: QueuePolicy = field(default_factory=QueuePolicy)
-    board: QueueSnapshot = field(default_factory=QueueSnapshot)
+    queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
     counts: JobCounts = field(default_factory=MemoryJobStore)
-    watch: Metrics = field(default_factory=PrometheusWatch)
+    metrics: Metrics = field(default_factory=PrometheusMetrics)
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
     hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
@@ -117,7 +120,7 @@ class FakeService:
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
-            self.keys.done = self.hooks.done = self.store.deeds
+            self.keys.done = self.hooks.done = self.store.audit_log
             self.counts = self.store
 
     @property
@@ -139,32 +142,44 @@ class FakeService:
             cluster=self.cluster,
             run_dirs=self.run_dirs,
             preflight=self.preflight,
-            board=self.board,
-            default_root=self.root.as_uri(),
+            queue=self.queue,
             grace=Grace(cancel=30.0, pause=300.0),
             clock=self.clock,
-            new_id=lambda: f"job-{next(self.ids):04d}",
         )
 
     @property
-    def watching(self) -> ServiceMetrics:
-        """The use case of those who watch."""
-        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
+    def submitter(self) -> Submitter:
+        """The use cases of new jobs."""
+        return Submitter(self.jobs, self.root.as_uri(), new_id=lambda: f"job-{next(self.ids):04d}")
+
+    @property
+    def service_metrics(self) -> ServiceMetrics:
+        """The use case of service metrics."""
+        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.metrics, self.clock, self.queue)
 
     @property
     def doctor(self) -> Doctor:
         """One who finds all in order."""
         return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
 
-    def app(self, *, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> FastAPI:
+    def app(self, *, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> FastAPI:
         """The HTTP side."""
-        return build_api(self.parts(max_body_bytes, opening))
+        return build_api(self.parts(max_body_bytes, startup))
 
-    def parts(self, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> Parts:
+    def parts(self, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> Parts:
         """What the HTTP side is made of."""
-        ledger = CheckpointActions(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
+        submitter, tools = self.submitter, HelperTools(timeout=60.0)
+        checkpoints = CheckpointActions(submitter.jobs, self.run_dirs, tools, self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
-        return Parts(ledger, guard, self.watching, self.webhooks, self.doctor, opening=opening or opened())
+        return Parts(
+            submitter=submitter,
+            checkpoints=checkpoints,
+            guard=guard,
+            service_metrics=self.service_metrics,
+            webhooks=self.webhooks,
+            doctor=self.doctor,
+            startup=startup or opened(),
+        )
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""
@@ -180,21 +195,20 @@ class FakeService:
             self.run_dirs,
             self.clock,
             owner="me",
-            pace=ReconcileTimings(lease=30.0, retry=RETRY),
+            timings=ReconcileTimings(lease=30.0, retry=RETRY),
             rules=self.rules,
-            board=self.board,
-            watch=self.watch,
+            queue=self.queue,
+            metrics=self.metrics,
             traces=traces or NoTracer(),
         )
 
     def submit(self, **parts: Any) -> Job:
         """Submit a job through the use case."""
-        view, _ = self.jobs.submit(spec_body(**parts).encode(), None)
-        return view.job
+        return self.submitter.submit(JobRequest(OPERATOR, spec_body(**parts).encode())).view.job
 
     def get(self, job_id: str) -> Job:
         """The job as it is stored."""
-        return self.jobs.find(job_id)
+        return self.jobs.find(OPERATOR, job_id)
 
     def run_dir(self, job_id: str) -> RunDir:
         """The job's run directory."""

@@ -9,9 +9,9 @@ from datetime import date
 
 from service.domain.access.oidc_claims import Claims
 from service.domain.access.roles import AuditEntry, Key
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import LIVE, Job, JobState
-from service.domain.jobs.usage import Usage, UsageByDay, together
+from service.domain.jobs.observation import SubmissionStatus
+from service.domain.jobs.usage import Usage, UsageByDay, merge_usage
 from service.domain.queue.entry import QueueEntry
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
 from service.ports import (
@@ -41,17 +41,17 @@ class MemoryJobStore:
     keys: dict[str, tuple[IdempotencyKey, float, str]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     deleted: UsageByDay = field(default_factory=dict)
-    deeds: list[AuditEntry] = field(default_factory=list)
+    audit_log: list[AuditEntry] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
+    def job_of(self, key: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         with self.lock:
-            first, since, job_id = self.keys.get(once.id, (once, -math.inf, ""))
+            first, since, job_id = self.keys.get(key.id, (key, -math.inf, ""))
             if now - since > IDEMPOTENCY_TTL:
                 return None
-            if first != once:
-                raise IdempotencyMismatch(once.key)
+            if first != key:
+                raise IdempotencyMismatch(key.key)
             return self.jobs[job_id]
 
     def add(self, new: NewJob) -> bool:
@@ -61,25 +61,25 @@ class MemoryJobStore:
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys, all or none. Return False if a key refers to another job."""
         with self.lock:
-            keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
+            keys = {new.key.id: (new.key, now, new.job.id) for new in added if new.key is not None}
             taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= IDEMPOTENCY_TTL}
-            if taken or len(keys) < sum(new.once is not None for new in added):
+            if taken or len(keys) < sum(new.key is not None for new in added):
                 return False
             self.keys |= keys
             self.jobs |= {new.job.id: new.job for new in added}
             for new in added:
-                self._record(*new.deeds)
+                self._record(*new.audit_entries)
             return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], entry: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         with self.lock:
             if self.jobs.get(job.id) != job:
                 return False
             del self.jobs[job.id]
-            self.deleted = together(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
+            self.deleted = merge_usage(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
             self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
-            self._record(deed)
+            self._record(entry)
             return True
 
     def get(self, job_id: str) -> Job | None:
@@ -108,13 +108,13 @@ class MemoryJobStore:
         )
         return {key: used for key, used in found if first <= key[1] <= last}
 
-    def tickets(self) -> list[QueueEntry]:
-        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
+    def queue_entries(self) -> list[QueueEntry]:
+        """Return the entries of all jobs that hold resources of the cluster or wait for them."""
         with self.lock:
-            return [ticket for ticket in map(QueueEntry.of, self.jobs.values()) if ticket.holds or ticket.waits]
+            return [entry for entry in map(QueueEntry.of, self.jobs.values()) if entry.holds or entry.waits]
 
-    def queue_mark(self) -> Hashable:
-        """Return a value that changes whenever the result of `tickets` may change."""
+    def queue_version(self) -> Hashable:
+        """Return a value that changes whenever the result of `queue_entries` may change."""
         with self.lock:
             return tuple((job.id, job.version) for job in self.jobs.values())
 
@@ -157,7 +157,7 @@ class MemoryJobStore:
         with self.lock:
             self.leases = {name: lease for name, lease in self.leases.items() if lease.owner != owner}
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, entry: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -167,7 +167,7 @@ class MemoryJobStore:
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
                 return False
             self.jobs[job.id] = replace(job, version=job.version + 1)
-            self._record(deed)
+            self._record(entry)
             return True
 
     def _take(self, name: str, lease: Lease) -> bool:
@@ -185,7 +185,7 @@ class MemoryJobStore:
         """Do nothing: this store always answers."""
 
     def _record(self, *done: AuditEntry | None) -> None:
-        self.deeds += filter(None, done)
+        self.audit_log += filter(None, done)
 
 
 @dataclass
@@ -195,10 +195,10 @@ class MemoryKeyStore:
     done: list[AuditEntry] = field(default_factory=list)
     keys: dict[str, Key] = field(default_factory=dict)
 
-    def add(self, key: Key, deed: AuditEntry) -> None:
+    def add(self, key: Key, entry: AuditEntry) -> None:
         """Store a new key."""
         self.keys[key.id] = key
-        self.record(deed)
+        self.record(entry)
 
     def get(self, key_id: str) -> Key | None:
         """Return the key with this id; None if there is none."""
@@ -208,23 +208,25 @@ class MemoryKeyStore:
         """Return all keys, also expired and revoked ones, newest first."""
         return sorted(self.keys.values(), key=lambda key: key.id, reverse=True)
 
-    def revoke(self, key_id: str, *, now: float, deed: AuditEntry) -> bool:
+    def revoke(self, key_id: str, *, now: float, entry: AuditEntry) -> bool:
         """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         if key_id not in self.keys or self.keys[key_id].revoked_at is not None:
             return False
         self.keys[key_id] = replace(self.keys[key_id], revoked_at=now)
-        self.record(deed)
+        self.record(entry)
         return True
 
-    def record(self, deed: AuditEntry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Store the audit entry of a change that is not in the store."""
-        self.done.append(deed)
+        self.done.append(entry)
 
-    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
+    def entries(
+        self, projects: frozenset[str] | None, *, after: int | None, limit: int
+    ) -> list[tuple[int, AuditEntry]]:
         """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         found = reversed(list(enumerate(self.done, 1)))
-        wanted = ((n, deed) for n, deed in found if projects is None or deed.project in projects)
-        return [(n, deed) for n, deed in wanted if after is None or n < after][:limit]
+        wanted = ((n, entry) for n, entry in found if projects is None or entry.project in projects)
+        return [(n, entry) for n, entry in wanted if after is None or n < after][:limit]
 
 
 @dataclass
@@ -310,7 +312,7 @@ class MemoryPreflight:
         """Return the reason that a test set; None if there is none."""
         return self.starting
 
-    def known(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of an earlier check of the same spec without problems, else None."""
         return self.in_order.get(spec.model_dump_json())
 

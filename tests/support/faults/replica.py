@@ -14,13 +14,14 @@ from tempfile import NamedTemporaryFile
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.decide import Retry
+from service.domain.jobs.observation import SubmissionStatus
 from service.ports import Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from train_loop.plan import Capacity
 
 LEASE = 1.0
-CPUS = 40.0
+CPUS = 24.0
 
 
 class FileCluster:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from service.domain.jobs.commands import cancelled, paused, resumed
-from service.domain.jobs.decide import LatestAttempt, SubmissionStatus, WorkerStatus
+from service.domain.jobs.commands import request_cancel, request_pause, request_resume
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.observation import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import Quota
 from service.errors import ClusterError, IllegalState, StaleAttempt
@@ -18,7 +18,7 @@ from tests.support.fakes.stores import MemoryJobStore
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome, Stop
 from train_loop.spec import JobSpec, ScalingSpec
-from train_loop.spec.running import WorkerRange
+from train_loop.spec.scaling import WorkerRange
 
 CPUS = 8.0
 QUOTAS = {"small": Quota(jobs=1)}
@@ -190,7 +190,7 @@ class World:
         """The newest attempt that was prepared or shut out."""
         disk = self.disks.get(run_dir, Disk())
         number = max(disk.prepared, disk.fence - 1)
-        return LatestAttempt(number, over=disk.fence > number)
+        return LatestAttempt(number, fenced=disk.fence > number)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
@@ -244,10 +244,10 @@ class World:
         """A user wants something of a job."""
         job, now = self.store.jobs[job_id], self.now
         wishes: list[Callable[[], Job]] = [
-            lambda: paused(job, deadline=now + 10, now=now),
-            lambda: resumed(job, None, deadline=now + 10, now=now),
-            lambda: resumed(job, *self._another_size(job), deadline=now + 10, now=now),
-            lambda: cancelled(job, deadline=now + 10, checkpoint=True, now=now),
+            lambda: request_pause(job, deadline=now + 10, now=now),
+            lambda: request_resume(job, None, deadline=now + 10, now=now),
+            lambda: request_resume(job, *self._another_size(job), deadline=now + 10, now=now),
+            lambda: request_cancel(job, deadline=now + 10, checkpoint=True, now=now),
         ]
         try:
             wanted = self.chance.choices(wishes, (4, 4, 1, 1))[0]()

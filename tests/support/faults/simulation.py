@@ -11,9 +11,10 @@ from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
-from service.domain.jobs.commands import resumed
-from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.domain.jobs.commands import request_resume
+from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterError
@@ -105,9 +106,9 @@ class Replica:
             run_dirs=Port(world, world, OSError, faults=0.02),
             clock=world.clock,
             owner=self.owner,
-            pace=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
+            timings=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), stop_seconds=10.0),
             rules=QueuePolicy(quotas=QUOTAS, resize_seconds=5.0),
-            board=QueueSnapshot(),
+            queue=QueueSnapshot(),
         )
         while True:
             try:
@@ -170,4 +171,4 @@ def _happen(world: World) -> None:
         # Whoever paused a job wants it to go on after all.
         for job in list(world.store.jobs.values()):
             if job.state is JobState.PAUSED:
-                world.save(resumed(job, None, deadline=world.now, now=world.now))
+                world.save(request_resume(job, None, deadline=world.now, now=world.now))

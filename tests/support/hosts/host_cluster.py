@@ -169,7 +169,7 @@ class HostCluster:
             "RAY_ADDRESS": f"{self.head.in_url}:6379",
         }
 
-    def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
+    def wait_for_nodes(self, count: int, *, seconds: float = 120) -> None:
         """Wait until this number of nodes is alive."""
         wait_for(lambda: len(self.alive()) == count, f"{count} nodes", seconds=seconds)
 
@@ -226,9 +226,12 @@ class HostCluster:
         """Freeze rank 0's host until a newer group trains; return the save events of the old group after the thaw."""
         epoch, host = self.epoch_of(job_id), self.hosts_of(job_id)[0]
         host.freeze()
-        self.wait_for_newer_group(job_id, epoch)
-        thawed = time.time()
-        host.thaw()
+        try:
+            self.wait_for_newer_group(job_id, epoch)
+        finally:
+            # The next tests need this host.
+            thawed = time.time()
+            host.thaw()
         # A superseded rank exits within 5 s.
         time.sleep(8)
         late = [one for one in self.events(job_id) if one["epoch"] == epoch and one["time"] > thawed + 1]

@@ -15,7 +15,8 @@ from tests.support.waiting import wait_for
 
 @contextmanager
 def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yield the address of a Ray with two CPUs, whose workers get the variables too; its folder needs a short path."""
+    """Yield the address of a Ray with two CPUs and without a dashboard, whose workers get the variables too."""
+    # Ray's sockets need a short path.
     folder = tempfile.mkdtemp(prefix="shed-")
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
     with pytest.MonkeyPatch.context() as patch:
@@ -23,7 +24,12 @@ def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyTy
             patch.setenv(name, value)
         try:
             context = ray.init(
-                address="local", num_cpus=2, object_store_memory=store_bytes, _temp_dir=folder, log_to_driver=False
+                address="local",
+                num_cpus=2,
+                object_store_memory=store_bytes,
+                include_dashboard=False,
+                _temp_dir=folder,
+                log_to_driver=False,
             )
             yield context.address_info["gcs_address"]
         finally:

@@ -23,13 +23,21 @@ from trainshed import Api, Client
 class LiveService:
     """The service on a separate home, with optional environment variables and storage roots.
 
-    Its Ray survives `kill` and not `stop`.
+    With `quick`, its preflight helper starts at once and accepts every spec. Its Ray survives `kill` and not `stop`.
     """
 
-    def __init__(self, home: Path, *, environment: dict[str, str] | None = None, roots: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        environment: dict[str, str] | None = None,
+        roots: tuple[str, ...] = (),
+        quick: bool = False,
+    ) -> None:
         self.home = home
         self._environment = environment or {}
         self._roots = (f"file://{home}/data", *roots)
+        self._module = "tests.support.servers.quick_service" if quick else "service.serve"
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
@@ -54,7 +62,7 @@ class LiveService:
             "OMP_NUM_THREADS": "1",
         } | self._environment
         with (self.home / "service.log").open("ab") as log:
-            command = [sys.executable, "-m", "service.serve"]
+            command = [sys.executable, "-m", self._module]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         address = wait_for(self._address, f"a service on {self.home}")
         self._client = Client(address.url, (self.home / "admin.key").read_text().strip())

@@ -33,7 +33,7 @@ class Served:
     log: Path
 
     def ready(self) -> None:
-        """Wait until its database is open; its preflight helper may still import its libraries, for seconds."""
+        """Wait until its database is open; its preflight helper may still import its libraries."""
         wait_for(lambda: self.trouble() in (None, "preflight_starting"), "an open database", seconds=90)
 
     def takes_jobs(self) -> None:
@@ -47,11 +47,15 @@ class Served:
 
 
 @contextmanager
-def served(home: Path, *, files: int = 0, **settings: Any) -> Iterator[Served]:
-    """Start a service and kill it at the end. It may open `files` files; 0: as many as this process."""
+def served(home: Path, *, files: int = 0, real: bool = False, **settings: Any) -> Iterator[Served]:
+    """Start a service and kill it at the end. It may open `files` files; 0: as many as this process.
+
+    With `real`, run `trainshed serve`; otherwise the service with a preflight helper that starts at once.
+    """
     home.mkdir(exist_ok=True)
     log = home / "service.log"
-    command = [sys.executable, "-m", "trainshed.cli.main", "serve"]
+    words = ["trainshed.cli.main", "serve"] if real else ["tests.support.servers.quick_service"]
+    command = [sys.executable, "-m", *words]
     if files:
         command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     environment = environment_of(home, **settings)

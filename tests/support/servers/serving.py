@@ -27,7 +27,7 @@ def serving(app: FastAPI) -> Iterator[int]:
         wait_for(lambda: server.started, "the server")
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
-        app.state.leaving.set()
+        app.state.shutdown.set()
         server.should_exit = True
         thread.join()
 

@@ -36,6 +36,6 @@ class Address:
             yield
         finally:
             self.url = None
-            self._app.state.leaving.set()
+            self._app.state.shutdown.set()
             server.should_exit = True
             thread.join()

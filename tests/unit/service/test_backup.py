@@ -14,7 +14,7 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from service import backup as module
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up, restore

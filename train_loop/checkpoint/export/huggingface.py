@@ -10,19 +10,18 @@ import logging
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
-from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece
+from train_loop.checkpoint.export.status import Progress, report_status
+from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.tokenizer import load_tokenizer
@@ -30,7 +29,6 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
 from train_loop.model.folder import model_folder
 from train_loop.run_dir import (
-    ExportState,
     ExportStatus,
     ExportWish,
     RunDir,
@@ -40,7 +38,6 @@ from train_loop.run_dir import (
     local_path,
     make_folder,
     read_whole,
-    storage_may_fail,
     sync,
     write_durably,
 )
@@ -50,7 +47,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum size of a weights file in bytes, as in transformers."""
-_TELL_SECONDS = 5.0
 _OF_TOKENIZERS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -102,7 +98,7 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
             # The process that made it may have died before it wrote the status.
             run_dir.exports.write(ExportStatus(step=step, wish=wish, state="done", progress=1.0, time=time.time()))
             return folder
-        with _told(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
+        with report_status(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
             source = _open(run_dir, step, wish)
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
             _write_rest(source, work, wish)
@@ -192,7 +188,7 @@ def _place(saved: CheckpointTensors, name: str, wish: ExportWish) -> str:
     return found
 
 
-def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: "Progress", shard_bytes: int) -> None:
+def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
     saved, buffers = source.saved, _buffers(source.model)
     # Buffers keep their dtype: some are counts, and for some half precision is too coarse.
     tensors = {
@@ -212,7 +208,7 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
         write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write_shard(source: Source, path: Path, shard: Shard, progress: "Progress") -> None:
+def _write_shard(source: Source, path: Path, shard: Shard, progress: Progress) -> None:
     file = ShardFile(path, shard)
     for name in shard:
         file.put(name, progress.counted(source.saved.pieces(source.names[name])))
@@ -246,59 +242,6 @@ def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
     # Tokenised data needs no tokenizer: export the model's own.
     uri = spec.model.tokenizer or spec.model.path
     return None if uri is None else local_path(uri)
-
-
-class Progress:
-    """The progress of an export, in weights written."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._done = 0
-
-    def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yield the pieces, and count their values."""
-        for piece in pieces:
-            yield piece
-            self._done += piece.values.numel()
-
-    @property
-    def share(self) -> float:
-        """Fraction of the weights that is written, from 0 to 1."""
-        return round(self._done / self.total, 4) if self.total else 0.0
-
-
-@contextmanager
-def _told(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
-    """Write the status every few seconds while the export runs, and its result at the end."""
-    progress, ended = Progress(), threading.Event()
-
-    def tell(state: ExportState, reason: str | None = None) -> None:
-        status = ExportStatus(
-            step=step, wish=wish, state=state, progress=progress.share, time=time.time(), reason=reason
-        )
-        run_dir.exports.write(status)
-
-    def keep_telling() -> None:
-        while not ended.wait(_TELL_SECONDS):
-            with storage_may_fail(partial(log.warning, "the progress of the export could not be written: %s")):
-                tell("running")
-
-    tell("running")
-    teller = threading.Thread(target=keep_telling, daemon=True)
-    teller.start()
-    try:
-        yield progress
-    except BaseException as error:
-        _end(teller, ended)
-        tell("failed", str(error).partition("\n")[0] or type(error).__name__)
-        raise
-    _end(teller, ended)
-    tell("done")
-
-
-def _end(thread: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
-    thread.join()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from train_loop.data.prepare.progress import Progress, Report
 from train_loop.data.prepare.rows import Piece, Row, cut, locate, read_piece
 from train_loop.data.prepare.sources import list_files
 from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
-from train_loop.data.ray_context import ordered_context
+from train_loop.data.ray_context import configure_ray_data
 from train_loop.data.shards import write_part
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
@@ -150,7 +150,7 @@ def _documents(
     """Yield all documents in the order of the files, read and tokenised by Ray Data."""
     if not tasks:
         return
-    ordered_context(block_bytes=_BLOCK_BYTES)
+    configure_ray_data(block_bytes=_BLOCK_BYTES)
     encode = partial(
         encode_rows,
         columns=columns,

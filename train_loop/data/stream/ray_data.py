@@ -26,7 +26,7 @@ from ray.data.block import BlockMetadata
 from ray.exceptions import ActorUnschedulableError
 
 from train_loop.data.dataset import Rows
-from train_loop.data.ray_context import has_whole_cpu, ordered_context
+from train_loop.data.ray_context import configure_ray_data, has_whole_cpu
 from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
 from train_loop.plan import MeshPlan
 from train_loop.system.ray_env import task_environment
@@ -146,7 +146,7 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     # Exclude the CPUs of the workers: Ray Data would count them as its own and start tasks that never run.
     free = max(ray.available_resources().get("CPU", 0), 1)
     queued = _BLOCKS_QUEUED * plan.order.dp * block_bytes(plan)
-    ordered_context().execution_options.resource_limits = ExecutionResources(cpu=free, object_store_memory=queued)
+    configure_ray_data(limits=ExecutionResources(cpu=free, object_store_memory=queued))
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
     environment = task_environment()
     numbers = ray.data.read_datasource(_Numbers(blocks), override_num_blocks=blocks, runtime_env=environment)

@@ -5,12 +5,12 @@ from typing import Annotated
 import typer
 
 from service.api.schemas import RunAuditOut
-from trainshed.cli.common import JOB_HELP, AsJson
 from trainshed.cli.connect import connect
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.ids import complete_job, find_job
-from trainshed.cli.output.show import show_facts, show_json, show_next, show_text
-from trainshed.cli.output.tables import show_audit
+from trainshed.cli.options import JOB_HELP, AsJson
+from trainshed.cli.output.access import show_audit
+from trainshed.cli.output.printing import show_facts, show_json, show_next, show_text
 
 Job = Annotated[
     str | None,

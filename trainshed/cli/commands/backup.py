@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.errors import ServiceError
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.lazy import lazily
-from trainshed.cli.output.show import show_json, show_next, show_note, show_text
+from trainshed.cli.options import AsJson
+from trainshed.cli.output.printing import show_json, show_next, show_note, show_text
 
 if TYPE_CHECKING:
     from service import backup as archive

@@ -9,12 +9,12 @@ from rich.progress import Progress
 from service.api.schemas import ExportIn, ExportOut
 from train_loop.run_dir import storage_path
 from trainshed import Api
-from trainshed.cli.common import AsJson, JobRef, Step
 from trainshed.cli.connect import LONG_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.ids import find_job
-from trainshed.cli.output.show import notes, show_json, show_next, show_note, show_text
-from trainshed.cli.output.tables import show_checkpoints
+from trainshed.cli.options import AsJson, JobRef, Step
+from trainshed.cli.output.checkpoints import show_checkpoints
+from trainshed.cli.output.printing import notes, show_json, show_next, show_note, show_text
 
 _POLL_SECONDS = 1.0
 Dtype = Literal["bf16", "fp16", "fp32"]

@@ -13,11 +13,11 @@ from service.domain.doctor.finding import Finding, Verdict, failed, ok
 from train_loop.spec import show
 from trainshed import ApiError, Client, NoKeyError
 from trainshed.address import find_url
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import SHORT_SECONDS, load_settings
 from trainshed.cli.exit_codes import Exit
 from trainshed.cli.home_checks import check_home
-from trainshed.cli.output.show import console, notes, show_json, show_next, show_text
+from trainshed.cli.options import AsJson
+from trainshed.cli.output.printing import console, notes, show_json, show_next, show_text
 from trainshed.cli.process import find_running
 
 _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red", Verdict.SKIPPED: "dim"}

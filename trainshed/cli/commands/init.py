@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from train_loop.run_dir import local_path
 from train_loop.spec import SCHEMA_ID, dump_schema
-from trainshed.cli.common import AsJson, write_file
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import Exit, fail
-from trainshed.cli.output.show import show_json, show_next, show_note, show_text
+from trainshed.cli.options import AsJson, write_file
+from trainshed.cli.output.printing import show_json, show_next, show_note, show_text
 
 _TEMPLATES = files("trainshed.cli") / "templates"
 _SAMPLE_DATA = "instructions.jsonl"

@@ -7,7 +7,9 @@ import typer
 from service.api.schemas import JobOut, JobPage
 from service.domain.jobs.job import JobState
 from trainshed.cli.commands.watch import wait_for_end
-from trainshed.cli.common import (
+from trainshed.cli.connect import connect
+from trainshed.cli.ids import find_job
+from trainshed.cli.options import (
     After,
     AsJson,
     Grace,
@@ -20,11 +22,9 @@ from trainshed.cli.common import (
     read_pairs,
     read_spec,
 )
-from trainshed.cli.connect import connect
-from trainshed.cli.ids import find_job
-from trainshed.cli.output.job_view import show_job, show_jobs
-from trainshed.cli.output.show import Gone, next_command, show_json, show_next, show_note, show_text
-from trainshed.cli.output.tables import show_plan
+from trainshed.cli.output.jobs import show_job, show_jobs
+from trainshed.cli.output.plan import show_plan
+from trainshed.cli.output.printing import Gone, next_command, show_json, show_next, show_note, show_text
 from trainshed.cli.spec_text import SpecText
 
 

@@ -7,11 +7,11 @@ import typer
 
 from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
-from trainshed.cli.common import AsJson, checked
 from trainshed.cli.connect import connect
 from trainshed.cli.ids import complete_key, find_key_id
-from trainshed.cli.output.show import Gone, show_json, show_next, show_note, show_text
-from trainshed.cli.output.tables import show_keys, show_me
+from trainshed.cli.options import AsJson, checked
+from trainshed.cli.output.access import show_keys, show_me
+from trainshed.cli.output.printing import Gone, show_json, show_next, show_note, show_text
 
 app = typer.Typer(no_args_is_help=True, help="Manage API keys and their roles in projects.")
 

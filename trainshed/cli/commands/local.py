@@ -11,10 +11,10 @@ import typer
 from pydantic import BaseModel
 
 from service.config.settings import Settings
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import fail
-from trainshed.cli.output.show import notes, show_json, show_next, show_note, show_text
+from trainshed.cli.options import AsJson
+from trainshed.cli.output.printing import notes, show_json, show_next, show_note, show_text
 from trainshed.cli.process import Log, Running, find_running, start
 
 _POLL_SECONDS = 0.1

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from service.api.schemas import NodeOut
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import connect
 from trainshed.cli.ids import shorten
-from trainshed.cli.output.show import show_json, show_next, show_table
+from trainshed.cli.options import AsJson
+from trainshed.cli.output.printing import show_json, show_next, show_table
 
 _GIB = 2**30
 

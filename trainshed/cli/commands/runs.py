@@ -9,11 +9,11 @@ from pydantic import RootModel
 
 from service.api.schemas import Level, LinePage, TextPage
 from trainshed import Api, Line
-from trainshed.cli.common import After, AsJsonLines, Follow, JobRef, Limit
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
 from trainshed.cli.exit_codes import detach_on_interrupt
 from trainshed.cli.ids import find_job
-from trainshed.cli.output.show import next_command, show_json, show_line, show_next, show_text
+from trainshed.cli.options import After, AsJsonLines, Follow, JobRef, Limit
+from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_text
 from trainshed.cli.output.sparklines import show_curves
 
 _POINTS = 1000

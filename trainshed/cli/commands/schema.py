@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from train_loop.spec import dump_schema
-from trainshed.cli.common import AsJson, write_file
-from trainshed.cli.output.show import show_next, show_text
+from trainshed.cli.options import AsJson, write_file
+from trainshed.cli.output.printing import show_next, show_text
 
 
 def schema(

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from trainshed.cli.common import AsJson
 from trainshed.cli.connect import connect
-from trainshed.cli.output.show import show_json, show_next
-from trainshed.cli.output.tables import show_usage
+from trainshed.cli.options import AsJson
+from trainshed.cli.output.printing import show_json, show_next
+from trainshed.cli.output.usage import show_usage
 
 
 def usage(

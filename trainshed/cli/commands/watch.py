@@ -11,12 +11,12 @@ import typer
 from service.api.schemas import JobOut
 from service.domain.jobs.job import LIVE, JobState
 from trainshed import Api
-from trainshed.cli.common import AsJsonLines, JobRefs
 from trainshed.cli.connect import LONG_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, detach_on_interrupt
 from trainshed.cli.ids import find_job
+from trainshed.cli.options import AsJsonLines, JobRefs
+from trainshed.cli.output.printing import console, next_command, notes, show_json, show_next
 from trainshed.cli.output.progress import Display, display
-from trainshed.cli.output.show import console, next_command, notes, show_json, show_next
 
 _POLL_SECONDS = 1.0
 _MOST_JOBS = 200

@@ -6,12 +6,12 @@ import typer
 
 from service.api.schemas import NewWebhook, WebhookIn
 from service.domain.jobs.job import JobState
-from trainshed.cli.common import AsJson, checked
 from trainshed.cli.connect import connect
 from trainshed.cli.exit_codes import Exit
 from trainshed.cli.ids import complete_webhook, find_webhook
-from trainshed.cli.output.show import Gone, show_json, show_next, show_note, show_text
-from trainshed.cli.output.webhook_view import show_deliveries, show_trial, show_webhook, show_webhooks
+from trainshed.cli.options import AsJson, checked
+from trainshed.cli.output.printing import Gone, show_json, show_next, show_note, show_text
+from trainshed.cli.output.webhooks import show_deliveries, show_trial, show_webhook, show_webhooks
 
 app = typer.Typer(no_args_is_help=True, help="Manage webhooks for state changes of jobs.")
 

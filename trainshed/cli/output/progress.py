@@ -11,8 +11,8 @@ from rich.text import Text
 
 from service.api.schemas import JobOut
 from train_loop.spec import show as escaped
-from trainshed.cli.output.job_view import pace_of, progress_of, state_of, why
-from trainshed.cli.output.show import show_json
+from trainshed.cli.output.jobs import pace_of, progress_of, state_of, why
+from trainshed.cli.output.printing import show_json
 
 Display = Callable[[Sequence[JobOut]], None]
 """Function that shows the current state of jobs."""

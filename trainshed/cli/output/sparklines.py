@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from service.ports.json_lines import number
+from service.domain.runs.json_lines import number
 from trainshed import Line
-from trainshed.cli.output.show import console, show_text
+from trainshed.cli.output.printing import console, show_text
 
 _CURVES = {"loss": "loss", "tokens/s": "tokens_per_second", "gradient norm": "grad_norm", "learning rate": "lr"}
 _NAMES = max(map(len, _CURVES))

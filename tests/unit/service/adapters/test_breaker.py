@@ -11,8 +11,8 @@ import pytest
 from service.adapters.ray import breaker as module
 from service.adapters.ray.breaker import LONG, SHORT, Breaker, ClusterSilentError
 from service.adapters.ray.jobs import RayAddress, RayJobs
-from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import Lease, SubmitRequest
 from tests.support.fakes.service import FakeService

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
 from service.ports import PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
@@ -177,17 +177,17 @@ def test_known_returns_only_recent_passed_checks(monkeypatch: pytest.MonkeyPatch
     others = f"{{64: {ECHO}, 256: {{'failed': 'no'}}}}"
     found = f"{others}.get(request['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
     with preflight(found) as helper:
-        assert helper.known(good) is None
+        assert helper.cached(good) is None
         first = helper.check(good)
         assert helper.check(bad).problems
         with pytest.raises(PreflightFailed):
             helper.check(ill)
-        assert helper.known(a_spec(name="other")) is first
-        assert helper.known(bad) is None
-        assert helper.known(ill) is None
+        assert helper.cached(a_spec(name="other")) is first
+        assert helper.cached(bad) is None
+        assert helper.cached(ill) is None
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + _FRESH_SECONDS)
-        assert helper.known(good) is None
+        assert helper.cached(good) is None
 
 
 def test_concurrent_equal_checks_share_one_answer() -> None:
@@ -240,9 +240,8 @@ def test_check_exceeding_its_timeout_is_a_problem_of_its_field() -> None:
 
 def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as bomb:
-        for _ in range(2048):
-            bomb.write(b"a" * 2**20)
+    # Of 2 GiB: a gzip file may have several members.
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 2**24, compresslevel=1) * 128)
     spec = a_spec(
         model={"config": None, "path": tmp_path.as_uri()},
         data={"train": {"path": str(tmp_path / "a.jsonl.gz")}, "columns": {"text": "text"}},

@@ -97,9 +97,9 @@ def test_migrations_keep_jobs_on_upgrade_and_downgrade(database: str) -> None:
     assert queued is not None
     assert cancelling is not None
     assert queued.reason == Reason(Code.WORKER_FAILURE, "next in the queue")
-    assert cancelling.wish == StopRequest("cancel", checkpoint=False, deadline=7.5)
+    assert cancelling.stop_request == StopRequest("cancel", checkpoint=False, deadline=7.5)
     assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
-    assert sorted(store.tickets(), key=lambda one: one.id) == [QueueEntry.of(queued), QueueEntry.of(cancelling)]
+    assert sorted(store.queue_entries(), key=lambda one: one.id) == [QueueEntry.of(queued), QueueEntry.of(cancelling)]
     assert store.job_of(ONCE, now=2.0) == queued
     assert store.job_of(IdempotencyKey("other", "sha"), now=2.0) is None
     upgraded.dispose()
@@ -133,15 +133,17 @@ def test_downgrade_fixes_elastic_job_at_its_largest_size(database: str) -> None:
     assert (found.size.world, found.sizes, found.parent) == (4, (), None)
     others = [store.get(job_id) for job_id in ("job-2", "job-3")]
     assert [(one.spec.scaling.world, one.size.world) for one in others if one] == [(2, 4), (5, 2)]
-    assert store.tickets() == [QueueEntry.of(one) for one in (found, *others) if one]
+    assert store.queue_entries() == [QueueEntry.of(one) for one in (found, *others) if one]
     engine.dispose()
 
 
 def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
-    wish = StopRequest("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
-    store.add(NewJob(replace(paused, wish=wish)))
+    stop_request = StopRequest(
+        "pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9")
+    )
+    store.add(NewJob(replace(paused, stop_request=stop_request)))
     engine.dispose()
     # Revision 0002 stores only who requested the pause.
     engine = open_database(database, revision="0002")
@@ -159,9 +161,9 @@ def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     found = store.get("job-1")
     assert found is not None
-    assert found.wish is not None
-    assert found.wish.reason.code is Code.PREEMPTED
-    assert store.tickets() == [QueueEntry.of(found)]
+    assert found.stop_request is not None
+    assert found.stop_request.reason.code is Code.PREEMPTED
+    assert store.queue_entries() == [QueueEntry.of(found)]
     engine.dispose()
     open_database(database, revision="0001").dispose()
     engine = create_engine(database)
@@ -189,10 +191,10 @@ def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
     engine = open_database(database)
     store, keys = SqlJobStore(engine), SqlKeyStore(engine)
     key = Key("key-1", "alice", {"nlp": Role.EDITOR}, "ab" * 32, 1.0, "operator")
-    deed = AuditEntry(1.0, OPERATOR, "key.create", "nlp", "key-1", {}, {"name": "alice"})
-    keys.add(key, deed)
-    assert [one for _, one in keys.deeds(None, after=None, limit=9)] == [
-        replace(deed, caller=replace(OPERATOR, roles={}))
+    entry = AuditEntry(1.0, OPERATOR, "key.create", "nlp", "key-1", {}, {"name": "alice"})
+    keys.add(key, entry)
+    assert [one for _, one in keys.entries(None, after=None, limit=9)] == [
+        replace(entry, caller=replace(OPERATOR, roles={}))
     ]
     for number, once in enumerate((ONCE, IdempotencyKey("k" * 255, "sha", scope="key-01m7y52wjcsrqx0er877149vvx"))):
         assert store.add(NewJob(a_job(f"job-{number}", now=1.0), once))
@@ -200,7 +202,7 @@ def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
     open_database(database, revision="0004").dispose()
     engine = open_database(database)
     store, keys = SqlJobStore(engine), SqlKeyStore(engine)
-    assert (keys.all(), keys.deeds(None, after=None, limit=9)) == ([], [])
+    assert (keys.all(), keys.entries(None, after=None, limit=9)) == ([], [])
     assert store.job_of(ONCE, now=2.0) == a_job("job-0", now=1.0)
     assert store.get("job-1") == a_job("job-1", now=1.0)
     engine.dispose()
@@ -209,8 +211,8 @@ def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
 def test_downgrade_drops_webhooks_and_keeps_jobs(database: str) -> None:
     engine = open_database(database)
     store, hooks = SqlJobStore(engine), SqlWebhookStore(engine)
-    deed = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
-    hooks.add(Webhook("hook-1", "default", "https://x/", tuple(JobState), "whsec_QUJD", 1.0, "operator"), deed)
+    entry = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
+    hooks.add(Webhook("hook-1", "default", "https://x/", tuple(JobState), "whsec_QUJD", 1.0, "operator"), entry)
     store.add(NewJob(a_job()))
     assert [one.message.id for one in hooks.deliveries("hook-1", after=None, limit=9)] == ["job-1.1"]
     engine.dispose()

@@ -7,7 +7,7 @@ import pytest
 
 from service.adapters.ray import jobs as ray_jobs
 from service.adapters.ray.jobs import RayJobs
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import SubmitRequest
 from tests.support.builders.specs import may_read

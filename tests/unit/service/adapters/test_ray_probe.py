@@ -9,8 +9,9 @@ import pytest
 from service.adapters.ray import probe as ray_probe
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.adapters.ray.probe import RayProbe
-from service.domain.doctor.checks import Reachability, least
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.doctor.checks import min_distance
+from service.domain.doctor.measurements import Reachability
+from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from tests.support.fakes.doctor import a_visit
 from train_loop.run_dir import VISIT_MARK
@@ -64,10 +65,10 @@ def test_invalid_dashboard_answer_counts_as_no_answer(dashboard: Dashboard, body
 
 
 def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
-    greeting = probe(dashboard.url).greet()
-    assert (greeting.reach, greeting.said) == (Reachability.ANSWERS, "Ray 2.60.0")
-    assert greeting.ahead is not None
-    assert least(greeting.ahead) == 0.0
+    reply = probe(dashboard.url).greet()
+    assert (reply.reach, reply.said) == (Reachability.ANSWERS, "Ray 2.60.0")
+    assert reply.ahead is not None
+    assert min_distance(reply.ahead) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -83,9 +84,9 @@ def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
 )
 def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body: bytes, reach: Reachability) -> None:
     dashboard.status, dashboard.body = status, body
-    greeting = probe(dashboard.url).greet()
-    assert (greeting.reach, greeting.url) == (reach, dashboard.url)
-    assert greeting.said
+    reply = probe(dashboard.url).greet()
+    assert (reply.reach, reply.url) == (reach, dashboard.url)
+    assert reply.said
 
 
 def test_greet_distinguishes_refused_connection_from_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

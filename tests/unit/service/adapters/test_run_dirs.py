@@ -1,14 +1,18 @@
 """Run directories as the service reads them."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
 
 from service.adapters.storage import run_dirs as module
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import WorkerStatus
+from service.adapters.storage.run_summary import RunSummaryReader
+from service.domain.jobs.observation import WorkerStatus
 from service.ports import Cursor, LogChunk, LogOffset, LogSource, Loss
 from service.use_cases.runs.filters import Filter, contains
 from service.use_cases.runs.streams import Reader, read_page
@@ -29,9 +33,9 @@ def uri(run_dir: RunDir) -> str:
 
 
 def test_empty_run_directory_has_no_progress(run_dir: RunDir) -> None:
-    sighting, story = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().story(uri(run_dir))
-    assert (sighting.training, sighting.outcome, sighting.stop) == (WorkerStatus.NOT_YET, None, None)
-    assert (story.restarts, story.lost_steps, story.progress) == (0, 0, None)
+    observed, summary = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().summary(uri(run_dir))
+    assert (observed.training, observed.outcome, observed.stop) == (WorkerStatus.NOT_YET, None, None)
+    assert (summary.restarts, summary.lost_steps, summary.progress) == (0, 0, None)
 
 
 def test_newest_event_determines_training_status(run_dir: RunDir) -> None:
@@ -46,8 +50,8 @@ def test_restarts_and_lost_work_are_counted_over_attempts(run_dir: RunDir) -> No
     event(run_dir, "training_started")
     event(run_dir, "training_started", replayed=3)
     event(run_dir, "training_started", attempt=2, replayed=4)
-    story = LocalRunDirs().story(uri(run_dir))
-    assert (story.restarts, story.lost_steps) == (2, 7)
+    summary = LocalRunDirs().summary(uri(run_dir))
+    assert (summary.restarts, summary.lost_steps) == (2, 7)
 
 
 def test_progress_comes_from_the_newest_line(run_dir: RunDir) -> None:
@@ -55,9 +59,52 @@ def test_progress_comes_from_the_newest_line(run_dir: RunDir) -> None:
     for attempt, step in ((1, 5), (2, 3)):
         lines = JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt)
         lines.append(step=step, loss=1.5, tokens_per_second=100.0, step_seconds=2.0)
-    progress = LocalRunDirs().story(uri(run_dir)).progress
+    progress = LocalRunDirs().summary(uri(run_dir)).progress
     assert progress is not None
     assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
+
+
+@pytest.mark.parametrize("per_read", [1, 2, 3])
+@pytest.mark.parametrize("quiet_reads", range(8))
+def test_lines_written_during_a_read_are_applied_in_order(run_dir: RunDir, quiet_reads: int, per_read: int) -> None:
+    """Write some lines before each read of a file, from a certain read on."""
+
+    def lines() -> Iterator[Callable[[], None]]:
+        metrics = JsonLines(run_dir.attempt(1).metrics, attempt=1)
+        for replayed in range(5):
+            yield partial(event, run_dir, "training_started", replayed=replayed)
+            for step in range(replayed, replayed + 3):
+                yield partial(metrics.append, step=step, step_seconds=2.0)
+            yield partial(event, run_dir, "workers_lost")
+
+    def read(what: LogSource, place: LogOffset) -> LogChunk:
+        for write in islice(script, per_read if next(reads) >= quiet_reads else 0):
+            write()
+        return dirs.tail(uri(run_dir), what, place)
+
+    script, reads, dirs, reader = lines(), count(), LocalRunDirs(), RunSummaryReader(run_dir)
+    for _ in range(40):
+        progress = reader.tell(read, now=0.0).progress
+        assert progress is None or progress.of == 10
+    assert next(script, None) is None, "some lines are not written"
+    assert reader.tell(read, now=0.0) == LocalRunDirs().summary(uri(run_dir))
+
+
+def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=1, step_seconds=2.0)
+    reader = RunSummaryReader(run_dir)
+    for failing in range(1, 8):
+        reads = count(1)
+
+        def read(what: LogSource, place: LogOffset, failing: int = failing, reads: Iterator[int] = reads) -> LogChunk:
+            if next(reads) == failing:
+                raise OSError("no answer")
+            return LocalRunDirs().tail(uri(run_dir), what, place)
+
+        with suppress(OSError):
+            reader.tell(read, now=0.0)
+    assert reader.last.summary == LocalRunDirs().summary(uri(run_dir))
 
 
 def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
@@ -67,19 +114,19 @@ def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
         events = JsonLines(attempt.events, attempt=1, epoch=partial(int, epoch))
         events.append(event="training_started", steps=10, replayed=step)
         JsonLines(attempt.metrics, attempt=1, epoch=partial(int, epoch)).append(step=step, step_seconds=2.0)
-        reader.story(uri(run_dir))
+        reader.summary(uri(run_dir))
     JsonLines(attempt.events, attempt=1, epoch=partial(int, 1)).append(event="workers_lost", error="frozen")
-    story, sighting = reader.story(uri(run_dir)), reader.observe(uri(run_dir), 1)
-    assert (story.restarts, story.lost_steps) == (2, 14)
-    assert story.progress is not None
-    assert story.progress.step == 5
-    assert (sighting.training, sighting.lost) == (WorkerStatus.YES, None)
+    summary, observed = reader.summary(uri(run_dir)), reader.observe(uri(run_dir), 1)
+    assert (summary.restarts, summary.lost_steps) == (2, 14)
+    assert summary.progress is not None
+    assert summary.progress.step == 5
+    assert (observed.training, observed.lost) == (WorkerStatus.YES, None)
 
 
 def test_progress_beyond_planned_steps_uses_its_step_as_total(run_dir: RunDir) -> None:
     event(run_dir, "training_started")
     JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=12, step_seconds=2.0)
-    progress = LocalRunDirs().story(uri(run_dir)).progress
+    progress = LocalRunDirs().summary(uri(run_dir)).progress
     assert progress is not None
     assert (progress.step, progress.of, progress.eta_seconds) == (12, 12, 0.0)
 
@@ -89,7 +136,7 @@ def test_newest_whole_line_longer_than_the_window_is_found(run_dir: RunDir, monk
     JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=4, samples=list(range(100)))
     with run_dir.attempt(1).metrics.open("a") as file:
         file.write('{"torn')
-    progress = LocalRunDirs().story(uri(run_dir)).progress
+    progress = LocalRunDirs().summary(uri(run_dir)).progress
     assert progress is not None
     assert progress.step == 4
 
@@ -122,7 +169,7 @@ def test_lost_seconds_last_until_new_progress(run_dir: RunDir, monkeypatch: pyte
             event(run_dir, "training_started", attempt=attempt)
         for step in steps:
             JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt).append(step=step, step_seconds=2.0)
-        reader.story(uri(run_dir))
+        reader.summary(uri(run_dir))
 
     at(100.0, starts=True)
     at(102.0, 1)
@@ -131,14 +178,14 @@ def test_lost_seconds_last_until_new_progress(run_dir: RunDir, monkeypatch: pyte
     at(134.0, starts=True)
     at(136.0, 2)
     at(138.0, 3)
-    story = reader.story(uri(run_dir))
-    assert (story.lost_seconds, story.productive_seconds) == (32.0, 6.0)
+    summary = reader.summary(uri(run_dir))
+    assert (summary.lost_seconds, summary.productive_seconds) == (32.0, 6.0)
     # A pause of 1000 seconds is not lost time.
     run_dir.attempt(1).write_outcome(Outcome(result="paused", step=3))
     at(1138.0, starts=True, attempt=2)
     at(1140.0, 4, attempt=2)
-    assert reader.story(uri(run_dir)) == LocalRunDirs().story(uri(run_dir))
-    assert reader.story(uri(run_dir)).lost_seconds == 32.0
+    assert reader.summary(uri(run_dir)) == LocalRunDirs().summary(uri(run_dir))
+    assert reader.summary(uri(run_dir)).lost_seconds == 32.0
 
 
 @pytest.mark.parametrize(("lost", "seconds"), [(True, 37.0), (False, 0.0)])
@@ -154,12 +201,12 @@ def test_resize_loses_time_only_after_a_worker_loss(
     step(1, 101.0, 1)
     if lost:
         JsonLines(run_dir.attempt(1).events, attempt=1).append(event="workers_lost", hosts=["node3"], error="gone")
-        assert LocalRunDirs().story(uri(run_dir)).losses == {"node3": Loss(101.0, "gone")}
+        assert LocalRunDirs().summary(uri(run_dir)).losses == {"node3": Loss(101.0, "gone")}
     run_dir.attempt(1).write_outcome(Outcome(result="resized", step=1))
     monkeypatch.setattr(time, "time", lambda: 130.0)
     event(run_dir, "training_started", attempt=2)
     step(2, 139.0, 2)
-    assert LocalRunDirs().story(uri(run_dir)).lost_seconds == seconds
+    assert LocalRunDirs().summary(uri(run_dir)).lost_seconds == seconds
 
 
 def write_log(run_dir: RunDir, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.secret_box import SecretBox, read_secret_keys
 from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
@@ -26,7 +26,7 @@ from service.errors import KeyUnusable, SecretsUnreadable
 from service.ports import Lease, NewJob
 from tests.support.fakes.service import a_job
 
-DEED = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
+ENTRY = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
 SECRET, NEXT = "whsec_" + "QUJD" * 11, "whsec_" + "REVG" * 11
 OLD_KEY, NEW_KEY, OTHER_KEY = "a" * 32, "b" * 64, "c" * 32
 HOOK = Webhook("hook-1", "default", "https://x/", tuple(JobState), SECRET, 1.0, "operator")
@@ -60,8 +60,8 @@ def open_box(database: Database, *keys: str) -> SecretBox:
 def test_secrets_are_encrypted_in_the_database_and_sign_messages(database: Database) -> None:
     box = open_box(database, OLD_KEY)
     store = SqlWebhookStore(database.engine, box)
-    store.add(HOOK, DEED)
-    rotated = store.rotate("hook-1", NEXT, until=1e12, deed=DEED)
+    store.add(HOOK, ENTRY)
+    rotated = store.rotate("hook-1", NEXT, until=1e12, entry=ENTRY)
     assert rotated is not None
     assert rotated.secrets(2.0) == (NEXT, SECRET)
     assert "whsec_" not in stored(database)
@@ -73,8 +73,8 @@ def test_secrets_are_encrypted_in_the_database_and_sign_messages(database: Datab
 
 def test_secrets_of_an_older_version_are_encrypted_at_startup(database: Database) -> None:
     store = SqlWebhookStore(database.engine)
-    store.add(HOOK, DEED)
-    store.rotate("hook-1", NEXT, until=1e12, deed=DEED)
+    store.add(HOOK, ENTRY)
+    store.rotate("hook-1", NEXT, until=1e12, entry=ENTRY)
     assert stored(database).count("whsec_") == 2
     box = open_box(database, OLD_KEY)
     assert "whsec_" not in stored(database)
@@ -84,7 +84,7 @@ def test_secrets_of_an_older_version_are_encrypted_at_startup(database: Database
 
 
 def test_key_rotation_re_encrypts_and_the_old_key_is_not_needed_afterwards(database: Database) -> None:
-    SqlWebhookStore(database.engine, open_box(database, OLD_KEY)).add(HOOK, DEED)
+    SqlWebhookStore(database.engine, open_box(database, OLD_KEY)).add(HOOK, ENTRY)
     before = stored(database)
     open_box(database, OLD_KEY)
     assert stored(database) == before
@@ -99,7 +99,7 @@ def test_key_rotation_re_encrypts_and_the_old_key_is_not_needed_afterwards(datab
 def test_service_with_another_key_or_without_key_is_rejected(database: Database, hooks: int) -> None:
     box = open_box(database, OLD_KEY)
     if hooks:
-        SqlWebhookStore(database.engine, box).add(HOOK, DEED)
+        SqlWebhookStore(database.engine, box).add(HOOK, ENTRY)
     for keys in ((OTHER_KEY,), ()):
         with pytest.raises(SecretsUnreadable, match="TRAINSHED_SECRET_KEY to the key of the service that encrypted"):
             open_box(database, *keys)
@@ -107,7 +107,7 @@ def test_service_with_another_key_or_without_key_is_rejected(database: Database,
 
 def test_sqlite_creates_a_key_file_and_postgres_without_key_stores_plain_text(database: Database) -> None:
     box = open_box(database)
-    SqlWebhookStore(database.engine, box).add(HOOK, DEED)
+    SqlWebhookStore(database.engine, box).add(HOOK, ENTRY)
     file = Path(database.engine.url.database or "").with_suffix(".db.key")
     if database.engine.dialect.name == "postgresql":
         assert (box.encrypts, SECRET in stored(database)) == (False, True)
@@ -159,7 +159,7 @@ def test_backup_records_whether_it_holds_the_secret_key(tmp_path: Path, own: boo
     database = Database(used.database)
     database.bring_up_to_date()
     keys = () if own else (NEW_KEY,)
-    SqlWebhookStore(database.engine, open_box(database, *keys)).add(HOOK, DEED)
+    SqlWebhookStore(database.engine, open_box(database, *keys)).add(HOOK, ENTRY)
     database.close()
     made = back_up(used, tmp_path / "b.tar")
     assert made.holds_secret_key is own

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from service.adapters.keys import ensure_key, read_key
+from service.adapters.key_files import ensure_key, read_key
 from service.config.settings import Settings
 from service.errors import KeyUnusable
 from train_loop.run_dir import SinkName

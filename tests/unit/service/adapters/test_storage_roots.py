@@ -11,8 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
-from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.roots import StorageRoots, root_of
+from service.adapters.storage.timeouts import StorageGuard
 from service.errors import StorageAway
 from train_loop.run_dir import ROOT_MARKER, StorageUnavailable, forget_expected, storage_path
 

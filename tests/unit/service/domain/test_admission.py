@@ -173,8 +173,10 @@ def test_preemption_counts_jobs_that_are_already_pausing() -> None:
 def test_preempted_job_restarts_from_queue_and_user_paused_job_does_not() -> None:
     preempted = preempt(active(gpu_job("job-1", 4)), whom="job-2", deadline=9.0, now=1.0)
     preempted = replace(preempted.end_attempt("paused", now=2.0), state=JobState.PAUSED)
-    assert preempted.wish is not None
-    by_user = replace(preempted, id="job-9", wish=replace(preempted.wish, reason=Reason(Code.USER, "x")))
+    assert preempted.stop_request is not None
+    by_user = replace(
+        preempted, id="job-9", stop_request=replace(preempted.stop_request, reason=Reason(Code.USER, "x"))
+    )
     total = {"CPU": 64.0, "GPU": 8.0}
     assert admit_jobs([preempted, by_user], total).starts == ("job-1",)
     assert wait_message(preempted, [active(gpu_job("job-2", 6))], total) is not None

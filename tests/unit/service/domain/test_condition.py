@@ -26,8 +26,8 @@ def read(*events: dict[str, Any]) -> Conditions:
     ("event", "code", "message"),
     [
         (SILENT, Code.HOST_LOST, "host node3 has not answered for 8 s; it is declared lost if it stays silent"),
-        (WAITING, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC; node3 left the cluster"),
-        (WAITING | {"left": []}, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC"),
+        (WAITING, Code.CAPACITY, "waits since 01:02:03 UTC for 4 CPU; node3 left the cluster"),
+        (WAITING | {"left": []}, Code.CAPACITY, "waits since 01:02:03 UTC for 4 CPU"),
         (STALLED, Code.STALLED, "step 7 has made no progress for 12 s: ranks 0, 1 and 3 wait for rank 2 on node3"),
         (MOVING, Code.MOVING, "moving rank 1 away from node3, which will be removed"),
         (

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.decide import Decision, Effect, Observation, SubmissionStatus, WorkerStatus
+from service.domain.jobs.decide import Decision, Effect
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import start
 from tests.support.builders.attempts import (
@@ -161,8 +162,8 @@ def test_job_leaving_the_cluster_is_fenced_off_first(outcome: Literal["succeeded
 
 def test_idle_attempt_is_stopped_and_retried_after_hang_timeout() -> None:
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100}, training={"logging_steps": 3}).spec)
-    assert step(job, Observation(ALIVE, WorkerStatus.YES, quiet=360.0)) == Decision(job)
-    decision = step(job, Observation(ALIVE, WorkerStatus.YES, quiet=361.0, committed=10))
+    assert step(job, Observation(ALIVE, WorkerStatus.YES, idle_seconds=360.0)) == Decision(job)
+    decision = step(job, Observation(ALIVE, WorkerStatus.YES, idle_seconds=361.0, committed=10))
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW,), JobState.RECOVERING)
     assert decision.job.attempts[-1].reason == Reason(
         Code.HUNG, "nothing was written for 361 s; stack traces of the ranks are in stacks/ of the attempt"
@@ -171,12 +172,14 @@ def test_idle_attempt_is_stopped_and_retried_after_hang_timeout() -> None:
 
 def test_hung_last_attempt_is_stopped_and_fails_the_job() -> None:
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100, "max_attempts": 1}).spec)
-    decision = step(job, Observation(ALIVE, WorkerStatus.YES, quiet=999.0))
+    decision = step(job, Observation(ALIVE, WorkerStatus.YES, idle_seconds=999.0))
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW, Effect.FENCE_OFF), JobState.FAILED)
 
 
 def test_lost_workers_reason_is_the_observed_loss() -> None:
-    lost = step(live(), Observation(ALIVE, WorkerStatus.LOST, lost=Reason(Code.HOST_LOST, "host node3 was lost"))).job
+    lost = step(
+        live(), Observation(ALIVE, WorkerStatus.LOST, loss_reason=Reason(Code.HOST_LOST, "host node3 was lost"))
+    ).job
     assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
 
 
@@ -196,7 +199,7 @@ def test_unreachable_cluster_changes_only_the_reason(job: Job) -> None:
 
 
 def _stop(job: Job) -> Stop | None:
-    return None if job.wish is None else expected_stop(job)
+    return None if job.stop_request is None else expected_stop(job)
 
 
 def test_condition_is_the_reason_while_it_lasts() -> None:
@@ -208,10 +211,10 @@ def test_condition_is_the_reason_while_it_lasts() -> None:
 
 def test_recovering_job_reports_capacity_wait_and_then_the_loss_again() -> None:
     lost, room = Reason(Code.HOST_LOST, "host node3 was lost"), Reason(Code.CAPACITY, "waits for 2 CPU")
-    recovering = step(live(), Observation(ALIVE, WorkerStatus.LOST, lost=lost)).job
-    waits = step(recovering, Observation(ALIVE, WorkerStatus.LOST, lost=lost, condition=room)).job
+    recovering = step(live(), Observation(ALIVE, WorkerStatus.LOST, loss_reason=lost)).job
+    waits = step(recovering, Observation(ALIVE, WorkerStatus.LOST, loss_reason=lost, condition=room)).job
     assert (waits.state, waits.reason, waits.waits_for) == (JobState.RECOVERING, room, room)
-    assert step(waits, Observation(ALIVE, WorkerStatus.LOST, lost=lost)).job.reason == lost
+    assert step(waits, Observation(ALIVE, WorkerStatus.LOST, loss_reason=lost)).job.reason == lost
 
 
 outcomes = st.builds(

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.jobs.decide import Decision, Effect, Observation, SubmissionStatus
+from service.domain.jobs.decide import Decision, Effect
 from service.domain.jobs.job import Job, JobState, StopRequest
+from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import preempt, start, stop_with_service
 from tests.support.builders.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step
@@ -14,7 +15,9 @@ from train_loop.run_dir import Outcome, Stop
 
 
 def test_cancel_before_any_attempt_ends_at_once() -> None:
-    job = replace(a_job(), state=JobState.CANCELLING, wish=StopRequest("cancel", checkpoint=True, deadline=200.0))
+    job = replace(
+        a_job(), state=JobState.CANCELLING, stop_request=StopRequest("cancel", checkpoint=True, deadline=200.0)
+    )
     assert step(job, Observation()).job.state is JobState.CANCELLED
 
 
@@ -69,7 +72,7 @@ def test_pause_with_failed_driver_reports_step_to_resume_from() -> None:
 def test_pause_of_job_that_never_ran_is_immediate() -> None:
     job = pausing(submitted=False)
     assert step(job, Observation(SubmissionStatus.MISSING, stop=expected_stop(job))).job.state is JobState.PAUSED
-    held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
+    held = replace(a_job(), state=JobState.PAUSING, stop_request=pausing().stop_request)
     assert step(held, Observation()).job.state is JobState.PAUSED
 
 
@@ -87,10 +90,10 @@ def test_outcome_during_pause_determines_the_state(outcome: Outcome, state: JobS
 
 def test_pause_with_then_resume_queues_the_job_afterwards() -> None:
     job = pausing()
-    assert job.wish is not None
-    job = replace(job, wish=replace(job.wish, then_resume=True))
+    assert job.stop_request is not None
+    job = replace(job, stop_request=replace(job.stop_request, then_resume=True))
     done = step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job
-    assert (done.state, done.wish) == (JobState.QUEUED, None)
+    assert (done.state, done.stop_request) == (JobState.QUEUED, None)
     assert JobState.PAUSED in done.times
 
 
@@ -101,7 +104,7 @@ def test_job_saved_before_service_stop_is_queued_without_failure() -> None:
         job, Observation(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)
     ).job
     assert (done.state, done.attempts[-1].result, done.attempts[-1].step) == (JobState.QUEUED, "service_stopped", 7)
-    assert (done.failures, done.wish) == ((), None)
+    assert (done.failures, done.stop_request) == ((), None)
 
 
 @pytest.mark.parametrize("submission", [SubmissionStatus.MISSING, SubmissionStatus.FAILED, SubmissionStatus.STOPPED])
@@ -116,7 +119,7 @@ def test_preempted_job_starts_again_without_a_request() -> None:
     paused = step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job
     assert (paused.state, paused.reason and paused.reason.code) == (JobState.PAUSED, Code.PREEMPTED)
     again = start(paused, now=NOW + 1)
-    assert (again.state, again.attempts[-1].submission_id, again.wish) == (JobState.STARTING, "job-1-2", None)
+    assert (again.state, again.attempts[-1].submission_id, again.stop_request) == (JobState.STARTING, "job-1-2", None)
 
 
 def test_stop_names_its_attempt() -> None:

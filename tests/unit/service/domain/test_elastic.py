@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.commands import paused, resumed
-from service.domain.jobs.decide import Observation, Retry, SubmissionStatus, decide
+from service.domain.jobs.commands import request_pause, request_resume
+from service.domain.jobs.decide import Retry, decide
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resize, start
 from service.domain.queue.admission import admit
@@ -91,9 +92,9 @@ def test_elastic_job_grows_only_to_size_that_nodes_can_place() -> None:
     )
     total = {"CPU": 9.0, "GPU": 6.0}
     whole, halves = Capacity(total, (total,)), Capacity(total, ({"CPU": 9.0, "GPU": 3.0}, {"GPU": 3.0}))
-    tickets = [QueueEntry.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
-    assert admit(tickets, whole, QueuePolicy(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
-    assert admit(tickets, halves, QueuePolicy(), now=RESIZE_SECONDS).resizes == {}
+    entries = [QueueEntry.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
+    assert admit(entries, whole, QueuePolicy(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
+    assert admit(entries, halves, QueuePolicy(), now=RESIZE_SECONDS).resizes == {}
 
 
 def on_nodes(jobs: list[Job], nodes: int, **each: float) -> Admission:
@@ -146,13 +147,13 @@ def test_fixed_size_job_is_never_resized() -> None:
 
 
 def test_resize_saves_and_restarts_through_the_queue() -> None:
-    job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, patience=300.0, now=50.0)
+    job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, timeout=300.0, now=50.0)
     assert (job.state, job.reason and job.reason.code) == (JobState.PAUSING, Code.RESIZED)
-    assert job.wish is not None
-    assert (job.wish.mode, job.wish.checkpoint, job.wish.deadline) == ("resize", True, 350.0)
+    assert job.stop_request is not None
+    assert (job.stop_request.mode, job.stop_request.checkpoint, job.stop_request.deadline) == ("resize", True, 350.0)
     seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(job, seen, now=60.0, retry=RETRY).job
-    assert (queued.state, queued.wish, queued.granted) == (JobState.QUEUED, None, None)
+    assert (queued.state, queued.stop_request, queued.granted) == (JobState.QUEUED, None, None)
     assert [(attempt.result, attempt.workers) for attempt in queued.attempts] == [("resized", 2)]
     assert queued.failures == ()
     again = start(queued, now=61.0, workers=admit_jobs([queued], 8).workers["job-1"])
@@ -160,16 +161,16 @@ def test_resize_saves_and_restarts_through_the_queue() -> None:
 
 
 def test_resize_of_job_with_lost_workers_has_short_deadline() -> None:
-    job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, patience=300.0, now=50.0)
-    assert job.wish is not None
-    assert job.wish.deadline == 60.0
+    job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, timeout=300.0, now=50.0)
+    assert job.stop_request is not None
+    assert job.stop_request.deadline == 60.0
     assert job.reason is not None
     assert job.reason.message == "resumes with 2 workers instead of 4: the cluster has lost capacity"
 
 
 def test_shrinking_job_names_the_lost_host() -> None:
     lost = Reason(Code.HOST_LOST, "host node1 was lost (rank 1)")
-    job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, patience=300.0, now=50.0)
+    job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, timeout=300.0, now=50.0)
     assert job.reason is not None
     assert job.reason.message == "resumes with 1 workers instead of 2: host node1 was lost (rank 1)"
 
@@ -183,16 +184,19 @@ def test_retried_attempt_keeps_its_size() -> None:
 
 def test_resume_with_other_scaling_resizes_running_job() -> None:
     job, requested = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
-    resized = resumed(job, requested, deadline=90.0, now=50.0)
-    assert (resized.state, resized.wish and resized.wish.mode) == (JobState.PAUSING, "resize")
+    resized = request_resume(job, requested, deadline=90.0, now=50.0)
+    assert (resized.state, resized.stop_request and resized.stop_request.mode) == (JobState.PAUSING, "resize")
     assert QueueEntry.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
-    assert resumed(resized, requested, deadline=99.0, now=51.0) == resized
-    assert resumed(job, job.asked, deadline=90.0, now=50.0) == job
+    assert request_resume(resized, requested, deadline=99.0, now=51.0) == resized
+    assert request_resume(job, job.asked, deadline=90.0, now=50.0) == job
     seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)
-    held = paused(resized, deadline=90.0, now=52.0)
-    assert (held.wish and held.wish.mode, held.wish and held.wish.then_resume) == ("pause", False)
+    held = request_pause(resized, deadline=90.0, now=52.0)
+    assert (held.stop_request and held.stop_request.mode, held.stop_request and held.stop_request.then_resume) == (
+        "pause",
+        False,
+    )
 
 
 sizes = st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True).map(lambda found: tuple(sorted(found)))

@@ -28,7 +28,7 @@ Stores = tuple[JobStore, KeyStore]
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
     if request.param == "memory":
         memory = MemoryJobStore()
-        yield memory, MemoryKeyStore(memory.deeds)
+        yield memory, MemoryKeyStore(memory.audit_log)
         return
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
     with emptied(url) as engine:
@@ -39,7 +39,7 @@ def a_key(number: int, **roles: Role) -> Key:
     return Key(f"key-{number}", "bob", roles or {"a": Role.EDITOR}, "ab" * 32, 1.5, "operator", expires_at=9.5)
 
 
-def a_deed(action: str, project: str = "default", target: str = "job-1") -> AuditEntry:
+def an_entry(action: str, project: str = "default", target: str = "job-1") -> AuditEntry:
     return AuditEntry(2.5, ALICE, action, project, target, {"state": "QUEUED"}, {"state": "PAUSED", "step": 3})
 
 
@@ -49,9 +49,9 @@ def test_caller_has_role_if_it_or_a_higher_one_was_granted(roles: dict[str, Role
     for project in ("a", "b", "c"):
         granted = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
         for role in Role:
-            assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in granted)
+            assert caller.has_role(role, project) == any(rank >= ranks.index(role) for rank in granted)
             seen = caller.projects(role)
-            assert caller.may(role, project) == (seen is None or project in seen)
+            assert caller.has_role(role, project) == (seen is None or project in seen)
 
 
 @given(st.lists(st.sampled_from(["x", "y", "z", "unheard-of"])), st.dictionaries(st.sampled_from("xyz"), ROLES))
@@ -60,7 +60,7 @@ def test_caller_of_token_gets_highest_role_of_its_groups(names: list[str], group
     for project in ("a", "b", "c"):
         for role in Role:
             granted = (Principal("key-1", "bob", groups[name]) for name in names if name in groups)
-            assert caller.may(role, project) == any(one.may(role, project) for one in granted)
+            assert caller.has_role(role, project) == any(one.has_role(role, project) for one in granted)
 
 
 def test_caller_of_token_takes_name_from_claims_and_rejects_invalid_sub_or_exp() -> None:
@@ -85,24 +85,24 @@ def test_idempotency_key_ids_of_different_callers_never_collide() -> None:
 
 def test_key_opens_until_expired_or_revoked() -> None:
     key = a_key(1)
-    assert [key.opens(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
-    assert not replace(key, revoked_at=5.0).opens(5.0)
-    assert replace(key, expires_at=None).opens(1e12)
+    assert [key.is_valid(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
+    assert not replace(key, revoked_at=5.0).is_valid(5.0)
+    assert replace(key, expires_at=None).is_valid(1e12)
 
 
 def test_key_store_returns_keys_unchanged_and_revokes_each_once(stores: Stores) -> None:
     _, keys = stores
     first, second = a_key(1), a_key(2, a=Role.VIEWER, b=Role.ADMIN)
     for key in (first, second):
-        keys.add(key, a_deed("key.create", target=key.id))
+        keys.add(key, an_entry("key.create", target=key.id))
     assert keys.get("key-2") == second
     assert keys.get("key-3") is None
     assert keys.all() == [second, first]
-    assert keys.revoke("key-1", now=4.0, deed=a_deed("key.revoke"))
-    assert not keys.revoke("key-1", now=5.0, deed=a_deed("key.revoke"))
-    assert not keys.revoke("key-3", now=5.0, deed=a_deed("key.revoke"))
+    assert keys.revoke("key-1", now=4.0, entry=an_entry("key.revoke"))
+    assert not keys.revoke("key-1", now=5.0, entry=an_entry("key.revoke"))
+    assert not keys.revoke("key-3", now=5.0, entry=an_entry("key.revoke"))
     assert keys.get("key-1") == replace(first, revoked_at=4.0)
-    assert [deed.action for _, deed in keys.deeds(None, after=None, limit=9)] == [
+    assert [entry.action for _, entry in keys.entries(None, after=None, limit=9)] == [
         "key.revoke",
         "key.create",
         "key.create",
@@ -112,27 +112,27 @@ def test_key_store_returns_keys_unchanged_and_revokes_each_once(stores: Stores) 
 def test_deed_is_stored_only_if_its_change_succeeds(stores: Stores) -> None:
     jobs, keys = stores
     job = a_job()
-    jobs.add(NewJob(job, deeds=(a_deed("job.submit"),)))
-    assert jobs.add_all([NewJob(a_job("job-2"), deeds=(a_deed("job.submit", target="job-2"),))], now=0.0)
-    paused = replace(job, wish=StopRequest("pause", checkpoint=True, deadline=5.0))
-    assert jobs.save(paused, deed=a_deed("job.pause"))
-    assert not jobs.save(paused, deed=a_deed("job.pause")), "the version has changed"
-    assert not jobs.save(a_job(), owner="me", deed=a_deed("job.pause")), "owner 'me' does not hold the lease"
-    assert not jobs.delete(job, {}, a_deed("job.delete"))
+    jobs.add(NewJob(job, audit_entries=(an_entry("job.submit"),)))
+    assert jobs.add_all([NewJob(a_job("job-2"), audit_entries=(an_entry("job.submit", target="job-2"),))], now=0.0)
+    paused = replace(job, stop_request=StopRequest("pause", checkpoint=True, deadline=5.0))
+    assert jobs.save(paused, entry=an_entry("job.pause"))
+    assert not jobs.save(paused, entry=an_entry("job.pause")), "the version has changed"
+    assert not jobs.save(a_job(), owner="me", entry=an_entry("job.pause")), "owner 'me' does not hold the lease"
+    assert not jobs.delete(job, {}, an_entry("job.delete"))
     newest = jobs.get("job-1")
     assert newest is not None
-    assert jobs.delete(newest, {}, a_deed("job.delete"))
-    found = [deed for _, deed in keys.deeds(None, after=None, limit=9)]
-    assert [deed.action for deed in found] == ["job.delete", "job.pause", "job.submit", "job.submit"]
-    assert found[1] == a_deed("job.pause")
+    assert jobs.delete(newest, {}, an_entry("job.delete"))
+    found = [entry for _, entry in keys.entries(None, after=None, limit=9)]
+    assert [entry.action for entry in found] == ["job.delete", "job.pause", "job.submit", "job.submit"]
+    assert found[1] == an_entry("job.pause")
 
 
 def test_deeds_are_paged_and_filtered_by_project(stores: Stores) -> None:
     _, keys = stores
     for number in range(6):
-        keys.record(a_deed(f"job.{number}", project="ab"[number % 2]))
-    first = keys.deeds(frozenset({"a"}), after=None, limit=2)
-    assert [deed.action for _, deed in first] == ["job.4", "job.2"]
-    rest = keys.deeds(frozenset({"a"}), after=first[-1][0], limit=2)
-    assert [deed.action for _, deed in rest] == ["job.0"]
-    assert keys.deeds(frozenset(), after=None, limit=9) == []
+        keys.record(an_entry(f"job.{number}", project="ab"[number % 2]))
+    first = keys.entries(frozenset({"a"}), after=None, limit=2)
+    assert [entry.action for _, entry in first] == ["job.4", "job.2"]
+    rest = keys.entries(frozenset({"a"}), after=first[-1][0], limit=2)
+    assert [entry.action for _, entry in rest] == ["job.0"]
+    assert keys.entries(frozenset(), after=None, limit=9) == []

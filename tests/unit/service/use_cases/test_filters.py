@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ports import Line
+from service.domain.runs.json_lines import Line
 from service.use_cases.runs.filters import downsample
 
 

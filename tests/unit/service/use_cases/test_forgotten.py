@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.keys import ensure_key
+from service.adapters.key_files import ensure_key
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up
 from service.backup import restore as restore_backup
 from service.config.settings import Settings
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService
 from tests.support.fakes.stores import MemoryCluster, MemoryJobStore
 from train_loop.run_dir import Fence, Outcome
@@ -122,7 +123,7 @@ def test_attempt_fenced_before_it_began_is_skipped(service: FakeService) -> None
     job = service.submit()
     saved = copy_jobs(service)
     service.reconciler().run_once()
-    service.jobs.pause(job.id, grace_seconds=0)
+    service.jobs.pause(OPERATOR, job.id, grace_seconds=0)
     service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.STOPPED
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.PAUSED
@@ -140,7 +141,7 @@ def test_cancel_of_restored_job_reaches_the_running_attempt(service: FakeService
     saved = copy_jobs(service)
     lose_attempt(service, job, 1)
     restore(service, saved, same_cluster=True)
-    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.jobs.cancel(OPERATOR, job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
     stop = service.run_dir(job.id).stop(attempt=2)
     assert stop is not None

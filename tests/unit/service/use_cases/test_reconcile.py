@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from service.domain.jobs.decide import SubmissionStatus
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code
 from service.ports import Lease, Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler
 from tests.support.fakes.service import FakeService, started
 from tests.support.fakes.stores import MemoryCluster
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, missing_places
 from train_loop.run_dir import Fence, Outcome
 
 
@@ -69,13 +71,13 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
         Code.CLUSTER_UNREACHABLE,
         message,
     )
-    assert service.jobs.get(job.id).waits_for == silent.reason
+    assert service.jobs.get(OPERATOR, job.id).waits_for == silent.reason
     service.clock.now += 3600
     reconciler.run_once()
     assert service.get(job.id) == silent
     service.cluster.total = total
     reconciler.run_once()
-    assert (service.get(job.id).reason, service.jobs.get(job.id).waits_for) == (None, None)
+    assert (service.get(job.id).reason, service.jobs.get(OPERATOR, job.id).waits_for) == (None, None)
 
 
 def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(service: FakeService) -> None:
@@ -94,11 +96,30 @@ def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(s
     # Ray may have forgotten the name of a dead host.
     service.cluster.known_nodes = [Node("id-3", "10.0.0.3", "10.0.0.3", alive=False, ended_at=service.clock())]
     reconciler.run_once()
-    waits = service.jobs.get(job.id).waits_for
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
+    shown = "2 workers with 1 CPU each; the nodes have room for 1; node3 left the cluster"
+    assert waits.message == f"waits for {shown}"
+    # The driver reports the same text, with the start of the wait.
+    missing = missing_places(service.get(job.id).size, service.cluster.nodes_total)
+    service.event(job.id, "waiting_for_capacity", missing=missing, left=["node3"], since=3723.0)
+    reconciler.run_once()
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
+    assert waits is not None
+    assert waits.message == f"waits since 01:02:03 UTC for {shown}"
+
+
+def test_recovering_job_on_nodes_of_unknown_size_names_missing_resources(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    service.event(job.id, "workers_lost", ranks=[1], hosts=["node3"], cause="host_lost", error="host node3 was lost")
+    reconciler.run_once()
+    lost = service.get(job.id)
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 1.0}, ()
+    reconciler.run_once()
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
+    assert waits is not None
     assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU (the cluster has 1)")
-    assert waits.message.endswith("; node3 left the cluster")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
     reconciler.run_once()
     assert service.get(job.id).reason == lost.reason
@@ -109,7 +130,7 @@ def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -
     stalled: dict[str, Any] = {"waiting": [0, 1], "for": [2], "hosts": ["node3"], "step": 41, "seconds": 12.0}
     service.event(job.id, "stalled", **stalled)
     reconciler.run_once()
-    view = service.jobs.get(job.id)
+    view = service.jobs.get(OPERATOR, job.id)
     assert view.waits_for is not None
     assert (view.job.state, view.waits_for.code) == (JobState.RUNNING, Code.STALLED)
     assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0 and 1 wait for rank 2 on node3"
@@ -131,7 +152,7 @@ def test_long_silence_without_events_is_reported_as_stalled(service: FakeService
         service.clock.now = now
         reconciler.run_once()
         assert (service.get(job.id).reason is None) == (now < 1022)
-    silent = service.jobs.get(job.id).waits_for
+    silent = service.jobs.get(OPERATOR, job.id).waits_for
     assert silent is not None
     assert silent.code is Code.STALLED
     assert silent.message == "no step has ended since 00:16:52 UTC; until then the longest took 3 s"
@@ -197,7 +218,7 @@ def test_higher_priority_job_preempts_a_lower_one_that_restarts_afterwards(servi
     high = service.submit(priority=5)
     service.reconciler().run_once()
     assert service.get(low.id).state is JobState.PAUSING
-    assert "preempting job-0001 of lower priority" in service.board.admission.waits[high.id].message
+    assert "preempting job-0001 of lower priority" in service.queue.admission.waits[high.id].message
     service.reconciler().run_once()
     stop = service.run_dir(low.id).stop(attempt=1)
     assert stop is not None
@@ -273,7 +294,7 @@ class CancelsDuringAdmission(MemoryCluster):
     service: FakeService
 
     def capacity(self) -> Capacity | None:
-        self.service.jobs.cancel("job-0001", grace_seconds=60, checkpoint=True)
+        self.service.jobs.cancel(OPERATOR, "job-0001", grace_seconds=60, checkpoint=True)
         return super().capacity()
 
 
@@ -340,7 +361,7 @@ class CancelsDuringSubmit(MemoryCluster):
     service: FakeService
 
     def submit(self, launch: SubmitRequest) -> None:
-        self.service.jobs.cancel(launch.job_id, grace_seconds=60, checkpoint=True)
+        self.service.jobs.cancel(OPERATOR, launch.job_id, grace_seconds=60, checkpoint=True)
         super().submit(launch)
 
 
@@ -392,3 +413,24 @@ def test_long_pass_is_followed_by_a_longer_rest(tmp_path: Path, monkeypatch: pyt
     stopped.clear()
     reconciler.run(stopped, interval=0.5)
     assert rests[1] == 0.5
+
+
+class LostCheckpoints(LocalRunDirs):
+    """Run directories whose storage fails once the newest committed step is read."""
+
+    def committed(self, run_dir: str) -> int | None:
+        """Raise the error of a network file system that does not answer."""
+        raise TimeoutError("storage does not answer")
+
+
+def test_storage_that_fails_between_two_reads_is_the_reason_of_the_job(tmp_path: Path) -> None:
+    service = FakeService(tmp_path)
+    job = started(service)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.run_dirs = LostCheckpoints()
+    service.reconciler().run_once()
+    away = service.get(job.id)
+    assert (away.state, away.reason.code if away.reason else None) == (JobState.RUNNING, Code.STORAGE_UNAVAILABLE)
+    service.run_dirs = LocalRunDirs()
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.SUCCEEDED

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.jobs.decide import SubmissionStatus
+from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService, started
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Outcome
@@ -57,9 +58,9 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
     service.reconciler().run_once()
     assert service.get(job.id).state is state
     if ends is JobState.CANCELLED:
-        service.jobs.cancel(job.id, grace_seconds=60, checkpoint=True)
+        service.jobs.cancel(OPERATOR, job.id, grace_seconds=60, checkpoint=True)
     else:
-        service.jobs.pause(job.id, grace_seconds=60)
+        service.jobs.pause(OPERATOR, job.id, grace_seconds=60)
     service.reconciler().run_once()
     service.reconciler().run_once()
     assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
@@ -72,7 +73,7 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
 
 def test_cancel_requests_stop_and_finishes_with_the_outcome(service: FakeService) -> None:
     job = started(service)
-    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.jobs.cancel(OPERATOR, job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
     stop = service.run_dir(job.id).stop()
     assert stop is not None
@@ -84,7 +85,7 @@ def test_cancel_requests_stop_and_finishes_with_the_outcome(service: FakeService
 
 def test_cancel_stops_driver_after_grace_seconds(service: FakeService) -> None:
     job = started(service)
-    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.jobs.cancel(OPERATOR, job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
     service.clock.now += 6
     service.reconciler().run_once()
@@ -95,6 +96,6 @@ def test_cancel_stops_driver_after_grace_seconds(service: FakeService) -> None:
 
 def test_job_cancelled_while_queued_is_never_submitted(service: FakeService) -> None:
     job = service.submit()
-    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.jobs.cancel(OPERATOR, job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
     assert (service.get(job.id).state, service.cluster.launches) == (JobState.CANCELLED, [])

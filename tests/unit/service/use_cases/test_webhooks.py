@@ -23,7 +23,7 @@ from service.domain.webhooks.delivery import (
     KEPT,
     LIMIT,
     LONGEST_PAUSE,
-    PATIENCE,
+    RETRY_SECONDS,
     Answer,
     Delivery,
     DeliveryStatus,
@@ -32,12 +32,12 @@ from service.domain.webhooks.delivery import (
 )
 from service.errors import WebhookLimit
 from service.ports import Lease, NewJob, WebhookStore
-from service.use_cases.webhooks.deliver import LEASE, Deliverer
+from service.use_cases.webhooks.delivery_loop import LEASE, Deliverer
 from tests.support.fakes.service import Clock, a_job
 from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
 from tests.support.servers.databases import emptied
 
-DEED = AuditEntry(1.0, OPERATOR, "webhook.test", "default", "hook-1")
+ENTRY = AuditEntry(1.0, OPERATOR, "webhook.test", "default", "hook-1")
 RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, "no answer")
 
 
@@ -103,8 +103,8 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 @pytest.mark.parametrize("before", JobState)
 def test_every_transition_creates_one_message_per_matching_webhook(world: World, before: JobState) -> None:
     for number, project in enumerate(("default", ANY, "other"), 1):
-        world.hooks.add(a_webhook(number, project=project), DEED)
-    world.hooks.add(a_webhook(4, states=(JobState.SUCCEEDED, JobState.FAILED)), DEED)
+        world.hooks.add(a_webhook(number, project=project), ENTRY)
+    world.hooks.add(a_webhook(4, states=(JobState.SUCCEEDED, JobState.FAILED)), ENTRY)
     expected = list[tuple[str, str | None, str]]()
     for after in TRANSITIONS[before]:
         job = replace(a_job(f"job-{after.lower()}"), state=before)
@@ -117,7 +117,7 @@ def test_every_transition_creates_one_message_per_matching_webhook(world: World,
 
 
 def test_message_body_describes_the_transition(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     job = a_job().move(JobState.STARTING, now=1.0).begin_attempt(now=1.0).move(JobState.RUNNING, now=2.0)
     world.jobs.add(NewJob(job))
     assert world.jobs.save(job.move(JobState.FAILED, now=3.5, reason=Reason(Code.DATA_ERROR, "row 7", "fix it")))
@@ -136,7 +136,7 @@ def test_message_body_describes_the_transition(world: World) -> None:
 
 
 def test_change_that_is_not_stored_creates_no_message(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     job = a_job()
     assert world.jobs.add_all([NewJob(job), NewJob(a_job("job-2"))], now=0.0)
     before = world.messages()
@@ -177,7 +177,7 @@ def failing_database(engine: Engine, statement: str | None = None) -> Iterator[N
 
 
 def test_messages_of_a_job_are_sent_in_order_without_blocking_other_jobs(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     for job_id in ("job-1", "job-2"):
         world.jobs.add(NewJob(a_job(job_id, now=900.0)))
         world.move(job_id, JobState.STARTING, JobState.RUNNING)
@@ -194,7 +194,7 @@ def test_messages_of_a_job_are_sent_in_order_without_blocking_other_jobs(world: 
 
 def test_unreachable_receiver_is_tried_once_before_other_webhooks(world: World) -> None:
     for number in (1, 2):
-        world.hooks.add(a_webhook(number), DEED)
+        world.hooks.add(a_webhook(number), ENTRY)
     for job_id in ("job-1", "job-2", "job-3"):
         world.jobs.add(NewJob(a_job(job_id, now=900.0)))
     world.sender.answers = [DEAD, RECEIVED]
@@ -206,7 +206,7 @@ def test_unreachable_receiver_is_tried_once_before_other_webhooks(world: World) 
 
 
 def test_message_failing_for_three_days_is_given_up_and_can_be_redelivered(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     world.jobs.add(NewJob(a_job(now=1000.0)))
     world.move("job-1", JobState.CANCELLING)
     world.sender.answers = [FAILED]
@@ -214,20 +214,20 @@ def test_message_failing_for_three_days_is_given_up_and_can_be_redelivered(world
         world.clock.now = first.next_at
         assert world.deliverer.run_once()
     assert first.settled is DeliveryStatus.GIVEN_UP
-    assert PATIENCE - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= PATIENCE
-    assert first.attempts > PATIENCE / LONGEST_PAUSE
+    assert RETRY_SECONDS - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= RETRY_SECONDS
+    assert first.attempts > RETRY_SECONDS / LONGEST_PAUSE
     world.sender.answers = [RECEIVED]
     assert world.deliver() == ["job-1.2"], "the next message is not blocked"
-    again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), deed=DEED)
+    again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), entry=ENTRY)
     assert again is not None
     assert (again.settled, again.attempts) == (DeliveryStatus.WAITING, 0)
     assert world.deliver() == ["job-1.1"]
-    assert world.hooks.redeliver("hook-1", 99, now=1.0, deed=DEED) is None
-    assert world.hooks.redeliver("hook-2", first.number, now=1.0, deed=DEED) is None
+    assert world.hooks.redeliver("hook-1", 99, now=1.0, entry=ENTRY) is None
+    assert world.hooks.redeliver("hook-2", first.number, now=1.0, entry=ENTRY) is None
 
 
 def test_webhook_answering_410_is_disabled_until_enabled(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     for number in (1, 2):
         world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
     world.sender.answers = [Answer(410, "gone"), RECEIVED]
@@ -237,14 +237,14 @@ def test_webhook_answering_410_is_disabled_until_enabled(world: World) -> None:
     assert (webhook.disabled_at, webhook.disabled_because) == (1000.0, "gone")
     world.move("job-1", JobState.STARTING)
     assert [(one.settled, one.error) for one in world.log()] == [(DeliveryStatus.GIVEN_UP, "gone")] * 2
-    assert world.hooks.enable("hook-1", DEED)
-    assert not world.hooks.enable("hook-1", DEED)
+    assert world.hooks.enable("hook-1", ENTRY)
+    assert not world.hooks.enable("hook-1", ENTRY)
     world.move("job-1", JobState.RUNNING)
     assert world.deliver() == ["job-1.3"]
 
 
 def test_webhook_lease_excludes_other_deliverers_until_it_ends_or_is_released(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     world.jobs.add(NewJob(a_job(now=900.0)))
     assert world.outbox.claim(Lease("a", 1000.0, 1000.0 + LEASE)) is not None
     assert world.outbox.claim(Lease("b", 1001.0, 1061.0)) is None
@@ -261,7 +261,7 @@ def test_webhook_lease_excludes_other_deliverers_until_it_ends_or_is_released(wo
 
 def test_concurrent_deliverers_send_every_message_once(world: World) -> None:
     for number in (1, 2, 3):
-        world.hooks.add(a_webhook(number), DEED)
+        world.hooks.add(a_webhook(number), ENTRY)
     for number in range(10):
         world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
         world.move(f"job-{number}", JobState.STARTING, JobState.RUNNING)
@@ -301,20 +301,20 @@ def test_concurrent_deliverers_send_every_message_once(world: World) -> None:
 
 
 def test_deleted_webhook_loses_its_messages(world: World) -> None:
-    world.hooks.add(a_webhook(), DEED)
+    world.hooks.add(a_webhook(), ENTRY)
     world.jobs.add(NewJob(a_job(now=900.0)))
-    assert world.hooks.delete("hook-1", DEED)
-    assert not world.hooks.delete("hook-1", DEED)
+    assert world.hooks.delete("hook-1", ENTRY)
+    assert not world.hooks.delete("hook-1", ENTRY)
     assert (world.log(), world.deliver()) == ([], [])
 
 
 def test_prune_removes_settled_messages_and_keeps_untried_ones(world: World) -> None:
     for number in (1, 2):
-        world.hooks.add(a_webhook(number), DEED)
+        world.hooks.add(a_webhook(number), ENTRY)
     world.jobs.add(NewJob(a_job(now=1000.0)))
     world.sender.answers = [RECEIVED, DEAD]
     assert world.deliverer.run_once()
-    world.hooks.rotate("hook-1", "new", until=1500.0, deed=DEED)
+    world.hooks.rotate("hook-1", "new", until=1500.0, entry=ENTRY)
     world.outbox.prune(now=1000.0 + KEPT - 1)
     assert [len(world.log(number)) for number in (1, 2)] == [1, 1]
     webhook = world.hooks.get("hook-1")
@@ -341,27 +341,27 @@ def hooks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebhookSto
 def test_webhook_store_returns_webhooks_unchanged(hooks: WebhookStore) -> None:
     first, second = a_webhook(1), a_webhook(2, project="other", states=(JobState.FAILED,))
     for webhook in (first, second):
-        hooks.add(webhook, DEED)
+        hooks.add(webhook, ENTRY)
     assert (hooks.get("hook-1"), hooks.get("hook-3")) == (first, None)
     assert hooks.among(None) == [second, first]
     assert hooks.among(frozenset({"other"})) == [second]
-    rotated = hooks.rotate("hook-1", "new", until=9.0, deed=DEED)
+    rotated = hooks.rotate("hook-1", "new", until=9.0, entry=ENTRY)
     assert rotated == replace(first, secret="new", previous_secret=first.secret, previous_until=9.0)
     assert rotated == hooks.get("hook-1")
     assert rotated is not None
     assert (rotated.secrets(8.9), rotated.secrets(9.0)) == (("new", first.secret), ("new",))
-    assert hooks.rotate("hook-3", "new", until=9.0, deed=DEED) is None
+    assert hooks.rotate("hook-3", "new", until=9.0, entry=ENTRY) is None
     assert "whsec_" not in repr(rotated) + repr(rotated.facts)
 
 
 def test_webhook_limit_of_a_project_holds_under_concurrent_adds(hooks: WebhookStore) -> None:
     for number in range(LIMIT - 2):
-        hooks.add(a_webhook(number), DEED)
+        hooks.add(a_webhook(number), ENTRY)
     refused = list[WebhookLimit]()
 
     def add(number: int) -> None:
         try:
-            hooks.add(a_webhook(number), DEED)
+            hooks.add(a_webhook(number), ENTRY)
         except WebhookLimit as error:
             refused.append(error)
 
@@ -372,9 +372,9 @@ def test_webhook_limit_of_a_project_holds_under_concurrent_adds(hooks: WebhookSt
         thread.join(60)
     assert (len(hooks.among(None)), len(refused)) == (LIMIT, 3)
     assert "delete one first" in str(refused[0])
-    hooks.delete(hooks.among(None)[0].id, DEED)
-    hooks.add(a_webhook(200), DEED)
-    hooks.add(a_webhook(201, project="other"), DEED)
+    hooks.delete(hooks.among(None)[0].id, ENTRY)
+    hooks.add(a_webhook(200), ENTRY)
+    hooks.add(a_webhook(201, project="other"), ENTRY)
 
 
 def test_change_without_webhooks_costs_one_query(world: World) -> None:

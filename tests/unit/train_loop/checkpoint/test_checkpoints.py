@@ -15,7 +15,7 @@ from train_loop.checkpoint.store.folder import FolderStore
 from train_loop.errors import FencedError
 from train_loop.run_dir import Fence, RunDir
 from train_loop.spec import CheckpointSpec
-from train_loop.spec.running import KeepBestSpec
+from train_loop.spec.checkpoint import KeepBestSpec
 
 
 def test_newest_checkpoint_that_verifies_is_selected(tmp_path: Path) -> None:

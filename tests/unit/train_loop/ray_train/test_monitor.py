@@ -241,6 +241,20 @@ def test_group_without_capacity_is_reported_once_after_five_seconds(world: World
     assert (world.events[0][1]["missing"], world.events[0][1]["left"]) == ("2 CPU", ["node2"])
 
 
+def test_changed_lack_of_capacity_is_reported_again_after_thirty_seconds(world: World) -> None:
+    world.monitor.placing()
+    for seconds, missing in ((6, "room for 0"), (10, "room for 2"), (25, "room for 2"), (60, "room for 2")):
+        world.run(seconds)
+        world.monitor.lacking(missing, left=[])
+    assert [fields["missing"] for _, fields in world.events] == ["room for 0", "room for 2"]
+    assert world.events[0][1]["since"] == world.events[1][1]["since"]
+    world.monitor.begin(2, HOSTS)
+    world.monitor.placing()
+    world.run(6)
+    world.monitor.lacking("room for 2", left=[])
+    assert world.names() == 3 * ["waiting_for_capacity"]
+
+
 def test_group_with_starting_processes_has_capacity(world: World) -> None:
     world.monitor.placing()
     world.run(30)

@@ -1,5 +1,6 @@
 """MLflow and W&B: every step once, also after restarts, without secrets; read from their own stores."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,11 +10,9 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import mlflow
 import pytest
-from mlflow import MlflowClient
-from mlflow.entities import Run
 
 from tests.support.builders.sinks import a_run, log_steps
 from tests.support.builders.specs import spec
@@ -22,6 +21,10 @@ from train_loop.run_dir import Outcome, RunDir, SinkName
 from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.describe import Description
 from train_loop.sinks.registry import open_sink
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 # MLflow's own store causes this warning of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -48,24 +51,26 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowClient]:
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[MlflowClient]":
+    # Imported here only: collecting the tests would take seconds longer.
+    mlflow = importlib.import_module("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_tracking_uri(None)
-    yield MlflowClient()
+    yield mlflow.MlflowClient()
     mlflow.set_tracking_uri(None)
 
 
-def the_run(client: MlflowClient) -> Run:
+def the_run(client: "MlflowClient") -> "Run":
     (run,) = client.search_runs([client.get_experiment_by_name("default").experiment_id])
     return run
 
 
-def losses(client: MlflowClient) -> list[tuple[int, float, int]]:
+def losses(client: "MlflowClient") -> list[tuple[int, float, int]]:
     found = client.get_metric_history(the_run(client).info.run_id, "train/loss")
     return sorted((metric.step, metric.value, metric.timestamp) for metric in found)
 
 
-def test_mlflow_has_one_run_per_job_across_restarts(run_dir: RunDir, client: MlflowClient) -> None:
+def test_mlflow_has_one_run_per_job_across_restarts(run_dir: RunDir, client: "MlflowClient") -> None:
     hand_over(run_dir, "mlflow", Outcome(result="failed"))
     assert the_run(client).info.status == "FAILED"
     log_steps(run_dir, [4, 5, 6], attempt=2, extra=0.5)
@@ -77,7 +82,7 @@ def test_mlflow_has_one_run_per_job_across_restarts(run_dir: RunDir, client: Mlf
     assert losses(client) == sorted([(step, float(step), (1000 + step) * 1000) for step in range(1, 6)] + again)
 
 
-def test_mlflow_gets_the_spec_without_secrets(run_dir: RunDir, client: MlflowClient) -> None:
+def test_mlflow_gets_the_spec_without_secrets(run_dir: RunDir, client: "MlflowClient") -> None:
     hand_over(run_dir, "mlflow")
     params = the_run(client).data.params
     assert params["model.config.hidden_size"] == "32"
@@ -86,10 +91,10 @@ def test_mlflow_gets_the_spec_without_secrets(run_dir: RunDir, client: MlflowCli
 
 
 def test_mlflow_run_without_params_gets_them(
-    run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, client: "MlflowClient", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_batch", lambda *_, **__: 1 / 0)
+        patch.setattr("mlflow.MlflowClient.log_batch", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hand_over(run_dir, "mlflow")
     hand_over(run_dir, "mlflow")

@@ -1,0 +1,245 @@
+"""Preflight checks in a helper process: its hangs, crashes and memory use do not affect the service."""
+
+import json
+import math
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from service.errors import PreflightFailed, StorageAway
+from service.ports import PreflightReport
+from train_loop.run_dir import Parent, ReadPolicy
+from train_loop.spec import JobSpec
+
+_GRACE_SECONDS = 2.0
+"""Seconds for the helper to answer after the timeout of a check."""
+_COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
+_FRESH_SECONDS = 30.0
+"""Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
+_KEPT = 256
+_findings = TypeAdapter(PreflightReport)
+
+
+class _Question(BaseModel):
+    spec: JobSpec
+    read_policy: ReadPolicy
+    parent: Parent | None
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one check: wall-clock seconds, CPU seconds, and bytes of memory beyond the helper's own."""
+
+    seconds: float
+    cpu_seconds: float = 30.0
+    memory_bytes: int = 2 << 30
+
+
+class HelperPreflight:
+    """A Preflight that asks a long-running `python -m train_loop.preflight.checks`. Each check runs within `limits`."""
+
+    def __init__(
+        self, *, read_policy: Callable[[str], ReadPolicy], limits: Limits, command: Sequence[str] = _COMMAND
+    ) -> None:
+        self._read_policy = read_policy
+        self._limits = limits
+        self._command = tuple(command)
+        self._lock = threading.Lock()
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="shed-")
+        self._answers = _Answers()
+
+    def start(self) -> None:
+        """Start the helper if it does not run. It takes seconds until it answers."""
+        with self._lock:
+            if self._helper is None or self._helper.poll() is not None:
+                self._end()
+                self._socket.unlink(missing_ok=True)
+                command = [*self._command, str(self._socket)]
+                # With a pipe, the helper does not read the service's standard input.
+                self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def trouble(self) -> str | None:
+        """Return why no spec can be checked now; None if the next one is checked at once.
+
+        Does not wait. Restarts a helper that has ended.
+        """
+        helper = self._helper
+        if helper is None:
+            return "is not started"
+        if (code := helper.poll()) is not None:
+            threading.Thread(target=self.start, name="preflight", daemon=True).start()
+            return f"exited with {code} and is restarting"
+        # The helper creates its socket once its imports are done.
+        return None if self._socket.exists() else "is importing its libraries"
+
+    def stop(self) -> None:
+        """Stop the helper, and remove its socket."""
+        with self._lock:
+            self._end()
+            self._folder.cleanup()
+
+    def _end(self) -> None:
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.communicate()
+
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
+        """Return all problems, and the model's sizes.
+
+        Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable.
+        """
+        if parent is not None:
+            return self._look(spec, parent)
+        return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
+
+    def cached(self, spec: JobSpec) -> PreflightReport | None:
+        """Return the result of a recent check without problems, else None. Does not start a check."""
+        return self._answers.cached(_what_is_looked_at(spec))
+
+    @property
+    def _socket(self) -> Path:
+        return Path(self._folder.name) / "preflight"
+
+    def _look(self, spec: JobSpec, parent: Parent | None) -> PreflightReport:
+        limits = self._limits
+        question = _Question(
+            spec=spec,
+            read_policy=self._read_policy(spec.project),
+            parent=parent,
+            seconds=limits.seconds,
+            cpu_seconds=limits.cpu_seconds,
+            memory_bytes=limits.memory_bytes,
+        )
+        try:
+            answer = self._ask(question.model_dump_json().encode())
+        except ConnectionError:
+            answer = b""
+        except (TimeoutError, RetryError) as error:
+            raise PreflightFailed(
+                f"checking the data and the model took over {self._limits.seconds:g} s; check that the storage "
+                "answers, or raise TRAINSHED_PREFLIGHT_SECONDS"
+            ) from error
+        return _parse(answer)
+
+    def _ask(self, question: bytes) -> bytes:
+        """Return the helper's answer; empty if the check crashed. Raises TimeoutError, and the errors of `_connect`."""
+        # The helper ends the check at its timeout, and reports the cause.
+        deadline = time.monotonic() + self._limits.seconds + _GRACE_SECONDS
+        with self._connect() as connection:
+            connection.sendall(question)
+            connection.shutdown(socket.SHUT_WR)
+            parts = list[bytes]()
+            while True:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                if not (part := connection.recv(1 << 16)):
+                    return b"".join(parts)
+                parts.append(part)
+
+    def _connect(self) -> socket.socket:
+        """Connect to the helper, which is started if needed.
+
+        Raises RetryError if it does not listen within the timeout, PreflightFailed if it has ended.
+        """
+        self.start()
+        for attempt in Retrying(
+            retry=retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
+            wait=wait_fixed(0.02),
+            stop=stop_after_delay(self._limits.seconds),
+        ):
+            with attempt:
+                if self._helper is not None and (code := self._helper.poll()) is not None:
+                    raise PreflightFailed(
+                        f"the helper that checks data and model exited with {code}; see the service's log"
+                    )
+                connection = socket.socket(socket.AF_UNIX)
+                try:
+                    connection.connect(str(self._socket))
+                except BaseException:
+                    connection.close()
+                    raise
+        return connection
+
+
+class _Answers:
+    """A cache of recent results without problems, and of running checks. Equal concurrent checks share one result."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[float, Future[PreflightReport]]] = OrderedDict()
+
+    def cached(self, key: str) -> PreflightReport | None:
+        """Return a fresh result without problems; None if there is none."""
+        with self._lock:
+            since, answer = self._known.get(key, (-math.inf, Future[PreflightReport]()))
+        if not answer.done() or answer.exception() or time.monotonic() - since >= _FRESH_SECONDS:
+            return None
+        return None if answer.result().problems else answer.result()
+
+    def get(self, key: str, ask: Callable[[], PreflightReport]) -> PreflightReport:
+        """Return the cached result, or call `ask`. Raises what `ask` raises."""
+        mine = Future[PreflightReport]()
+        with self._lock:
+            since, answer = self._known.get(key, (0.0, mine))
+            if answer is mine or (answer.done() and time.monotonic() - since >= _FRESH_SECONDS):
+                answer = mine
+                self._known[key] = time.monotonic(), mine
+                self._known.move_to_end(key)
+                if len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+        if answer is mine:
+            self._fill(key, mine, ask)
+        return answer.result()
+
+    def _fill(self, key: str, answer: "Future[PreflightReport]", ask: Callable[[], PreflightReport]) -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+        if answer.exception() or answer.result().problems:
+            # Do not cache problems: the next check should see a fix at once.
+            with self._lock:
+                self._known.pop(key, None)
+
+
+def _what_is_looked_at(spec: JobSpec) -> str:
+    """Return the cache key: all fields of a spec that `train_loop.preflight.checks` reads.
+
+    The project is part of it, because projects may read different files.
+    """
+    parts: dict[str, Any] = {
+        "project": True,
+        "model": True,
+        "data": True,
+        "strategy": True,
+        "training": {"chunked_loss"},
+    }
+    return spec.model_dump_json(include=parts)
+
+
+def _parse(answer: bytes) -> PreflightReport:
+    if not answer:
+        raise PreflightFailed("the helper that checks data and model crashed during the check; see the service's log")
+    try:
+        return _findings.validate_json(answer)
+    except ValidationError as error:
+        found = json.loads(answer)
+        if away := found.get("unavailable"):
+            raise StorageAway(away["root"], None, away["error"]) from error
+        said = found.get("failed", answer.decode()[:200])
+        raise PreflightFailed(f"the data and the model could not be checked: {said}") from error

@@ -1,0 +1,208 @@
+"""Use cases that store a new job: submit a spec, clone a job. The plan of a spec passes the same checks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from pydantic import JsonValue
+
+from service.domain.access.permissions import require_any_editor, require_role
+from service.domain.access.roles import AuditEntry, Principal, Role
+from service.domain.jobs.job import Job, JobState, Lineage
+from service.domain.jobs.lineage import check_steps_remaining, parent_of
+from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
+from service.ports import IdempotencyKey, NewJob
+from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
+from service.use_cases.jobs.idempotency import KeysInFlight
+from service.use_cases.jobs.jobs import Jobs, JobView
+from service.use_cases.jobs.planning import Plans, PlanView, sizes_of
+from service.use_cases.jobs.specs import apply_overrides, parse_spec
+from train_loop.run_dir import Manifest, Parent
+from train_loop.spec import JobSpec
+
+_SMALL = 8192
+"""Maximum size in bytes of a spec that is parsed in a group: parsing, at most 5 ms, delays the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class JobRequest:
+    """A request to submit a spec. Two requests differ even if their content is the same."""
+
+    caller: Principal
+    body: bytes
+    """The spec as YAML."""
+    key: IdempotencyKey | None = None
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A stored job. `created` is False if its Idempotency-Key was used before: then the job is the one of the key."""
+
+    view: JobView
+    created: bool
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Use cases of new jobs: parse and check a spec, build its job, store it once."""
+
+    jobs: Jobs
+    default_root: str
+    new_id: Callable[[], str]
+    keys_in_flight: KeysInFlight = field(default_factory=KeysInFlight)
+
+    def submit(self, request: JobRequest) -> Submitted:
+        """Check a spec and store its job durably. Raises ServiceError."""
+
+        def new_job() -> NewJob:
+            spec = self._parse(request.caller, request.body)
+            return self._new_job(request.caller, request.key, self._build(spec, self.jobs.planner.check(spec)))
+
+        return self._store_once(request.caller, request.key, new_job)
+
+    def submit_cached(self, requests: Sequence[JobRequest]) -> Mapping[JobRequest, Submitted]:
+        """Store the jobs whose checks are cached, in one durable commit. The requests left out need `submit`."""
+        new_jobs = {request: new for request in requests if (new := self._cached_job(request)) is not None}
+        # A key that was used before leaves out all requests: `submit` finds its job.
+        if not new_jobs or not self.jobs.store.add_all(list(new_jobs.values()), now=self.jobs.clock()):
+            return {}
+        return {request: self._submitted(new.job, created=True) for request, new in new_jobs.items()}
+
+    def clone(
+        self,
+        caller: Principal,
+        job_id: str,
+        *,
+        step: int | None,
+        overrides: Mapping[str, JsonValue],
+        key: IdempotencyKey | None,
+    ) -> Submitted:
+        """Store a clone of a job: its spec with overrides, starting from one of its checkpoints.
+
+        `step` None means the newest checkpoint, or a start from scratch if there is none; 0 means from scratch. Raises
+        ServiceError, e.g. CheckpointNotFound. A clone into another project needs the role editor in both, and is
+        recorded in the audit log of both.
+        """
+
+        def new_job() -> NewJob:
+            origin = self.jobs.find(caller, job_id)
+            spec = apply_overrides(origin, overrides)
+            for project in (origin.spec.project, spec.project):
+                require_role(caller, Role.EDITOR, project)
+            job = self._build_clone(origin, step, spec)
+            if spec.project == origin.spec.project:
+                return self._new_job(caller, key, job)
+            after, now = job_facts(job) | {"project": spec.project}, self.jobs.clock()
+            return self._new_job(
+                caller, key, job, action_entry(caller, "clone", origin, before={}, after=after, now=now)
+            )
+
+        return self._store_once(caller, key, new_job)
+
+    def plan(self, caller: Principal, body: bytes) -> PlanView:
+        """Return the plan of a spec after the same checks as `submit`, without storing it. Raises ServiceError."""
+        return self.jobs.planner.view(self._parse(caller, body))
+
+    def _parse(self, caller: Principal, body: bytes) -> JobSpec:
+        """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
+        require_any_editor(caller)
+        return parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
+
+    def _cached_job(self, request: JobRequest) -> NewJob | None:
+        """Return the new job if all its checks are cached and pass, else None."""
+        if len(request.body) > _SMALL:
+            return None
+        try:
+            spec = self._parse(request.caller, request.body)
+            plans = self.jobs.planner.cached(spec)
+        except (InvalidSpec, Forbidden):
+            # `submit` reports the error, because an idempotency conflict takes precedence.
+            return None
+        return None if plans is None else self._new_job(request.caller, request.key, self._build(spec, plans))
+
+    def _build(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
+        """Build a checked job, and pin the checkpoint from which it starts."""
+        job_id, now = self.new_id(), self.jobs.clock()
+        run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
+        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes_of(spec, plans))
+        if parent is None:
+            return job
+        if not self.jobs.run_dirs.link_parent(run_dir, parent):
+            raise CheckpointNotFound(parent.job, parent.manifest.step)
+        return replace(job, parent=Lineage(parent.job, parent.manifest.step))
+
+    def _build_clone(self, origin: Job, step: int | None, spec: JobSpec) -> Job:
+        manifest = self._checkpoint_to_clone(origin, step)
+        if manifest is None:
+            return self._build(spec, self.jobs.planner.check(spec))
+        if problems := check_steps_remaining(origin, manifest, spec):
+            raise InvalidSpec(problems)
+        parent = parent_of(origin, manifest, spec)
+        return self._build(spec, self.jobs.planner.check(spec, parent), parent)
+
+    def _checkpoint_to_clone(self, job: Job, step: int | None) -> Manifest | None:
+        """Return the checkpoint from which a clone starts; None for a start from scratch."""
+        if step == 0:
+            return None
+        manifests = {found.manifest.step: found.manifest for found in self.jobs.run_dirs.checkpoints(job.run_dir)}
+        if step is None and not manifests and job.parent is not None:
+            raise IllegalState(
+                f"{job.id} has no checkpoint yet; clone its parent {job.parent.job} from step {job.parent.step}, or "
+                "set from_checkpoint to 0 for a clone that starts from scratch"
+            )
+        wanted = max(manifests, default=None) if step is None else step
+        if wanted is not None and wanted not in manifests:
+            raise CheckpointNotFound(job.id, wanted)
+        return None if wanted is None else manifests[wanted]
+
+    def _new_job(self, caller: Principal, key: IdempotencyKey | None, job: Job, *more: AuditEntry) -> NewJob:
+        entry = change_entry(caller, "submit", None, job, now=self.jobs.clock())
+        return NewJob(job, key, (entry, *more))
+
+    def _store_once(self, caller: Principal, key: IdempotencyKey | None, new_job: Callable[[], NewJob]) -> Submitted:
+        """Store a new job, unless its Idempotency-Key was used before. Then return the job of the key."""
+        if key is None:
+            new = new_job()
+            self._store(new)
+            return self._submitted(new.job, created=True)
+        with self.keys_in_flight.hold(key):
+            # Before any check: the data of the stored job may have changed since.
+            if (known := self._job_of(caller, key)) is not None:
+                return self._submitted(known, created=False)
+            new = new_job()
+            if self._store(new):
+                return self._submitted(new.job, created=True)
+            # Another replica has stored a job under the key meanwhile.
+            if (known := self._job_of(caller, key)) is None:
+                raise KeyInFlight(key.key)
+            return self._submitted(known, created=False)
+
+    def _job_of(self, caller: Principal, key: IdempotencyKey) -> Job | None:
+        """Return the job that was stored under a key. Raises IdempotencyMismatch, Forbidden."""
+        known = self.jobs.store.job_of(key, now=self.jobs.clock())
+        if known is not None:
+            # The groups of a token may have changed since.
+            require_role(caller, Role.EDITOR, known.spec.project)
+        return known
+
+    def _store(self, new: NewJob) -> bool:
+        """Store a job with its key in one transaction; return False if the key was used for another job."""
+        store, run_dirs = self.jobs.store, self.jobs.run_dirs
+        try:
+            stored = store.add(new)
+        except NotReady:
+            # The connection may have broken after the commit. In that case the job needs its parent's checkpoint.
+            with suppress(NotReady):
+                if new.job.parent is not None and store.get(new.job.id) is None:
+                    run_dirs.release_parent(new.job.run_dir)
+            raise
+        except BaseException:
+            run_dirs.release_parent(new.job.run_dir)
+            raise
+        if not stored:
+            run_dirs.release_parent(new.job.run_dir)
+        return stored
+
+    def _submitted(self, job: Job, *, created: bool) -> Submitted:
+        warnings = self.jobs.planner.warnings(job.spec, job.sizes)
+        return Submitted(replace(self.jobs.view(job), warnings=tuple(warnings)), created)

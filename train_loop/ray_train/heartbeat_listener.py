@@ -1,0 +1,66 @@
+"""Receiver of heartbeats, in a thread of Ray Train's controller."""
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+from train_loop.liveness.heartbeat import Beat, Target, decode
+
+log = logging.getLogger(__name__)
+TICK_SECONDS = 0.25
+"""Time between two calls of `tick`."""
+_ERROR_SECONDS = 10.0
+"""Minimum time between two logged errors."""
+
+
+class HeartbeatListener:
+    """A thread that passes each heartbeat to `hear`, and calls `tick` every 0.25 s."""
+
+    def __init__(
+        self, address: str, *, hear: Callable[[Beat], None], tick: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((address, 0))
+        self._socket.settimeout(TICK_SECONDS)
+        self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
+        self.closed = threading.Event()
+        self._hear, self._tick, self._clock = hear, tick, clock
+        self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Start listening."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        quiet_until = 0.0
+        while not self.closed.is_set():
+            try:
+                self._listen()
+                self._tick()
+            except Exception:
+                # An error here must neither stop the monitor nor fill the log.
+                if self._clock() >= quiet_until:
+                    log.exception("an error in the monitor of the worker group; it continues")
+                    quiet_until = self._clock() + _ERROR_SECONDS
+                self.closed.wait(TICK_SECONDS)
+
+    def _listen(self) -> None:
+        deadline = self._clock() + TICK_SECONDS
+        while self._clock() < deadline:
+            try:
+                data = self._socket.recv(2048)
+            except TimeoutError:
+                return
+            beat = decode(data, self.target.token)
+            if beat is not None:
+                self._hear(beat)

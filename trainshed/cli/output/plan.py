@@ -1,0 +1,35 @@
+"""Text output of the plan of a spec."""
+
+from service.api.schemas import PlanOut
+from trainshed.cli.output.printing import show_facts, show_text
+
+
+def show_plan(plan: PlanOut) -> None:
+    """Print the plan of a spec."""
+    mesh = ", ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.shape, strict=True))
+    show_facts(
+        {
+            "name": plan.name,
+            "workers": plan.world,
+            "sizes": ", ".join(map(str, plan.sizes)) or None,
+            "ranks by node": _nodes(plan),
+            "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
+            "sequences per step": plan.global_batch_size,
+            "tokens per step": plan.tokens_per_step,
+            "steps": plan.steps,
+            "parameters": f"{plan.parameters:,}",
+            "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
+            "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
+            "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
+        }
+    )
+    for warning in plan.warnings:
+        show_text(f"warning: {warning}")
+
+
+def _nodes(plan: PlanOut) -> str | None:
+    return None if plan.nodes is None else "; ".join(_span(ranks) for ranks in plan.nodes)
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
