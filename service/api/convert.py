@@ -27,6 +27,7 @@ from service.api.schemas import (
     PreviewOut,
     ProgressOut,
     ReasonOut,
+    ReductionTreeOut,
     RunAuditOut,
     TrialOut,
     UsageDays,
@@ -44,8 +45,9 @@ from service.use_cases.doctor.doctor import DoctorReport
 from service.use_cases.doctor.nodes import NodeView
 from service.use_cases.jobs.jobs import JobView
 from service.use_cases.jobs.planning import PlanView
-from train_loop.plan import MeshPlan
+from train_loop.plan import MeshPlan, ReductionTree, allowed_workers
 from train_loop.run_dir import ExportStatus
+from train_loop.spec import JobSpec
 
 T = TypeVar("T")
 
@@ -136,6 +138,7 @@ def plan_out(view: PlanView) -> PlanOut:
         world=plan.mesh.world,
         sizes=list(view.sizes),
         mesh=_mesh(plan.mesh),
+        reduction_tree=None if plan.tree is None else _reduction_tree(spec, plan.tree),
         nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
         data_parallel_size=plan.mesh.dp,
         global_batch_size=plan.batch.global_batch,
@@ -148,6 +151,15 @@ def plan_out(view: PlanView) -> PlanOut:
         checkpoint_bytes=plan.checkpoint_bytes,
         preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
         warnings=list(view.warnings),
+    )
+
+
+def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
+    return ReductionTreeOut(
+        max_shards=tree.max_shards,
+        max_replicas=tree.max_replicas,
+        micro_batches=tree.leaves,
+        allowed_workers=allowed_workers(spec, tree),
     )
 
 

@@ -22,7 +22,7 @@ from service.api.schemas.jobs import (
     ResumeIn,
 )
 from service.api.schemas.nodes import NodeFailure, NodeOut, NodesOut
-from service.api.schemas.plan import MemoryOut, MemoryTermOut, MeshOut, PlanOut, PreviewOut
+from service.api.schemas.plan import MemoryOut, MemoryTermOut, MeshOut, PlanOut, PreviewOut, ReductionTreeOut
 from service.api.schemas.usage import UsageDays, UsageOut
 from service.api.schemas.webhooks import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 
@@ -67,6 +67,7 @@ __all__ = [
     "ProblemOut",
     "ProgressOut",
     "ReasonOut",
+    "ReductionTreeOut",
     "ResumeIn",
     "RunAuditOut",
     "TextPage",

@@ -15,6 +15,15 @@ class MeshOut(BaseModel):
     names: tuple[str, ...]
 
 
+class ReductionTreeOut(BaseModel):
+    """The order of sums of a job with `reproducible: any_size`."""
+
+    max_shards: int = Field(description="largest number of data-parallel ranks in a shard group")
+    max_replicas: int = Field(description="largest number of shard groups")
+    micro_batches: int = Field(description="micro-batches per optimizer step, which are the leaves of the tree")
+    allowed_workers: list[int] = Field(description="numbers of workers that give the same bits")
+
+
 class MemoryTermOut(BaseModel):
     """One part of a worker's memory."""
 
@@ -52,6 +61,7 @@ class PlanOut(BaseModel):
         description="possible numbers of workers of an elastic job; the other fields are for the largest"
     )
     mesh: MeshOut
+    reduction_tree: ReductionTreeOut | None = Field(description="null unless reproducible is any_size")
     nodes: list[list[int]] | None = Field(
         description="ranks per node of an empty cluster; null if nodes are unknown or have no capacity"
     )

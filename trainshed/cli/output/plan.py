@@ -14,6 +14,7 @@ def show_plan(plan: PlanOut) -> None:
             "sizes": ", ".join(map(str, plan.sizes)) or None,
             "ranks by node": _nodes(plan),
             "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
+            "reduction tree": _tree(plan),
             "sequences per step": plan.global_batch_size,
             "tokens per step": plan.tokens_per_step,
             "steps": plan.steps,
@@ -25,6 +26,17 @@ def show_plan(plan: PlanOut) -> None:
     )
     for warning in plan.warnings:
         show_text(f"warning: {warning}")
+
+
+def _tree(plan: PlanOut) -> str | None:
+    tree = plan.reduction_tree
+    if tree is None:
+        return None
+    sizes = ", ".join(map(str, tree.allowed_workers))
+    return (
+        f"{tree.micro_batches} micro-batches, up to {tree.max_shards} shards x {tree.max_replicas} replicas; same bits "
+        f"with {sizes} workers"
+    )
 
 
 def _nodes(plan: PlanOut) -> str | None:
