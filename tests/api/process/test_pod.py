@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.adapters.keys import read_key
+from service.adapters.key_files import read_key
 from service.errors import KeyUnusable
 from tests.support.servers.served import Served, environment_of, served
 

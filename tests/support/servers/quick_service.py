@@ -8,7 +8,7 @@ from functools import partial
 from unittest.mock import patch
 
 from service import serve
-from service.adapters.helpers.preflight import HelperPreflight
+from service.adapters.helper_processes.preflight import HelperPreflight
 
 HELPER = (sys.executable, "-m", "tests.support.servers.quick_preflight")
 
