@@ -27,6 +27,7 @@ from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir, Stop, read_lines
 from train_loop.spec import JobSpec
+from train_loop.state import seed_generators
 from train_loop.train import train
 
 SAMPLES, BATCH, STEPS = 37, 8, 8
@@ -244,10 +245,10 @@ def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(ask: Ask, 
 
 
 def train_without(folder: Path, ingredient: str, run_dir: RunDir) -> None:
-    """Train the first case on two ranks, with one part of the order missing."""
+    """Train the first case on four ranks, with one part of the order missing."""
     with pytest.MonkeyPatch.context() as patch:
         ABLATIONS[ingredient](patch)
-        train_case(folder, CASES["qwen3 fp32"], "2", run_dir, 1, (STEPS, True))
+        train_case(folder, CASES["qwen3 fp32"], "4", run_dir, 1, (STEPS, True))
 
 
 def default_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
@@ -275,7 +276,10 @@ def order_by_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def seed_by_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OrderedReduction, "slice_of", lambda self, micro_batch: 100 * dist.get_rank() + micro_batch)
+    def seed(number: int, *, step: int, rank: int) -> None:
+        seed_generators(number, step=step, rank=dist.get_rank())
+
+    patch.setattr("train_loop.loop.step.seed_generators", seed)
 
 
 def losses_by_rank(patch: pytest.MonkeyPatch) -> None:
@@ -300,5 +304,5 @@ ABLATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("ingredient", ABLATIONS)
 def test_every_ingredient_is_needed(ask: Ask, folder: Path, ingredient: str) -> None:
     alone, run_dir = trained(ask, folder, "qwen3 fp32", "1"), folder / f"without {ingredient}"
-    ask(2, train_without, folder, ingredient, RunDir(run_dir))
+    ask(4, train_without, folder, ingredient, RunDir(run_dir))
     assert numbers(run_dir) != numbers(alone) or differing(run_dir, alone)
