@@ -24,8 +24,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    # The agent that starts the driver needs a port of its own: another Ray on this machine may use the default.
-    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_agent_listen_port": None}
+    # Another Ray on this machine may use the default ports of the dashboard and of the agent that starts drivers.
+    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": None, "dashboard_agent_listen_port": None}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield cluster
