@@ -14,7 +14,7 @@ RANKS := -n 2 $(BY_FILE) tests/distributed
 RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
-.PHONY: setup demo test test-fast hosts images bench serve client check format docs docs-serve
+.PHONY: setup demo demo-elastic test test-fast hosts images bench serve client check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -28,6 +28,10 @@ $(INSTALLED): constraints.txt pyproject.toml
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
+
+# A job that is killed and resized ends with the bits of an undisturbed one.
+demo-elastic: $(INSTALLED)
+	$(BIN)/python -m examples.demo_elastic
 
 # Without Ray, ranks and the slowest tests; searches try a tenth of their seeds.
 test-fast: $(INSTALLED)

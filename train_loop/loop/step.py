@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.loss import TokenLoss
@@ -71,12 +72,7 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, s
 
     FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
     """
-    root = loss.model
-    assert isinstance(root, FSDPModule), "parallelize makes every model an FSDP unit"
-    # Prefetch the parameters that forward needs first, while masks are built.
-    for module in (root, loss.model.get_input_embeddings()):
-        if isinstance(module, FSDPModule):
-            module.unshard(async_op=True)
+    root = _prefetch(loss.model)
     losses: list[Tensor] = []
     for batch in batches:
         # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
@@ -102,6 +98,7 @@ def accumulate_in_order(
     step: int,
 ) -> Tensor:
     """Accumulate a step's gradients as `accumulate` does, in the order of a reduction tree, and return its loss."""
+    _prefetch(loss.model)
     ordered.begin_step()
     losses: list[Tensor] = []
     for number, batch in enumerate(batches):
@@ -115,3 +112,12 @@ def accumulate_in_order(
             for parameter in loss.model.parameters():
                 parameter.grad = None
     return ordered.sum(torch.stack(losses))
+
+
+def _prefetch(model: PreTrainedModel) -> FSDPModule:
+    """Gather the parameters that forward needs first, while masks are built. Return the model as an FSDP unit."""
+    assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
+    for module in (model, model.get_input_embeddings()):
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
+    return model

@@ -100,7 +100,7 @@ class AttemptDir:
     def spec(self, spec: JobSpec) -> JobSpec:
         """Return the run's spec with the attempt's number of workers."""
         size = self.size()
-        return spec if size is None else spec.model_copy(update={"scaling": size})
+        return spec if size is None else spec.scaled(size)
 
     def outcome(self) -> Outcome | None:
         """Return the attempt's outcome; None if it is missing or invalid."""

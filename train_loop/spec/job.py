@@ -64,8 +64,12 @@ class JobSpec(SpecModel):
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
 
     def at(self, workers: int) -> "JobSpec":
-        """Return the spec with a chosen number of workers; the reduction tree stays that of the largest number."""
-        return self.model_copy(update={"scaling": self.scaling.at(workers), "training": self._with_tree()})
+        """Return the spec with a chosen number of workers."""
+        return self.scaled(self.scaling.at(workers))
+
+    def scaled(self, scaling: ScalingSpec) -> "JobSpec":
+        """Return the spec of the same run with another scaling; its reduction tree stays the same."""
+        return self.model_copy(update={"scaling": scaling, "training": self._with_tree()})
 
     @property
     def reduction_tree(self) -> ReductionTreeSpec | None:
@@ -92,9 +96,7 @@ class JobSpec(SpecModel):
             return self
         if self.training.reproducible == "any_size":
             strategy = self.strategy.model_copy(update={"fsdp_size": 0})
-            return self.model_copy(
-                update={"scaling": ScalingSpec(), "strategy": strategy, "training": self._with_tree()}
-            )
+            return self.scaled(ScalingSpec()).model_copy(update={"strategy": strategy})
         return self.model_copy(
             update={
                 "scaling": ScalingSpec(),

@@ -76,7 +76,7 @@ def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
 
 def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
     """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
-    resized = spec.model_copy(update={"scaling": scaling})
+    resized = spec.scaled(scaling)
     if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
         raise InvalidSpec(
             [

@@ -17,9 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_checkpoint
-from train_loop.data.dataset import Rows
+from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import StepOrder
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
+from train_loop.data.prepare.packing import Sample
+from train_loop.data.shards import write_part
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.session import Session
 from train_loop.optim import clip_gradients
@@ -48,7 +50,8 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -72,7 +75,9 @@ CASES: dict[str, Case] = {
         strategy={"norm_dtype": "fp32", "wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
     ),
     "offloaded": Case(strategy={"offload_policy": True}),
-    "weighted": Case(data={"weight": "weight"}, training={"eval_steps": 3}),
+    "weighted": Case(columns={"weight": "weight"}, training={"eval_steps": 3}),
+    "packed": Case(packed=True),
+    "compiled": Case(dtype="bf16", model={"compile": True}),
     "not finite": Case(training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -85,8 +90,13 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def job_of(case: Case, data: Path, world: int, mesh: dict[str, Any]) -> JobSpec:
     """Return the spec of a case on a mesh."""
-    columns = {"input_ids": "ids"} | case.data
-    sources: dict[str, Any] = {"train": {"path": str(data)}, "columns": columns, "packing": False, "shuffle": True}
+    columns = {"input_ids": "ids"} | case.columns
+    sources: dict[str, Any] = {
+        "train": {"path": str(data)},
+        "columns": columns,
+        "packing": case.packed,
+        "shuffle": True,
+    }
     if "eval_steps" in case.training:
         sources["eval"] = {"path": str(data.with_name("eval.parquet"))}
     tree = {"max_shards": 4, "max_replicas": 2}
@@ -114,7 +124,11 @@ def train_case(folder: Path, case: Case, name: str, run_dir: RunDir, attempt: in
                 run_dir.write_stop(Stop(mode="resize", checkpoint=checkpoint))
             yield rows
 
-    dataset = find_dataset(job, folder)
+    dataset = (
+        Dataset.model_validate_json((folder / "packed.json").read_bytes())
+        if job.data.packing
+        else find_dataset(job, folder)
+    )
     other = evaluation_spec(job, dataset)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stream)
     return train(job, session, dataset, None if other is None else find_dataset(other, folder)).result
@@ -138,7 +152,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ids = [draw.integers(0, 203, n).astype(np.int32).tolist() for n in draw.integers(1, 33, rows)]
         weights = draw.random(rows).tolist()
         pq.write_table(pa.table({"ids": ids, "weight": weights}), folder / f"{name}.parquet")
+    write_packed(folder, draw)
     return folder
+
+
+def write_packed(folder: Path, draw: np.random.Generator) -> None:
+    """Write the dataset that preparation writes for packed rows: several documents in a sample."""
+
+    def samples() -> Iterator[Sample]:
+        for _ in range(SAMPLES):
+            documents = draw.integers(1, 11, 3).tolist()
+            yield Sample(draw.integers(0, 203, sum(documents)).astype(np.int32), None, None, documents)
+
+    (folder / "packed").mkdir()
+    part = write_part(samples(), folder / "packed")
+    packed = Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=32)
+    (folder / "packed.json").write_text(packed.model_dump_json())
 
 
 def trained(ask: Ask, folder: Path, case: str, mesh: str) -> Path:

@@ -93,6 +93,8 @@ def _at_this_size(spec: JobSpec) -> JobSpec:
                     "global_batch_size": world,
                     "per_device_train_batch_size": 1,
                     "gradient_accumulation_steps": None,
+                    "reproducible": "same_size",
+                    "reduction_tree": None,
                 }
             ),
         }

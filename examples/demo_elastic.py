@@ -1,0 +1,103 @@
+"""`make demo-elastic`: kills and resizes a job, and checks that it ends with the bits of an undisturbed one.
+
+The first job runs on four workers. One is killed, the job is resized to two workers, and one of them is killed. The
+second job runs undisturbed on one worker. `trainshed diff` then compares all steps and the last checkpoint.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import yaml
+from rich.markup import escape
+
+from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, look, service, why
+from train_loop.spec import ScalingSpec
+from trainshed import Api
+
+SPEC = Path(__file__).with_name("elastic.yaml")
+RESOURCES = {"CPU": 0.25}
+
+
+def main() -> int:
+    """Run the demo. Return 0 if both jobs have the same bits, else 1."""
+    began = time.monotonic()
+    home = Path(tempfile.mkdtemp(prefix="trainshed-demo-"))
+    try:
+        with service(home, TRAINSHED_RESIZE_SECONDS="3600") as (client, _):
+            disturbed = disturb(client)
+            alone = run_alone(client)
+            faults = compare(client, disturbed, alone)
+    except (DemoError, httpx.HTTPError) as error:
+        faults = [str(error)]
+    console.print(f"\nThe demo took {time.monotonic() - began:.0f} s. All its processes have exited.")
+    for fault in faults:
+        console.print(f"[bold red]FAILED[/] {escape(fault)}")
+    if faults:
+        console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directories below {home}/runs")
+    else:
+        shutil.rmtree(home, ignore_errors=True)
+    return 1 if faults else 0
+
+
+def disturb(client: Api) -> RunSummary:
+    """Run the elastic job, with two kills and a resize between them."""
+    story = RunSummary(client.submit(SPEC.read_bytes()))
+    console.print(f"[bold]Job[/] {story.job.id} submitted from {SPEC.name}")
+    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint on four workers")
+    kill_a_worker(story)
+    wait(client, story, lambda: len(story.named("training_started")) == 2, "a restart")
+    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint after the restart")
+    console.print("  [bold yellow]resizing the job from four workers to two[/]")
+    client.resume(story.job.id, scaling=ScalingSpec(num_workers=2, resources_per_worker=RESOURCES))
+    wait(client, story, lambda: len(story.named("training_started")) == 3, "a start with two workers")
+    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint on two workers")
+    kill_a_worker(story)
+    finish(client, story)
+    worlds = [start["world"] for start in story.named("training_started")]
+    if worlds != [4, 4, 2, 2]:
+        raise DemoError(f"the starts had {worlds} workers; expected 4, 4, 2 and 2")
+    return story
+
+
+def run_alone(client: Api) -> RunSummary:
+    """Run the same job undisturbed, on one worker."""
+    spec = yaml.safe_load(SPEC.read_bytes())
+    spec["scaling"]["num_workers"] = 1
+    story = RunSummary(client.submit(yaml.safe_dump(spec)))
+    console.print(f"[bold]Job[/] {story.job.id} submitted for one worker")
+    finish(client, story)
+    return story
+
+
+def finish(client: Api, story: RunSummary) -> None:
+    """Wait for the end of a job. Raises DemoError unless it has succeeded."""
+    wait(client, story, lambda: story.job.state.terminal, "the end of the job")
+    if story.job.state != "SUCCEEDED":
+        raise DemoError(f"{story.job.id} ended as {story.job.state}: {why(story.job)}")
+
+
+def wait(client: Api, story: RunSummary, condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition of the job, and print its news. Raises DemoError if it ends or takes too long."""
+    deadline = time.monotonic() + RUN_LIMIT
+    look(client, story)
+    while not condition():
+        if time.monotonic() > deadline or story.job.state.terminal:
+            raise DemoError(f"{story.job.id} is {story.job.state} before {what}: {why(story.job)}")
+        time.sleep(0.1)
+        look(client, story)
+
+
+def trained_past_a_checkpoint(story: RunSummary) -> bool:
+    """Return whether the newest start has committed a checkpoint and trained a step after it."""
+    begun = story.named("training_started")[-1:]
+    committed = [one for one in story.named("checkpoint_committed") if begun and one["time"] > begun[0]["time"]]
+    return bool(committed) and story.metrics[-1]["step"] > committed[-1]["step"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
