@@ -116,8 +116,9 @@ def accumulate_in_order(
 
 def _prefetch(model: PreTrainedModel) -> FSDPModule:
     """Gather the parameters that forward needs first, while masks are built. Return the model as an FSDP unit."""
+    embeddings = model.get_input_embeddings()
     assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
-    for module in (model, model.get_input_embeddings()):
+    for module in (model, embeddings):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
     return model
