@@ -74,6 +74,18 @@ def run_alone(client: Api) -> RunSummary:
     return story
 
 
+def compare(client: Api, disturbed: RunSummary, alone: RunSummary) -> list[str]:
+    """Return the steps whose numbers differ."""
+    expected = {line["step"]: line for line in alone.metrics}
+    names = ("loss", "grad_norm")
+    return [
+        f"step {line['step']}: {name} is {line[name]!r}, undisturbed {expected[line['step']][name]!r}"
+        for line in disturbed.metrics
+        for name in names
+        if line[name] != expected[line["step"]][name]
+    ]
+
+
 def finish(client: Api, story: RunSummary) -> None:
     """Wait for the end of a job. Raises DemoError unless it has succeeded."""
     wait(client, story, lambda: story.job.state.terminal, "the end of the job")
