@@ -23,7 +23,7 @@ from train_loop.errors import RunEndedError, TooLittleMemoryError
 from train_loop.faults.failure import killed_for_memory, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
 from train_loop.liveness.fencing import NewestEpoch, begin_group
-from train_loop.ray_train.monitor import GroupMonitor
+from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
 from train_loop.ray_train.rank_setup import RankSettings, set_up_rank
 from train_loop.ray_train.raylet import unregister_node

@@ -14,5 +14,5 @@ HELPER = (sys.executable, "-m", "tests.support.servers.quick_preflight")
 
 
 if __name__ == "__main__":
-    with patch("service.app.HelperPreflight", partial(HelperPreflight, command=HELPER)):
+    with patch("service.backends.HelperPreflight", partial(HelperPreflight, command=HELPER)):
         sys.exit(serve.main())

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.waiting import wait_for
 from train_loop.liveness.heartbeat import Beat, Phase
-from train_loop.ray_train.monitor import GroupMonitor
+from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 
 HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
 
