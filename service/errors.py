@@ -139,6 +139,19 @@ class CheckpointNotFound(ServiceError):
         )
 
 
+class CheckpointDamaged(ServiceError):
+    """A checkpoint whose files do not match their checksums."""
+
+    code = "checkpoint_damaged"
+    status = 409
+
+    def __init__(self, job_id: str, step: int, faults: Sequence[str]) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} of {job_id} is damaged: {'; '.join(faults)}; choose another step of "
+            f"GET /jobs/{job_id}/checkpoints"
+        )
+
+
 class ExportNotFound(ServiceError):
     """An export that was not requested."""
 
@@ -336,7 +349,7 @@ class PreflightFailed(ServiceError):
 
 
 class VerifyFailed(ServiceError):
-    """A failure of the helper process that verifies a checkpoint."""
+    """A failure of the helper process that reads a whole checkpoint."""
 
     code = "verify_failed"
     status = 503

@@ -83,5 +83,5 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
-    app.state.slow_reads = CapacityLimiter(_SLOW_READS)
+    app.state.slow_reads, app.state.digests = CapacityLimiter(_SLOW_READS), CapacityLimiter(1)
     app.state.webhooks, app.state.webhook_tests = parts.webhooks, CapacityLimiter(_WEBHOOK_TESTS)

@@ -9,6 +9,7 @@ from service.api.schemas import (
     CheckpointOut,
     DeedOut,
     DeliveryOut,
+    DigestsOut,
     ExaminationOut,
     ExportOut,
     FindingOut,
@@ -29,6 +30,7 @@ from service.api.schemas import (
     ReasonOut,
     ReductionTreeOut,
     RunAuditOut,
+    TensorDigestOut,
     TrialOut,
     UsageDays,
     UsageOut,
@@ -40,7 +42,7 @@ from service.domain.jobs.reason import Reason
 from service.domain.jobs.usage import UsageByDay, usage_of
 from service.domain.runs.audit_report import Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
 from service.domain.webhooks.delivery import Answer, Delivery, Webhook
-from service.ports import Checkpoint, Progress
+from service.ports import Checkpoint, Digests, Progress
 from service.use_cases.doctor.doctor import DoctorReport
 from service.use_cases.doctor.nodes import NodeView
 from service.use_cases.jobs.jobs import JobView
@@ -181,6 +183,15 @@ def checkpoint_out(checkpoint: Checkpoint) -> CheckpointOut:
         metrics=manifest.metrics,
         pinned=checkpoint.pinned,
     )
+
+
+def digests_out(found: Digests, step: int) -> DigestsOut:
+    """Return the digests of a checkpoint's tensors."""
+    tensors = {
+        name: TensorDigestOut(dtype=one.dtype, shape=list(one.shape), sha256=one.sha256)
+        for name, one in found.tensors.items()
+    }
+    return DigestsOut(step=step, sha256=found.sha256, tensors=tensors)
 
 
 def export_out(status: ExportStatus, *, run_dir: str) -> ExportOut:

@@ -21,7 +21,7 @@ TAGS = {
     "schemas": "JSON schema of the job spec; no key needed.",
     "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
     "runs": "Events, metrics and logs of a run, in pages or as a stream.",
-    "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",
+    "checkpoints": "Committed checkpoints of a job: verify, compare, pin and export them.",
     "nodes": "Hosts of the cluster: state, free capacity, jobs and last failure.",
     "usage": "Cluster usage of projects.",
     "access": "API keys, their roles, and the audit log.",

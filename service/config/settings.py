@@ -131,7 +131,9 @@ class Settings(BaseSettings):
     preflight_checks: int = Field(
         default=32, ge=4, description="maximum concurrent checks of specs; a quarter per key, half per project"
     )
-    verify_seconds: float = Field(default=600.0, gt=0, description="timeout of verifying a checkpoint")
+    verify_seconds: float = Field(
+        default=600.0, gt=0, description="timeout of verifying a checkpoint or computing its digests"
+    )
     webhook_allowed: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="CIDRs and host names of receivers that are not on the public internet"
     )

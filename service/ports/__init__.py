@@ -12,6 +12,7 @@ from service.ports.runs import (
     Checkpoint,
     CheckpointTools,
     Cursor,
+    Digests,
     LogChunk,
     LogLine,
     LogOffset,
@@ -21,6 +22,7 @@ from service.ports.runs import (
     Reading,
     RunDirs,
     RunSummary,
+    TensorDigest,
 )
 from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
@@ -35,6 +37,7 @@ __all__ = [
     "ClusterProbe",
     "Counts",
     "Cursor",
+    "Digests",
     "IdempotencyKey",
     "JobCounts",
     "JobQuery",
@@ -62,6 +65,7 @@ __all__ = [
     "Sender",
     "StorageProbe",
     "SubmitRequest",
+    "TensorDigest",
     "TokenVerifier",
     "Totals",
     "Tracer",

@@ -214,11 +214,36 @@ class RunDirs(Protocol):
         """Write the status of an export."""
 
 
+@dataclass(frozen=True)
+class TensorDigest:
+    """A tensor's dtype, shape, and SHA-256 over both and its bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of a checkpoint, or the faults of its files."""
+
+    faults: tuple[str, ...]
+    sha256: str
+    """SHA-256 over the names and digests of all tensors."""
+    tensors: Mapping[str, TensorDigest]
+
+
 class CheckpointTools(Protocol):
     """Tools that read whole checkpoints, each call in a separate process."""
 
     def verify(self, run_dir: str, step: int) -> list[str] | None:
         """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
+
+    def digests(self, run_dir: str, step: int) -> Digests | None:
+        """Return the digests or faults of a checkpoint; None if it does not exist.
+
+        Raises VerifyFailed if it could not be read.
+        """
 
     def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
         """Start the export of a checkpoint to a Hugging Face folder. Raises Busy if too many exports run."""

@@ -1,4 +1,4 @@
-"""Use cases of a job's checkpoints: list, verify, pin, export."""
+"""Use cases of a job's checkpoints: list, verify, digest, pin, export."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from pydantic import JsonValue
 
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.job import Job
-from service.errors import CheckpointNotFound, ExportNotFound, InvalidRequest
-from service.ports import Checkpoint, CheckpointTools, KeyStore, RunDirs
+from service.errors import CheckpointDamaged, CheckpointNotFound, ExportNotFound, InvalidRequest
+from service.ports import Checkpoint, CheckpointTools, Digests, KeyStore, RunDirs
 from service.use_cases.jobs.audit_entries import action_entry
 from service.use_cases.jobs.jobs import Jobs
 from train_loop.run_dir import ExportStatus, ExportWish
@@ -35,6 +35,17 @@ class CheckpointActions:
         if faults is None:
             raise CheckpointNotFound(job_id, step)
         return faults
+
+    def digests(self, caller: Principal, job_id: str, step: int) -> Digests:
+        """Read a whole checkpoint, and return the digests of its tensors. Raises CheckpointDamaged, VerifyFailed."""
+        # Missing steps need no process.
+        self._find(caller, job_id, step)
+        found = self.tools.digests(self.jobs.find(caller, job_id).run_dir, step)
+        if found is None:
+            raise CheckpointNotFound(job_id, step)
+        if found.faults:
+            raise CheckpointDamaged(job_id, step, found.faults)
+        return found
 
     def pin(self, caller: Principal, job_id: str, step: int) -> Checkpoint:
         """Exempt a checkpoint from retention."""

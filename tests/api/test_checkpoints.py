@@ -1,15 +1,22 @@
-"""Checkpoints over HTTP: list, verify, pin and export."""
+"""Checkpoints over HTTP: list, verify, digest, pin and export."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from service.adapters.helper_processes.checkpoints import HelperTools
-from service.errors import Busy
+from service.errors import Busy, VerifyFailed
+from service.ports import Digests
 from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.fakes.service import FakeService, spec_body
 from tests.support.waiting import wait_for
+from train_loop.checkpoint.digest import digest_checkpoint
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import ExportStatus, ExportWish, Fence
@@ -46,6 +53,66 @@ def test_verify_reads_the_whole_checkpoint(client: TestClient, service: FakeServ
     assert client.post(f"{url}/20/verify").json() == {"step": 20, "ok": False, "faults": [fault]}
 
 
+def test_digests_are_those_of_the_tensors(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
+    values = {"model": {"w": torch.ones(3, 2)}, "optimizer": {"w": torch.tensor(1.0)}}
+    folder = tensor_checkpoint(service.run_dir(job_id), 30, values)
+    answer = client.get(f"{url}/30/digests")
+    found = digest_checkpoint(folder)
+    assert answer.json() == {
+        "step": 30,
+        "sha256": found.sha256,
+        "tensors": {name: one._asdict() for name, one in found.tensors.items()},
+    }
+    assert answer.json()["tensors"]["model.w"]["shape"] == [3, 2]
+
+
+def test_digests_of_a_damaged_checkpoint_are_a_problem(
+    client: TestClient, service: FakeService, job_id: str, url: str
+) -> None:
+    (service.run_dir(job_id).checkpoint(20) / "weights").write_bytes(b"1234568")
+    answer = client.get(f"{url}/20/digests")
+    assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint_damaged")
+    assert answer.json()["detail"] == (
+        "the checkpoint of step 20 of job-0001 is damaged: weights has another SHA-256 than when it was committed; "
+        "choose another step of GET /jobs/job-0001/checkpoints"
+    )
+
+
+def test_digests_of_an_unreadable_checkpoint_are_a_problem(client: TestClient, url: str) -> None:
+    answer = client.get(f"{url}/20/digests")
+    assert (answer.status_code, answer.json()["code"]) == (503, "verify_failed")
+    assert ".metadata" in answer.json()["detail"]
+
+
+def test_checkpoint_deleted_before_its_digests_are_computed_returns_404(
+    client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HelperTools, "digests", lambda *_: None)
+    assert client.get(f"{url}/20/digests").json()["code"] == "checkpoint_not_found"
+
+
+def test_digests_are_computed_one_at_a_time(client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = threading.Semaphore(1), list[bool]()
+
+    def compute(*_: object) -> Digests:
+        alone = running.acquire(blocking=False)
+        most.append(alone)
+        time.sleep(0.02)
+        if alone:
+            running.release()
+        return Digests((), "0", {})
+
+    monkeypatch.setattr(HelperTools, "digests", compute)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: client.get(f"{url}/20/digests").status_code, range(8)))
+    assert (answers, most) == ([200] * 8, [True] * 8)
+
+
+def test_digests_that_take_too_long_are_a_problem(service: FakeService, url: str, job_id: str) -> None:
+    with pytest.raises(VerifyFailed, match=r"took over 0\.01 s; check that the storage answers"):
+        HelperTools(timeout=0.01).digests(service.get(job_id).run_dir, 20)
+
+
 def test_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
     run_dir = service.run_dir(job_id)
     for _ in range(2):
@@ -59,7 +126,8 @@ def test_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeSe
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "verify"), ("POST", "pin"), ("DELETE", "pin"), ("POST", "export")]
+    ("method", "path"),
+    [("POST", "verify"), ("GET", "digests"), ("POST", "pin"), ("DELETE", "pin"), ("POST", "export")],
 )
 def test_call_for_missing_checkpoint_returns_404(client: TestClient, url: str, method: str, path: str) -> None:
     answer = client.request(method, f"{url}/30/{path}")

@@ -6,7 +6,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import JsonValue
 
-from service.api.schemas import CheckpointOut, ExportIn, ExportOut, Level, Line, Page, RunAuditOut
+from service.api.schemas import CheckpointOut, DigestsOut, ExportIn, ExportOut, Level, Line, Page, RunAuditOut
 from service.domain.jobs.job import JobState
 from trainshed._async.api import AsyncApi
 from trainshed.job_base import POLL_SECONDS, Deadline, JobHandle, States, is_exported, newest_step, reached, states_of
@@ -62,6 +62,14 @@ class AsyncJob(JobHandle[AsyncApi]):
     async def checkpoints(self) -> list[CheckpointOut]:
         """Return the committed checkpoints, oldest first."""
         return (await self._api.checkpoints(self.id)).data
+
+    async def digests(self, step: int | None = None) -> DigestsOut:
+        """Return the digests of a checkpoint's tensors, by default of the newest, to compare it with another job's.
+
+        They do not depend on the number of workers. Raises LookupError if the job has no checkpoint.
+        """
+        step = newest_step(self.id, await self.checkpoints()) if step is None else step
+        return await self._api.digests(self.id, step)
 
     async def audit(self) -> RunAuditOut:
         """Check the samples that its steps trained, over all attempts. `audit().clean` is False if any is wrong."""

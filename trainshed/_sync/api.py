@@ -15,6 +15,7 @@ from service.api.schemas import (
     CloneIn,
     DeedOut,
     DeliveryOut,
+    DigestsOut,
     ExaminationOut,
     ExportIn,
     ExportOut,
@@ -129,6 +130,10 @@ class Api(Transport):
     def verify(self, job_id: str, step: int) -> Verified:
         """Verify all files of a checkpoint. This takes long for large checkpoints."""
         return self._send(Call(Verified, "POST", f"{checkpoint_path(job_id, step)}/verify", seconds=None))
+
+    def digests(self, job_id: str, step: int) -> DigestsOut:
+        """Verify a checkpoint and return the digests of its tensors. This takes long for large checkpoints."""
+        return self._send(Call(DigestsOut, "GET", f"{checkpoint_path(job_id, step)}/digests", seconds=None))
 
     def pin(self, job_id: str, step: int) -> CheckpointOut:
         """Pin a checkpoint: retention never deletes it."""

@@ -6,6 +6,7 @@ from trainshed.cli.commands import (
     audit,
     backup,
     checkpoints,
+    diff,
     doctor,
     init,
     jobs,
@@ -29,7 +30,7 @@ _PANELS = {
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
-    "Runs": (runs.logs, runs.metrics, runs.events),
+    "Runs": (runs.logs, runs.metrics, runs.events, diff.diff),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
     "Access": (keys.whoami, audit.audit, usage.usage),
 }

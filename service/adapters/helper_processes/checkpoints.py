@@ -1,22 +1,26 @@
 """Tools that read whole checkpoints in helper processes, outside the training and the service process."""
 
-import json
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 
+from pydantic import TypeAdapter
+
 from service.errors import Busy, VerifyFailed
+from service.ports import Digests
 from train_loop.run_dir import ExportWish
 
 _AT_ONCE = 2
 """Maximum number of concurrent exports of one service."""
+_FAULTS: TypeAdapter[list[str] | None] = TypeAdapter(list[str] | None)
+_DIGESTS: TypeAdapter[Digests | None] = TypeAdapter(Digests | None)
 
 
 class HelperTools:
-    """CheckpointTools that run `python -m train_loop.checkpoint.manifest` and `.export`.
+    """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`.
 
-    `timeout` is the limit of a verification, in seconds.
+    `timeout` is the limit of a verification and of digests, in seconds.
     """
 
     def __init__(self, *, timeout: float, python: Sequence[str] = (sys.executable,)) -> None:
@@ -26,7 +30,18 @@ class HelperTools:
 
     def verify(self, run_dir: str, step: int) -> list[str] | None:
         """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
-        command = [*self._python, "-m", "train_loop.checkpoint.manifest", run_dir, "--step", str(step)]
+        return _FAULTS.validate_json(self._read("manifest", run_dir, step))
+
+    def digests(self, run_dir: str, step: int) -> Digests | None:
+        """Return the digests or faults of a checkpoint; None if it does not exist.
+
+        Raises VerifyFailed if it could not be read.
+        """
+        return _DIGESTS.validate_json(self._read("digest", run_dir, step))
+
+    def _read(self, tool: str, run_dir: str, step: int) -> str:
+        """Return the output of a tool that reads a whole checkpoint. Raises VerifyFailed."""
+        command = [*self._python, "-m", f"train_loop.checkpoint.{tool}", run_dir, "--step", str(step)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=self._timeout)
         except subprocess.TimeoutExpired as error:
@@ -36,8 +51,7 @@ class HelperTools:
             ) from error
         if done.returncode:
             raise VerifyFailed(f"the checkpoint could not be read: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        faults: list[str] | None = json.loads(done.stdout)
-        return faults
+        return done.stdout
 
     def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
         """Start an export, which outlives this process. Raises Busy if too many exports run."""

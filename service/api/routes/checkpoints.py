@@ -1,4 +1,4 @@
-"""/jobs/{id}/checkpoints: list, verify, pin, export."""
+"""/jobs/{id}/checkpoints: list, verify, digest, pin, export."""
 
 from typing import Annotated
 
@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from service.api.authentication import CallerIs, require_key
 from service.api.bodies import parse_body, read_body
-from service.api.convert import checkpoint_out, export_out
+from service.api.convert import checkpoint_out, digests_out, export_out
 from service.api.openapi import Answers, json_body
-from service.api.schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
+from service.api.schemas import CheckpointOut, Checkpoints, DigestsOut, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job
 from service.use_cases.checkpoints import CheckpointActions
 from train_loop.run_dir import ExportWish
@@ -42,6 +42,14 @@ async def verify(request: Request, caller: CallerIs, actions: UseCases, job_id: 
     threads: CapacityLimiter = request.app.state.slow_reads
     faults = await run_sync(actions.verify, caller, job_id, step, limiter=threads)
     return Verified(step=step, ok=not faults, faults=faults)
+
+
+@router.get("/{step}/digests")
+async def digests(request: Request, caller: CallerIs, actions: UseCases, job_id: str, step: Step) -> DigestsOut:
+    """Verify a checkpoint and compute the SHA-256 of each tensor, to compare it with that of another job."""
+    # One at a time: each is a process that imports torch and hashes on all cores.
+    threads: CapacityLimiter = request.app.state.digests
+    return digests_out(await run_sync(actions.digests, caller, job_id, step, limiter=threads), step)
 
 
 @router.post("/{step}/pin")

@@ -5,7 +5,15 @@
 
 from service.api.schemas.access import DeedOut, KeyIn, KeyOut, Keys, Me, NewKey
 from service.api.schemas.audit import Findings, RunAuditOut
-from service.api.schemas.checkpoints import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
+from service.api.schemas.checkpoints import (
+    CheckpointOut,
+    Checkpoints,
+    DigestsOut,
+    ExportIn,
+    ExportOut,
+    TensorDigestOut,
+    Verified,
+)
 from service.api.schemas.common import Health, Level, Line, LinePage, Page, ProblemDetails, ProblemOut, TextPage
 from service.api.schemas.doctor import ExaminationOut, FindingOut
 from service.api.schemas.jobs import (
@@ -34,6 +42,7 @@ __all__ = [
     "CloneIn",
     "DeedOut",
     "DeliveryOut",
+    "DigestsOut",
     "ExaminationOut",
     "ExportIn",
     "ExportOut",
@@ -70,6 +79,7 @@ __all__ = [
     "ReductionTreeOut",
     "ResumeIn",
     "RunAuditOut",
+    "TensorDigestOut",
     "TextPage",
     "TrialOut",
     "UsageDays",

@@ -38,6 +38,22 @@ class Verified(BaseModel):
     faults: list[str]
 
 
+class TensorDigestOut(BaseModel):
+    """A tensor's dtype, shape and digest."""
+
+    dtype: str
+    shape: list[int]
+    sha256: str = Field(description="SHA-256 over dtype, shape and the tensor's bytes in row-major order")
+
+
+class DigestsOut(BaseModel):
+    """Digests of a checkpoint's tensors. They do not depend on the number of ranks that wrote it."""
+
+    step: int
+    sha256: str = Field(description="SHA-256 over the names and digests of all tensors")
+    tensors: dict[str, TensorDigestOut] = Field(description="weights, optimizer states and averages by name")
+
+
 class ExportIn(BaseModel):
     """Options of an export."""
 

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 from service.api.schemas import KeyIn, WebhookIn
 from service.domain.jobs.job import JobState
-from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.fakes.service import spec_body
 from tests.support.servers.receivers import receiving
 from tests.support.waiting import wait_for
@@ -154,6 +155,13 @@ CASES = {
         "data next",
         "logs {trained} --rank 9",
         "/query/rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
+    ),
+    "diff": Case(
+        "diff {trained} {short}",
+        "identical: 2 steps, 1 tensor of step 20, sha256 ",
+        "identical steps checkpoint",
+        "diff {trained} {trained} --step 7",
+        _NO_STEP,
     ),
     "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
     "verify": Case(
@@ -314,7 +322,7 @@ def _train(run_dir: RunDir) -> None:
     for step in (1, 2):
         JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)
     attempt.rank_log(0).write_text("2026-11-23 20:00:00,000 INFO here\n2026-11-23 20:00:01,000 WARNING disk is full\n")
-    checkpoint(run_dir, 20, weights=b"abc")
+    tensor_checkpoint(run_dir, 20, {"model": {"weight": torch.ones(2, 3)}})
     wish = ExportWish(dtype="bf16")
     run_dir.exports.folder(20, wish).mkdir(parents=True)
     run_dir.exports.write(ExportStatus(step=20, wish=wish, state="done", time=0.0))

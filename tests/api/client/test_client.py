@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from anyio.from_thread import start_blocking_portal
 
 from service.api.problems import problem
@@ -17,6 +18,7 @@ from service.api.schemas import ExportIn, KeyIn
 from service.domain.access.roles import Role
 from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.clients.blocking import Blocking
 from tests.support.fakes.service import KEY, FakeService, a_spec, raw_spec, spec_body
 from tests.support.servers.serving import Proxy, cut, drop, lose, say, serving
@@ -301,6 +303,17 @@ def test_newest_checkpoint_is_exported(client: Client, service: FakeService) -> 
     )
     with pytest.raises(ExportFailed, match="the export of step 20 failed: no room"):
         is_exported(failed)
+
+
+def test_digests_are_those_of_the_newest_checkpoint(client: Client, service: FakeService) -> None:
+    job = client.submit(spec_body())
+    with pytest.raises(LookupError, match=f"{job.id} has no checkpoint yet"):
+        job.digests()
+    for step in (10, 20):
+        tensor_checkpoint(service.run_dir(job.id), step, {"w": torch.full((2, 3), float(step))})
+    newest = job.digests()
+    assert (newest.step, newest.tensors["w"].shape) == (20, [2, 3])
+    assert job.digests(10).sha256 != newest.sha256
 
 
 def test_client_finds_service_and_key_as_the_cli_does(

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
-from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
 from tests.support.fakes.service import FakeService, raw_spec, spec_body
 from tests.support.servers.live import LiveService
@@ -86,7 +87,7 @@ def service(tmp_path: Path) -> Iterator[LiveService]:
 def job_with_a_checkpoint(client: Api) -> str:
     job = client.submit(spec_body())
     LocalRunDirs().prepare(job.run_dir, job.spec, job.scaling, attempt=1)
-    checkpoint(RunDir.at(job.run_dir), 10, weights=b"1234567")
+    tensor_checkpoint(RunDir.at(job.run_dir), 10, {"weight": torch.ones(2, 3)})
     client.export(job.id, 10)
     return job.id
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_checkpoint
+from train_loop.checkpoint.digest import digest_step
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import StepOrder
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
@@ -205,6 +206,29 @@ def test_every_mesh_has_the_bits_of_one_rank(ask: Ask, folder: Path, case: str, 
     assert len(numbers(alone)) == STEPS
     assert str(numbers(found)) == str(numbers(alone))
     assert differing(found, alone) == []
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1"])
+@pytest.mark.parametrize("case", ["qwen3 fp32", "qwen3 tied bf16", "muon"])
+def test_digests_do_not_depend_on_the_mesh(ask: Ask, folder: Path, case: str, mesh: str) -> None:
+    alone, found = (digest_step(RunDir(trained(ask, folder, case, name)), STEPS) for name in ("1", mesh))
+    assert alone is not None
+    assert found == alone
+    names = {name.partition(".")[0] for name in alone.tensors}
+    assert names == {"model", "optimizer", *({"ema"} if "ema_decay" in CASES[case].training else ())}
+
+
+def test_digests_of_another_step_differ(ask: Ask, folder: Path) -> None:
+    short = folder / "qwen3 fp32 for one step less"
+    ask(2, train_case, folder, CASES["qwen3 fp32"], "2", RunDir(short), 1, (STEPS - 1, True))
+    found, other = (
+        digest_step(RunDir(trained(ask, folder, "qwen3 fp32", "2")), STEPS),
+        digest_step(RunDir(short), STEPS - 1),
+    )
+    assert found is not None
+    assert other is not None
+    assert found.tensors.keys() == other.tensors.keys()
+    assert found.sha256 != other.sha256
 
 
 def differing(one: Path, other: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,13 @@ class CheckpointTensors:
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         described = metadata.state_dict_metadata
         self._tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
+        self._whole_chunk = threading.Lock()
+        """Lock of chunks that can only be read as a whole: one is in memory at a time."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted: weights, optimizer states and averages."""
+        return sorted(self._tensors)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint contains a tensor."""
@@ -64,6 +72,29 @@ class CheckpointTensors:
         for chunk in tensor.chunks:
             yield from self._pieces_of(name, chunk, tensor.properties.dtype)
 
+    def in_row_major_order(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor in pieces of some megabytes, in row-major order.
+
+        Raises CheckpointError unless its chunks are consecutive whole rows, as FSDP2 shards parameters.
+        """
+        tensor, row = self._tensors[name], 0
+        # Replicas have the same offsets. A rank without rows has an empty chunk.
+        chunks = {tuple(chunk.offsets): chunk for chunk in tensor.chunks if math.prod(chunk.sizes)}
+        for offsets, chunk in sorted(chunks.items()):
+            if (
+                offsets != (row, *(0 for _ in tensor.size[1:]))[: len(tensor.size)]
+                or chunk.sizes[1:] != tensor.size[1:]
+            ):
+                raise CheckpointError(
+                    f"{name} of shape {list(tensor.size)} has a chunk of shape {list(chunk.sizes)} at {list(offsets)}; "
+                    "only chunks of consecutive whole rows (dimension 0) can be read in row-major order"
+                )
+            row += chunk.sizes[0] if chunk.sizes else 1
+            for piece in self._pieces_of(name, chunk, tensor.properties.dtype):
+                yield piece.values
+        if math.prod(tensor.size) and row != (tensor.size[0] if tensor.size else 1):
+            raise CheckpointError(f"{name} of shape {list(tensor.size)} has chunks for {row} rows only")
+
     def _pieces_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[Piece]:
         place = self._places[MetadataIndex(name, chunk.offsets)]
         frame, offsets = tensor_file_format(chunk.sizes, dtype), tuple(chunk.offsets)
@@ -71,9 +102,10 @@ class CheckpointTensors:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 # Written by another version of torch: read the chunk as a whole.
-                file.seek(place.offset)
-                blob = io.BytesIO(file.read(place.length))
-                yield Piece(offsets, torch.load(blob, map_location="cpu", weights_only=True))
+                with self._whole_chunk:
+                    file.seek(place.offset)
+                    blob = io.BytesIO(file.read(place.length))
+                    yield Piece(offsets, torch.load(blob, map_location="cpu", weights_only=True))
                 return
             if not chunk.sizes:
                 yield Piece(offsets, _read(file, torch.Size(), dtype))

@@ -2,6 +2,7 @@
 
 import io
 import math
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
+
+_crc_options = threading.Lock()
+"""Lock of torch's option of CRCs, which is global."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,16 @@ class TensorFileFormat:
 def tensor_file_format(shape: torch.Size, dtype: torch.dtype) -> TensorFileFormat:
     """Return the frame of contiguous tensors of a shape and dtype, for this version of torch."""
     # The tensor's memory is never accessed, so it takes no physical memory.
-    tensor, crc = torch.empty(shape, dtype=dtype), get_crc32_options()
+    tensor = torch.empty(shape, dtype=dtype)
     sink = _Sink(tensor)
-    # No CRC, as it would depend on the data; the manifest has a SHA-256 of the whole file.
-    set_crc32_options(False)
-    try:
-        torch.save(tensor, sink)  # type: ignore[arg-type]
-    finally:
-        set_crc32_options(crc)
+    with _crc_options:
+        crc = get_crc32_options()
+        # No CRC, as it would depend on the data; the manifest has a SHA-256 of the whole file.
+        set_crc32_options(False)
+        try:
+            torch.save(tensor, sink)  # type: ignore[arg-type]
+        finally:
+            set_crc32_options(crc)
     return TensorFileFormat(bytes(sink.head), bytes(sink.tail), shape, dtype)
 
 
