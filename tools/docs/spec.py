@@ -28,6 +28,7 @@ EXAMPLES: dict[str, Any] = {
     "data.train.columns": {"text": "body"},
     "data.eval": {"path": "file:///held-out/*.parquet"},
     "data.columns.text": "text",
+    "training.reduction_tree.max_shards": 8,
     "data.columns.input_ids": "input_ids",
     "data.columns.labels": "labels",
     "data.columns.messages": "messages",
