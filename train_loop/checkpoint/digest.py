@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.manifest import verify
 from train_loop.run_dir import RunDir
@@ -55,8 +53,8 @@ def digest_tensor(tensors: CheckpointTensors, name: str) -> TensorDigest:
     """Return the digest of a tensor. Raises CheckpointError, OSError."""
     dtype, shape = str(tensors.dtype(name)).removeprefix("torch."), list(tensors.shape(name))
     digest = hashlib.sha256(f"{dtype} {shape}\n".encode())
-    for piece in tensors.in_row_major_order(name):
-        digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for part in tensors.row_major_bytes(name):
+        digest.update(part)
     return TensorDigest(dtype, shape, digest.hexdigest())
 
 

@@ -72,8 +72,8 @@ class CheckpointTensors:
         for chunk in tensor.chunks:
             yield from self._pieces_of(name, chunk, tensor.properties.dtype)
 
-    def in_row_major_order(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor in pieces of some megabytes, in row-major order.
+    def row_major_bytes(self, name: str) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor in row-major order, some megabytes at a time, each valid until the next.
 
         Raises CheckpointError unless its chunks are consecutive whole rows, as FSDP2 shards parameters.
         """
@@ -90,10 +90,26 @@ class CheckpointTensors:
                     "only chunks of consecutive whole rows (dimension 0) can be read in row-major order"
                 )
             row += chunk.sizes[0] if chunk.sizes else 1
-            for piece in self._pieces_of(name, chunk, tensor.properties.dtype):
-                yield piece.values
+            yield from self._bytes_of(name, chunk, tensor.properties.dtype)
         if math.prod(tensor.size) and row != (tensor.size[0] if tensor.size else 1):
             raise CheckpointError(f"{name} of shape {list(tensor.size)} has chunks for {row} rows only")
+
+    def _bytes_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[memoryview]:
+        place = self._places[MetadataIndex(name, chunk.offsets)]
+        frame = tensor_file_format(chunk.sizes, dtype)
+        with (self._folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            if place.length != frame.size or file.read(len(frame.head)) != frame.head:
+                with self._whole_chunk:
+                    yield _load(file, place).contiguous().reshape(-1).view(torch.uint8).numpy().data
+                return
+            # One buffer for all reads: an allocation for each would leave large gaps in the heap.
+            buffer, left = memoryview(bytearray(min(_PIECE_BYTES, frame.nbytes))), frame.nbytes
+            while left:
+                part = buffer[:left]
+                _fill(file, part)
+                yield part
+                left -= len(part)
 
     def _pieces_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[Piece]:
         place = self._places[MetadataIndex(name, chunk.offsets)]
@@ -101,11 +117,7 @@ class CheckpointTensors:
         with (self._folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
-                # Written by another version of torch: read the chunk as a whole.
-                with self._whole_chunk:
-                    file.seek(place.offset)
-                    blob = io.BytesIO(file.read(place.length))
-                    yield Piece(offsets, torch.load(blob, map_location="cpu", weights_only=True))
+                yield Piece(offsets, _load(file, place))
                 return
             if not chunk.sizes:
                 yield Piece(offsets, _read(file, torch.Size(), dtype))
@@ -124,9 +136,20 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
 
 
-def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    view = content.numpy().data
+def _load(file: io.BufferedIOBase, place: _StorageInfo) -> Tensor:
+    """Read a chunk as a whole: another version of torch has written it."""
+    file.seek(place.offset)
+    blob = io.BytesIO(file.read(place.length))
+    values: Tensor = torch.load(blob, map_location="cpu", weights_only=True)
+    return values
+
+
+def _fill(file: io.BufferedIOBase, view: memoryview) -> None:
     if file.readinto(view) != len(view):
         raise CheckpointError("a file of the checkpoint was truncated while it was read; choose another checkpoint")
+
+
+def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    _fill(file, content.numpy().data)
     return content.view(dtype).view(shape)

@@ -17,6 +17,7 @@ from tests.support.builders.checkpoints import checkpoint
 from tests.support.builders.tensors import tensor_checkpoint
 from train_loop.checkpoint.digest import digest_checkpoint, digest_step
 from train_loop.checkpoint.export import tensors
+from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.errors import CheckpointError
 from train_loop.run_dir import RunDir
 
@@ -61,16 +62,11 @@ def test_digest_of_another_shape_dtype_or_bit_differs(tmp_path: Path, changed: T
 
 
 def test_digest_reads_pieces_of_bounded_size(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, sizes, read = digest_checkpoint(run_dir.checkpoint(10)), list[int](), tensors._read
-
-    def record(file: object, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        sizes.append(shape.numel() * dtype.itemsize)
-        return read(file, shape, dtype)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tensors, "_PIECE_BYTES", 2 * 5 * 4)
-    monkeypatch.setattr(tensors, "_read", record)
-    assert digest_checkpoint(run_dir.checkpoint(10)) == whole
-    assert max(sizes) == 2 * 5 * 4, "two of seven rows at a time"
+    folder = run_dir.checkpoint(10)
+    whole = digest_checkpoint(folder)
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 48)
+    assert [len(part) for part in CheckpointTensors(folder).row_major_bytes("model.rows")] == [48, 48, 44]
+    assert digest_checkpoint(folder) == whole
 
 
 def test_digest_does_not_depend_on_the_format_of_the_file(run_dir: RunDir) -> None:
