@@ -5,13 +5,13 @@ INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # The longest files are first, so that no process works on one of them after the others have ended.
-LONG := tests/api/requests/test_description.py tests/e2e/test_jobs.py tests/hosts/test_faults.py
+LONG := tests/api/requests/test_description.py
 long_first = $(filter $(LONG),$(1)) $(filter-out $(LONG),$(1))
 # Some files mostly wait: three at a time keep two cores busy.
 FAST := -n 3 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/unit tests/contract tests/kubernetes
 RANKS := -n 2 $(BY_FILE) tests/distributed
-RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) tests/benchmarks
+RAY := tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 .PHONY: setup demo demo-elastic test test-fast hosts images bench serve client check format docs docs-serve
@@ -37,7 +37,7 @@ demo-elastic: $(INSTALLED)
 test-fast: $(INSTALLED)
 	QUICK=1 $(BIN)/python -m pytest -m "not slow" $(FAST)
 
-# The file that compares times of ranks runs alone.
+# Tests that start real Ray take all cores, and one file compares times of ranks: they run one at a time.
 test: $(INSTALLED)
 	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
 	$(BIN)/python -m pytest $(RANKS) --ignore $(TIMED) || failed=1; \
