@@ -153,6 +153,13 @@ def ratio_table(rows: Sequence[Row], *, what: str, baseline: str) -> str:
     )
 
 
+def pair_record(ranks: int, rows: Sequence[Row], names: tuple[str, str]) -> dict[str, Any]:
+    """Return the table row of a baseline and of one variant, both in seconds, by number of ranks."""
+    baseline, variant = rows
+    seconds = {name: f"{row.median:.4f}" for name, row in zip(names, (baseline, variant), strict=True)}
+    return {"ranks": ranks, **seconds, "ratio, median [95 % interval]": variant.ratio_text}
+
+
 def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of records. Its columns are all their keys; missing values are dashes."""
     head = list(dict.fromkeys(key for record in records for key in record))

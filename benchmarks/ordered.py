@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
+from benchmarks.harness import Sample, command_line, compare, markdown_table, pair_record, parse, write_result
 from benchmarks.launch import run_module
 from benchmarks.workload import SMALL, TOY, Workload
 
@@ -64,13 +64,7 @@ def take_turns(workload: Workload, number: int) -> list[Sample]:
 
 def record(ranks: int, samples: list[Sample]) -> dict[str, Any]:
     """Return a table row."""
-    plain, ordered = compare(samples, DEFAULT)
-    return {
-        "ranks": ranks,
-        "same_size, seconds a step, median": f"{plain.median:.4f}",
-        "any_size": f"{ordered.median:.4f}",
-        "ratio, median [95 % interval]": ordered.ratio_text,
-    }
+    return pair_record(ranks, compare(samples, DEFAULT), (f"{DEFAULT}, seconds a step, median", ORDERED))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Loop:
         self._count = plan.batch.per_data_rank
         self._loss = build_loss(sharded, spec, plan)
         self._state = build_state(sharded.model, spec, mesh, steps=1000)
-        self._ordered = order_sums(sharded.model, plan, mesh)
+        self._ordered = order_sums(sharded.model, plan, mesh, seed=spec.training.seed)
 
     def step(self, seed: int) -> float:
         """Train one step on random rows; return its seconds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
+from benchmarks.harness import Sample, command_line, compare, markdown_table, pair_record, parse, write_result
 from benchmarks.launch import loop_arguments, metrics, run_module
 from benchmarks.trace import Trace, loss_difference
 from benchmarks.workload import TOY, Workload
@@ -57,13 +57,7 @@ def take_turns(workload: Workload, number: int) -> list[Sample]:
 
 def record(ranks: int, samples: list[Sample]) -> dict[str, Any]:
     """Return a table row."""
-    bare, ours = compare(samples, BARE)
-    return {
-        "ranks": ranks,
-        "bare FSDP2 loop, seconds a step, median": f"{bare.median:.4f}",
-        "Trainshed's loop": f"{ours.median:.4f}",
-        "ratio, median [95 % interval]": ours.ratio_text,
-    }
+    return pair_record(ranks, compare(samples, BARE), (f"{BARE}, seconds a step, median", "Trainshed's loop"))
 
 
 if __name__ == "__main__":

@@ -69,10 +69,15 @@ def main() -> int:
     console.print(
         f"\nSetup took {setup} s, the run {time.monotonic() - began:.0f} s. All processes of the demo have exited."
     )
+    return report(faults, home)
+
+
+def report(faults: list[str], home: Path) -> int:
+    """Print the failed checks and where the logs are, or remove the demo's files. Return the exit code."""
     for fault in faults:
         console.print(f"[bold red]FAILED[/] {escape(fault)}")
     if faults:
-        console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directory below {home}/runs")
+        console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directories below {home}/runs")
     else:
         shutil.rmtree(home, ignore_errors=True)
         console.print("[bold green]All checks of the demo passed.[/]")

@@ -5,7 +5,6 @@ second job runs undisturbed on one worker. `trainshed diff` then compares all st
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,9 +14,8 @@ from pathlib import Path
 
 import httpx
 import yaml
-from rich.markup import escape
 
-from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, look, service, why
+from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, look, report, service, why
 from train_loop.spec import ScalingSpec
 from trainshed import Api
 
@@ -37,13 +35,7 @@ def main() -> int:
     except (DemoError, httpx.HTTPError) as error:
         faults = [str(error)]
     console.print(f"\nThe demo took {time.monotonic() - began:.0f} s. All its processes have exited.")
-    for fault in faults:
-        console.print(f"[bold red]FAILED[/] {escape(fault)}")
-    if faults:
-        console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directories below {home}/runs")
-    else:
-        shutil.rmtree(home, ignore_errors=True)
-    return 1 if faults else 0
+    return report(faults, home)
 
 
 def disturb(client: Api) -> RunSummary:

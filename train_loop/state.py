@@ -54,8 +54,6 @@ class TrainState:
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""
     ema: Ema | None = None
-    seed: int = 0
-    """Seed of dropout."""
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0

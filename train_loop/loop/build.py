@@ -90,17 +90,17 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         ),
         timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
-        ordered=order_sums(sharded.model, plan, mesh),
+        ordered=order_sums(sharded.model, plan, mesh, seed=spec.training.seed),
         evaluation=evaluation,
         parent=parent,
     )
 
 
-def order_sums(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> OrderedReduction | None:
+def order_sums(model: PreTrainedModel, plan: Plan, mesh: Mesh, *, seed: int) -> OrderedReduction | None:
     """Make a model sum in the order of the plan's reduction tree, if it has one."""
     if plan.tree is None:
         return None
-    ordered = OrderedReduction(plan.tree, mesh)
+    ordered = OrderedReduction(plan.tree, mesh, seed=seed)
     ordered.install(model)
     return ordered
 
@@ -120,7 +120,7 @@ def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
     scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
     average = Ema(model, training.ema_decay) if training.ema_decay is not None else None
-    return TrainState(model, optimizers, schedulers, scaler, average, training.seed)
+    return TrainState(model, optimizers, schedulers, scaler, average)
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:

@@ -50,7 +50,7 @@ def train_step(
         mean = accumulate(loss, batches, divisor, scaler)
         norm = None
     else:
-        mean = accumulate_in_order(loss, batches, divisor, ordered, seed=state.seed, step=state.step)
+        mean = accumulate_in_order(loss, batches, divisor, ordered, step=state.step)
         norm = ordered.grad_norm(state.model)
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
@@ -94,7 +94,6 @@ def accumulate_in_order(
     divisor: float,
     ordered: OrderedReduction,
     *,
-    seed: int,
     step: int,
 ) -> Tensor:
     """Accumulate a step's gradients as `accumulate` does, in the order of a reduction tree, and return its loss."""
@@ -103,7 +102,7 @@ def accumulate_in_order(
     losses: list[Tensor] = []
     for number, batch in enumerate(batches):
         # Dropout depends on the place of the micro-batch, and not on the rank that computes it.
-        seed_generators(seed, step=step, rank=ordered.slice_of(number))
+        seed_generators(ordered.seed, step=step, rank=ordered.slice_of(number))
         mean = loss(batch) / (divisor or 1)
         torch.autograd.backward(mean)
         losses.append(mean.detach())

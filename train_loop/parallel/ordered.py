@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from train_loop.errors import UserError
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import ReductionTree, shards_of
 
@@ -23,8 +24,10 @@ from train_loop.plan import ReductionTree, shards_of
 class OrderedReduction:
     """The sums of a step over all ranks, in the tree's order."""
 
-    def __init__(self, tree: ReductionTree, mesh: Mesh) -> None:
+    def __init__(self, tree: ReductionTree, mesh: Mesh, *, seed: int) -> None:
         self._tree, self._mesh = tree, mesh
+        self.seed = seed
+        """Seed of dropout."""
         self._shards = shards_of(mesh.plan)
         self._replica, self._shard = divmod(mesh.data_rank, self._shards)
         self._turns = tree.leaves // (self._shards * mesh.plan.ddp)
@@ -144,9 +147,18 @@ def sum_pairs(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_replicas_by_hook(unit: FSDPModule) -> None:
-    """Make FSDP2 leave the sum over replicas to the unit's hook. It stands on private names: see test_ordered.py."""
-    state = unit._get_fsdp_state()
-    for group in state._fsdp_param_groups:
+    """Make FSDP2 leave the sum over replicas to the unit's hook.
+
+    It uses private names; the runs on 2 x 2 ranks in test_ordered.py fail if they change. Raises UserError for a
+    version of torch without them.
+    """
+    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None:
+        raise UserError(
+            f"reproducible=any_size with several replicas is not supported by torch {torch.__version__}; install torch "
+            "2.13, or shard over all workers (strategy.fsdp_size: 0)"
+        )
+    for group in groups:
         shape = group.mesh_info
         group.mesh_info = FSDPMeshInfo(shape.mesh, shard_mesh_dim=shape.shard_mesh_dim)
 

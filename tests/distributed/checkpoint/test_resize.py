@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import on_ranks
-from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from tests.support.ranks.torchrun import load_tensors, write_tokens
 from train_loop.data.dataset import Rows
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import StreamPlan, local_stream
@@ -148,18 +147,9 @@ def test_every_step_trains_as_in_the_fixed_size_run(undisturbed: Path, resized: 
 
 
 def test_final_weights_moments_and_average_equal_the_fixed_size_run(undisturbed: Path, resized: Path) -> None:
-    expected, found = (tensors(load_checkpoint(folder, STEPS)) for folder in (undisturbed, resized))
+    expected, found = (load_tensors(folder, STEPS) for folder in (undisturbed, resized))
     assert {name.split("/")[1] for name in expected} == {"model", "optimizer", "ema"}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         off = (found[name] - value).norm() / value.norm().clamp(min=1e-12)
         assert off < 1e-4, name
-
-
-def tensors(values: Any, name: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, by their path in the state."""
-    if isinstance(values, Tensor):
-        return {name: values}
-    if not isinstance(values, dict):
-        return {}
-    return {leaf: v for key, value in values.items() for leaf, v in tensors(value, f"{name}/{key}").items()}

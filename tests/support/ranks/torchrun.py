@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,16 @@ def load_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     dcp_to_torch_save(RunDir(run_dir).checkpoint(step), whole)
     values: dict[str, Any] = torch.load(whole, weights_only=False)
     return values
+
+
+def load_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by path, such as `/model/lm_head.weight`: weights, states and averages."""
+
+    def leaves(values: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(values, torch.Tensor):
+            yield path, values
+        elif isinstance(values, dict):
+            for key, value in values.items():
+                yield from leaves(value, f"{path}/{key}")
+
+    return dict(leaves(load_checkpoint(run_dir, step), ""))

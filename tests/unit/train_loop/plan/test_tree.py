@@ -122,28 +122,31 @@ def test_ulysses_peers_count_once() -> None:
     assert {plan.tree for plan in plans.values()} == {ReductionTree(4, 1, 24)}
 
 
-def test_plan_of_another_size_says_which_are_allowed() -> None:
-    with pytest.raises(SpecError) as caught:
-        plan_job(job(6, reduction_tree={"max_shards": 4, "max_replicas": 1}), SHAPE)
-    assert [(one.pointer, one.message) for one in caught.value.problems] == [
+@pytest.mark.parametrize(
+    ("workers", "tree", "pointer", "message"),
+    [
         (
+            6,
+            {"max_shards": 4, "max_replicas": 1},
             "/scaling/num_workers",
             "num_workers=6 makes 1 replica of 6 shards, which the reduction tree of 1 replica and 4 shards does not "
             "allow; choose 1, 2 or 4",
-        )
-    ]
-
-
-def test_batch_must_fill_the_tree() -> None:
-    with pytest.raises(SpecError) as caught:
-        plan_job(job(2, reduction_tree={"max_shards": 4, "max_replicas": 4}), SHAPE)
-    assert [(one.pointer, one.message) for one in caught.value.problems] == [
+        ),
         (
+            2,
+            {"max_shards": 4, "max_replicas": 4},
             "/training/global_batch_size",
             "global_batch_size=24 is not a multiple of per_device_train_batch_size=1 x 4 shards x 4 replicas of the "
             "reduction tree; choose 16 or 32, or a smaller reduction_tree",
-        )
-    ]
+        ),
+    ],
+)
+def test_size_or_batch_that_does_not_fit_the_tree(
+    workers: int, tree: dict[str, int], pointer: str, message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan_job(job(workers, reduction_tree=tree), SHAPE)
+    assert [(one.pointer, one.message) for one in caught.value.problems] == [(pointer, message)]
 
 
 @pytest.mark.parametrize(
