@@ -38,7 +38,7 @@ def evaluate(loss: TokenLoss, dataset: Dataset, mesh: Mesh, *, per_device: int, 
     It leaves model and random generators unchanged. `in_order` sums in the order of batches, whatever the mesh.
     """
     started, model = perf_counter(), loss.model
-    # In float64: the sum over millions of tokens must not depend on the mesh.
+    # Both in float64: the sum over millions of tokens must not depend on the mesh.
     sums = _SumsInOrder(dataset, mesh, per_device) if in_order else _Sums(mesh)
     model.eval()
     with torch.no_grad():
