@@ -101,29 +101,29 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
 
 
 def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
-    told = {
+    environment = {
         SINKS_VARIABLE: format_sinks(settings.sinks),
         STORAGE_SECONDS_VARIABLE: f"{settings.storage_seconds:g}",
         SERVICE_VERSION_VARIABLE: own_version(),
     }
     if settings.cache is not None:
-        told[CACHE_VARIABLE] = settings.cache
+        environment[CACHE_VARIABLE] = settings.cache
     if embedded is not None:
         return RayJobs(
             embedded.address,
             python=sys.executable,
             shown_at=settings.dashboard_url,
-            environment=told,
+            environment=environment,
             read_policy=settings.read_policy,
         )
     if settings.cluster_limit:
-        told[AUTOSCALED_VARIABLE] = "1"
+        environment[AUTOSCALED_VARIABLE] = "1"
     address = RayAddress(settings.ray_address or "", token=None)
     return RayJobs(
         lambda: address,
         python="python",
         limit=settings.cluster_limit,
         shown_at=settings.dashboard_url,
-        environment=told,
+        environment=environment,
         read_policy=settings.read_policy,
     )
