@@ -260,23 +260,6 @@ def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> No
     assert len(service.events(job_id, "training_started")) == 2
 
 
-def test_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:
-    job_id = service.submit(
-        training={"max_steps": 100_000},
-        checkpoint={"every_steps": None},
-        strategy={"ulysses_size": 1},
-        scaling={"num_workers": 1},
-    )
-    service.wait_for_step(job_id, 3)
-    service.client.cancel(job_id)
-    service.wait_for_state(job_id, JobState.CANCELLED)
-    newest, rejected = newest_verified(service.run_dir(job_id))
-    assert newest is not None
-    assert not rejected
-    assert newest.step == service.metrics(job_id)[-1]["step"]
-    wait_for(lambda: not processes_of(job_id), "the driver's end")
-
-
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
     job_id = service.submit()
     service.wait_for_state(job_id, JobState.STARTING)

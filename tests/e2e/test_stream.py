@@ -46,12 +46,24 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return find_dataset(tokens_spec(path, packing=False, sequence_length=4), path.parent)
 
 
-@pytest.mark.parametrize(("dp", "start", "steps"), [(1, 0, 30), (2, 0, 30), (2, 104, 20), (3, 12, 33), (4, 0, 19)])
+@pytest.mark.parametrize(
+    ("dp", "start", "steps", "dealt"),
+    [
+        (1, 0, 30, {}),
+        (2, 0, 30, {}),
+        (2, 104, 20, {}),
+        (3, 12, 33, {}),
+        (4, 0, 19, {}),
+        # As a run with `reproducible: any_size` deals them.
+        (2, 12, 30, {"micro_batch": 1}),
+        (4, 0, 19, {"micro_batch": 1, "replicas": 2}),
+    ],
+)
 def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
-    numbered: Dataset, dp: int, start: int, steps: int
+    numbered: Dataset, dp: int, start: int, steps: int, dealt: dict[str, int]
 ) -> None:
     per_rank = 12 // dp
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + steps * 12 - 5), dp, per_rank)
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + steps * 12 - 5), dp, per_rank, **dealt)
     splits = open_splits(StreamPlan(numbered, deal, start, steps), start, steps)
 
     def drain(rank: int) -> list[Rows]:

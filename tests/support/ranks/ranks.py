@@ -51,7 +51,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
 
 
 @contextmanager
-def ranks_of_any_number(most: int) -> Iterator[Callable[..., Any]]:
+def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callable[..., Any]]:
     """Ranks that stay, of which each call uses the first `world` in a new group: `ask(world, function, *arguments)`.
 
     Returns rank 0's result. For tests that change the number of ranks often.
@@ -69,7 +69,7 @@ def ranks_of_any_number(most: int) -> Iterator[Callable[..., Any]]:
                 raise AssertionError(error)
         return next(answer for rank, _, answer in found if rank == 0)
 
-    ranks = _start(_answer_in_groups, most, (dict(os.environ), asked, answers))
+    ranks = _start(_answer_in_groups, most, (dict(os.environ), backend, asked, answers))
     yield ask
     for queue in asked:
         queue.put(None)
@@ -130,11 +130,13 @@ def _answer(
     leave()
 
 
-def _answer_in_groups(rank: int, environment: dict[str, str], asked: "list[Queue[Any]]", answers: "Queue[Any]") -> None:
+def _answer_in_groups(
+    rank: int, environment: dict[str, str], backend: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
+) -> None:
     while (question := asked[rank].get()) is not None:
         world, folder, function, arguments = question
         try:
-            with _group(rank, environment, world, folder):
+            with _group(rank, environment, world, folder, backend):
                 answers.put((rank, None, function(*arguments)))
         except Exception:
             answers.put((rank, traceback.format_exc(), None))
@@ -144,14 +146,14 @@ def _answer_in_groups(rank: int, environment: dict[str, str], asked: "list[Queue
 
 
 @contextmanager
-def _group(rank: int, environment: dict[str, str], world: int, folder: str) -> Iterator[None]:
+def _group(rank: int, environment: dict[str, str], world: int, folder: str, backend: str = "gloo") -> Iterator[None]:
     # The process that it was forked from has the environment of an earlier time.
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         yield

@@ -1,0 +1,179 @@
+"""Jobs with `reproducible: any_size`, of which every mesh must give the same bits, and what their runs gave."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+
+from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.torchrun import load_tensors
+from train_loop.data.dataset import Dataset, Rows
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset
+from train_loop.data.prepare.packing import Sample
+from train_loop.data.shards import write_part
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.loop.session import Session
+from train_loop.plan import MeshPlan
+from train_loop.run_dir import RunDir, Stop, read_lines
+from train_loop.spec import JobSpec
+from train_loop.train import train
+
+SAMPLES, BATCH, STEPS = 37, 8, 5
+"""The second epoch begins inside the last step; a run of one epoch pads that step."""
+# Odd sizes: shards of unequal sizes, and ranks without rows of some parameters.
+ODD = TINY | {"hidden_size": 28, "intermediate_size": 45, "vocab_size": 203, "attention_dropout": 0.1}
+TIED = ODD | {"tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "vocab_size": 203, "n_embd": 28, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GEMMA3 = ODD | {"model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 8, "attention_dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of which every mesh must give the same bits."""
+
+    config: dict[str, Any] = field(default_factory=lambda: ODD)
+    dtype: str = "fp32"
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    meshes: tuple[str, ...] = ("4", "2x2")
+    """Meshes that are compared with one rank."""
+
+
+CASES: dict[str, Case] = {
+    "qwen3 fp32": Case(training={"ema_decay": 0.9}, meshes=("2", "4", "2x2")),
+    "one epoch": Case(training={"max_steps": None, "num_train_epochs": 1}),
+    "qwen3 tied bf16": Case(TIED, "bf16", training={"ema_decay": 0.9, "eval_steps": 2}, meshes=("2", "4", "2x2")),
+    "llama two in a micro-batch": Case(
+        ODD | {"model_type": "llama"}, training={"per_device_train_batch_size": 2, "global_batch_size": 16}
+    ),
+    "gemma3 bf16": Case(GEMMA3, "bf16"),
+    "gpt2": Case(GPT2),
+    "sgd, all parts in turn": Case(training={"optimizer": "sgd", "global_batch_size": 24}, meshes=("2", "4", "2x2")),
+    "muon": Case(training={"optimizer": "muon", "learning_rate": 0.01}),
+    "recomputed, chunked, tiled": Case(
+        TIED,
+        model={"gradient_checkpointing": "full"},
+        training={"chunked_loss": True, "z_loss": 1e-3},
+        strategy={"apply_tiled_mlp": True},
+    ),
+    "fp32 norms, embeddings as units": Case(
+        dtype="bf16",
+        strategy={"norm_dtype": "fp32", "wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
+    ),
+    "offloaded": Case(strategy={"offload_policy": True}),
+    "weighted": Case(columns={"weight": "weight"}, training={"eval_steps": 2}),
+    "packed": Case(packed=True),
+    "compiled": Case(dtype="bf16", model={"compile": True}, meshes=("2x2",)),
+    "not finite": Case(training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "2": (2, {}),
+    "4": (4, {}),
+    "2x2": (4, {"fsdp_size": 2}),
+}
+
+
+def job_of(case: Case, data: Path, world: int, mesh: dict[str, Any]) -> JobSpec:
+    """Return the spec of a case on a mesh."""
+    columns = {"input_ids": "ids"} | case.columns
+    sources: dict[str, Any] = {
+        "train": {"path": str(data)},
+        "columns": columns,
+        "packing": case.packed,
+        "shuffle": True,
+    }
+    if "eval_steps" in case.training:
+        sources["eval"] = {"path": str(data.with_name("eval.parquet"))}
+    tree = {"max_shards": 4, "max_replicas": 2}
+    return spec(
+        model={"config": case.config, "dtype": case.dtype, "gradient_checkpointing": "none"} | case.model,
+        data=sources,
+        training={"max_steps": STEPS, "global_batch_size": BATCH, "max_grad_norm": 0.3, "weight_decay": 0.1}
+        | {"reproducible": "any_size", "reduction_tree": tree}
+        | case.training,
+        strategy=mesh | case.strategy,
+        checkpoint={"every_steps": None} | case.checkpoint,
+        scaling={"num_workers": world},
+    )
+
+
+def train_case(folder: Path, case: Case, name: str, run_dir: RunDir, attempt: int, stop: tuple[int, bool]) -> str:
+    """Train a case on a mesh, up to a step at which it is told to stop with or without a checkpoint.
+
+    Rank n uses GPU n where there are GPUs.
+    """
+    world, mesh = MESHES[name]
+    job = job_of(case, folder / "data.parquet", world, mesh)
+    last, checkpoint = stop
+
+    def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // plan.order.global_batch):
+            if step == last and rank == 0:
+                run_dir.write_stop(Stop(mode="resize", checkpoint=checkpoint))
+            yield rows
+
+    dataset = (
+        Dataset.model_validate_json((folder / "packed.json").read_bytes())
+        if job.data.packing
+        else find_dataset(job, folder)
+    )
+    # The order of samples depends on the fingerprint, and that on the folder's name.
+    dataset = dataset.model_copy(update={"fingerprint": "samples"})
+    other = evaluation_spec(job, dataset)
+    session = Session(dist.get_rank(), dist.get_world_size(), dist.get_rank(), attempt, run_dir, stream)
+    return train(job, session, dataset, None if other is None else find_dataset(other, folder)).result
+
+
+def write_data(folder: Path) -> None:
+    """Write the data of all cases: rows of odd lengths for training and evaluation, and packed rows."""
+    draw = np.random.default_rng(0)
+    for name, rows in (("data", SAMPLES), ("eval", 11)):
+        # Rows of one token train none of them.
+        ids = [draw.integers(0, 203, n).astype(np.int32).tolist() for n in draw.integers(1, 33, rows)]
+        weights = draw.random(rows).tolist()
+        pq.write_table(pa.table({"ids": ids, "weight": weights}), folder / f"{name}.parquet")
+    write_packed(folder, draw)
+
+
+def write_packed(folder: Path, draw: np.random.Generator) -> None:
+    """Write the dataset that preparation writes for packed rows: several documents in a sample."""
+
+    def samples() -> Iterator[Sample]:
+        for _ in range(SAMPLES):
+            documents = draw.integers(1, 11, 3).tolist()
+            yield Sample(draw.integers(0, 203, sum(documents)).astype(np.int32), None, None, documents)
+
+    (folder / "packed").mkdir()
+    part = write_part(samples(), folder / "packed")
+    packed = Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=32)
+    (folder / "packed.json").write_text(packed.model_dump_json())
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of each step."""
+    told = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+    lines = [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
+    return [{name: line[name] for name in told if name in line} for line in lines]
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Return the tensors of the last checkpoints that differ; NaN equals NaN."""
+    values, expected = load_tensors(one, STEPS), load_tensors(other, STEPS)
+    assert {name.split("/")[1] for name in expected} >= {"model", "optimizer"}
+    assert values.keys() == expected.keys()
+    return [name for name, value in expected.items() if not same_bits(values[name], value)]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
