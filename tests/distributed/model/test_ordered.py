@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.state import seed_generators
 
 Ask = Callable[..., Any]
+DEFAULT = {"reproducible": "same_size", "reduction_tree": None}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,19 @@ def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(ask: Ask, 
     for line in numbers(run_dir.root):
         assert str(line) == str(expected[line["step"]])
     assert differing(run_dir.root, alone) == []
+
+
+def train_by_default(folder: Path, mesh: str, run_dir: RunDir) -> None:
+    """Train the first case on a mesh, with the sums of FSDP2."""
+    case = replace(CASES["qwen3 fp32"], training=CASES["qwen3 fp32"].training | DEFAULT)
+    train_case(folder, case, mesh, run_dir, 1, (STEPS, True))
+
+
+def test_by_default_the_bits_depend_on_the_mesh(ask: Ask, folder: Path) -> None:
+    alone, found = (folder / f"by default on {mesh}" for mesh in ("1", "4"))
+    for mesh, run_dir in (("1", alone), ("4", found)):
+        ask(MESHES[mesh][0], train_by_default, folder, mesh, RunDir(run_dir))
+    assert differing(found, alone)
 
 
 def train_without(folder: Path, ingredient: str, mesh: str, run_dir: RunDir) -> None:
