@@ -1,4 +1,4 @@
-"""The quickstart's model: equal learning with split weights, split sequences, or both."""
+"""The quickstart's model learns on its own mesh as on one rank."""
 
 import os
 import subprocess
@@ -18,48 +18,35 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import parse
 from train_loop.train import train
 
-STEPS = 16
-MESHES: dict[str, dict[str, Any]] = {
-    "as shipped": {"fsdp_size": 4, "ulysses_size": 2},
-    "fsdp": {"fsdp_size": 4},
-    "hsdp x sp": {"fsdp_size": 2, "ulysses_size": 2},
-}
+STEPS = 10
 
 
-def quickstart(strategy: dict[str, Any], *, world: int) -> dict[str, Any]:
+def quickstart(*, world: int) -> dict[str, Any]:
     raw: dict[str, Any] = yaml.safe_load(Path("examples/quickstart.yaml").read_text())
     raw["training"] |= {"max_steps": STEPS, "per_device_train_batch_size": 2}
+    strategy = raw["strategy"] if world > 1 else {}
     return raw | {"strategy": strategy, "scaling": {"num_workers": world}, "checkpoint": {"save_final": False}}
 
 
-def learn(folder: Path, meshes: dict[str, dict[str, Any]]) -> None:
-    """Train the quickstart's first steps at every mesh."""
-    for name, strategy in meshes.items():
-        job = parse(quickstart(strategy, world=dist.get_world_size()))
-        session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder / name), local_stream)
-        train(job, session, find_dataset(job, folder / "cache"))
+def learn(folder: Path) -> list[float]:
+    """Train the quickstart's first steps; return their losses."""
+    world = dist.get_world_size()
+    job, run_dir = parse(quickstart(world=world)), RunDir(folder / f"{world} ranks")
+    session = Session(dist.get_rank(), world, 0, 1, run_dir, local_stream)
+    train(job, session, find_dataset(job, folder / "cache"))
+    return [line["loss"] for line in read_lines(run_dir.attempt(1).metrics)]
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    folder = tmp_path_factory.mktemp("quickstart")
-    (folder / "spec.yaml").write_text(yaml.safe_dump(quickstart({}, world=4)))
-    prepare = [sys.executable, "-m", "train_loop.prepare", str(folder / "spec.yaml"), "--cache", str(folder / "cache")]
+def test_quickstart_learns_as_on_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(quickstart(world=4)))
+    command = [sys.executable, "-m", "train_loop.prepare", str(tmp_path / "spec.yaml")]
+    command += ["--cache", str(tmp_path / "cache")]
     subprocess.run(
-        prepare, check=True, capture_output=True, timeout=180, env=os.environ | {"RAY_AUTH_MODE": "disabled"}
+        command, check=True, capture_output=True, timeout=180, env=os.environ | {"RAY_AUTH_MODE": "disabled"}
     )
-    packed = find_dataset(parse(quickstart({}, world=4)), folder / "cache")
+    packed = find_dataset(parse(quickstart(world=4)), tmp_path / "cache")
     assert packed.utilisation >= 0.97, "expected padded samples"
-    on_ranks(1, learn, folder, {"one rank": {}})
-    on_ranks(4, learn, folder, MESHES)
-    return {
-        name: [line["loss"] for line in read_lines(RunDir(folder / name).attempt(1).metrics)]
-        for name in ["one rank", *MESHES]
-    }
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_reaches_the_same_loss(losses: dict[str, list[float]], mesh: str) -> None:
-    assert len(losses[mesh]) == STEPS
-    assert losses["one rank"][-1] < losses["one rank"][0] - 1, "expected a lower loss"
-    assert losses[mesh] == pytest.approx(losses["one rank"], rel=0.01)
+    expected, found = on_ranks(1, learn, tmp_path)[0], on_ranks(4, learn, tmp_path)[0]
+    assert len(found) == STEPS
+    assert expected[-1] < expected[0] - 0.5, "expected a lower loss"
+    assert found == pytest.approx(expected, rel=0.01)

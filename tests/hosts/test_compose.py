@@ -144,13 +144,20 @@ def test_job_trains_on_the_workers(stack: Stack, shared: Path) -> None:
     assert stack.client.api.audit_job(job_id).clean
 
 
-def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path) -> None:
-    """OMP_NUM_THREADS is unset here: the numbers of the service and the supervisor must not reach the workers."""
+@pytest.fixture(scope="module")
+def long_job(stack: Stack, shared: Path) -> Iterator[str]:
+    """Return a job of one worker with both CPUs of its host, which runs until it is cancelled."""
     scaling = {"num_workers": 1, "resources_per_worker": {"CPU": 2}}
     job = host_job(shared, training={"max_steps": 100_000}, strategy={"ulysses_size": 1}, scaling=scaling)
-    api = stack.client.api
-    run = api.submit(yaml.safe_dump(job))
-    events = shared / "runs" / "default" / run.id / "attempts" / "1" / "events.jsonl"
+    job_id = stack.client.api.submit(yaml.safe_dump(job)).id
+    yield job_id
+    stack.client.api.cancel(job_id)
+    wait_for(lambda: stack.client.api.job(job_id).state.terminal, "the end of the job")
+
+
+def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path, long_job: str) -> None:
+    """OMP_NUM_THREADS is unset here: the numbers of the service and the supervisor must not reach the workers."""
+    events = shared / "runs" / "default" / long_job / "attempts" / "1" / "events.jsonl"
 
     def started() -> dict[str, Any] | None:
         lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
@@ -159,8 +166,6 @@ def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path) -> Non
     (worker,) = wait_for(started, "training", seconds=90)["workers"]
     told = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
     assert [one for one in told if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
-    api.cancel(run.id)
-    wait_for(lambda: api.job(run.id).state.terminal, "the end of the job")
 
 
 def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
@@ -169,7 +174,7 @@ def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
     assert "trainshed.db" not in listing
 
 
-def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, shared: Path) -> None:
+def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, long_job: str) -> None:
     if "prometheus" not in stack.services:
         pytest.skip("needs Debian's prometheus")
     host = stack.services["prometheus"].host
@@ -183,10 +188,10 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, shared:
     assert list(value("trainshed_cluster_up").values()) == [1.0]
     assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
     assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
-    job_id = stack.client.api.submit(yaml.safe_dump(host_job(shared, training={"max_steps": 100_000}))).id
     # Prometheus would rename a label `job` of Trainshed's series.
-    assert wait_for(lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{job_id}"}})'), "the job", seconds=90)
-    stack.client.api.cancel(job_id)
+    assert wait_for(
+        lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{long_job}"}})'), "the job", seconds=90
+    )
     command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert told.returncode == 0, told.stdout

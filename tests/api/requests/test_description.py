@@ -40,7 +40,7 @@ CHECKS = (
 )
 SETTINGS = """
 [phases.stateful]
-generation.max-examples = 40
+generation.max-examples = 20
 
 # Send the thousands of invalid specs only to POST /jobs/plan, which parses them in the same way.
 [[operations]]
@@ -146,7 +146,7 @@ def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]
     }
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{address}/openapi.json"]
     command += ["--header", f"Authorization: {authorization}", "--checks", ",".join(CHECKS), "--continue-on-failure"]
-    command += ["--max-examples", "12", "--seed", "1", "--generation-deterministic"]
+    command += ["--max-examples", "6", "--seed", "1", "--generation-deterministic"]
     command += ["--no-color", "--suppress-health-check", "all", "--request-timeout", "60"]
     return subprocess.run(
         command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT, check=False

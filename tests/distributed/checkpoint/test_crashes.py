@@ -186,7 +186,7 @@ def damages(traced: RunDir) -> Iterator[tuple[str, Callable[[RunDir], None]]]:
     """Yield seeded ways to damage one or several checkpoints of a run."""
     steps = sorted(traced.manifests())
     chance = random.Random(SEED)
-    for number in range(400):
+    for number in range(200):
         hurt = chance.sample(steps, chance.randint(1, len(steps)))
         kinds = [chance.choice(DAMAGES) for _ in hurt]
 

@@ -96,7 +96,7 @@ def resume_all(folder: Path, traces: list[list[Request]], there: dict[str, bytes
 
 def damaged(there: dict[str, bytes]) -> Iterator[Found]:
     """Return the objects with one to three lost, truncated, bit-flipped, or swapped for another's content."""
-    for number in range(250):
+    for number in range(125):
         chance, objects = random.Random(f"{SEED}/{number}"), dict(there)
         hurt = chance.sample(sorted(objects), chance.randint(1, 3))
         for key in hurt:

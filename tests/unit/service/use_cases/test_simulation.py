@@ -13,7 +13,7 @@ from tests.support.builders.searches import seeds
 from tests.support.faults.simulated_world import EXPECTED, RuleBroken
 from tests.support.faults.simulation import simulate
 
-SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", seeds(4000)))
+SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", seeds(2000)))
 _BATCH = 100
 
 
