@@ -142,8 +142,8 @@ def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
                 if _sha256(path) != backup.sha256.get(name):
                     raise BackupFailed(f"{tar} is damaged: wrong checksum of {name}; choose another backup")
     except (OSError, tarfile.TarError, ValidationError, KeyError) as error:
-        said = str(error).splitlines()[0]
-        raise BackupFailed(f"{tar} cannot be restored: {said}; name a file that `trainshed backup` wrote") from error
+        message = str(error).splitlines()[0]
+        raise BackupFailed(f"{tar} cannot be restored: {message}; name a file that `trainshed backup` wrote") from error
     return backup
 
 

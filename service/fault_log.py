@@ -27,18 +27,18 @@ class FaultLog:
         """Log an error with its traceback, unless the same error was logged in the last minute."""
         repeated = self._count(event, error, fields)
         if repeated is not None:
-            log.error(event, **fields, **_told(error, repeated), exc_info=error)
+            log.error(event, **fields, **_error_fields(error, repeated), exc_info=error)
 
     def warn(self, event: str, error: Exception, **fields: str) -> None:
         """Log an expected error in one line without a traceback, unless it was logged in the last minute."""
         repeated = self._count(event, error, fields)
         if repeated is not None:
-            log.warning(event, **fields, **_told(error, repeated))
+            log.warning(event, **fields, **_error_fields(error, repeated))
 
     def report_each(self, event: str, error: Exception) -> None:
         """Log every error in one line; add its traceback at most once a minute."""
         repeated = self._count(event, error, {})
-        log.error(event, **_told(error, repeated or 0), exc_info=error if repeated is not None else None)
+        log.error(event, **_error_fields(error, repeated or 0), exc_info=error if repeated is not None else None)
 
     def _count(self, event: str, error: Exception, fields: dict[str, str]) -> int | None:
         """Return the number of suppressed repeats since the error's last line; None to suppress it now."""
@@ -54,10 +54,10 @@ class FaultLog:
             return repeated
 
 
-def _told(error: Exception, repeated: int) -> dict[str, object]:
+def _error_fields(error: Exception, repeated: int) -> dict[str, object]:
     first, _, _ = str(error).partition("\n")
-    said = f"{type(error).__name__}: {first}"
-    return {"error": said, "repeated": repeated} if repeated else {"error": said}
+    description = f"{type(error).__name__}: {first}"
+    return {"error": description, "repeated": repeated} if repeated else {"error": description}
 
 
 def _place(error: Exception) -> tuple[str, int] | None:

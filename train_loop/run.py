@@ -62,11 +62,11 @@ def main() -> None:
         if not fewest <= world <= most:
             sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
         spec = spec.at(world)
-    told_to_end = _watch_signals()
+    stop_requested = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        run(spec, _session(spec, RunDir.at(arguments.run_dir), told_to_end), arguments.cache)
+        run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
     except USER_ERRORS as error:
         sys.exit(str(error))
     finally:
@@ -137,7 +137,7 @@ def _watch_signals() -> Callable[[], bool]:
     return came.is_set
 
 
-def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) -> Session:
+def _session(spec: JobSpec, run_dir: RunDir, stop_requested: Callable[[], bool]) -> Session:
     rank = dist.get_rank()
     # All ranks wait for the claim: none may write into another run's directory.
     claimed = [_claim(run_dir, spec) if rank == 0 else None]
@@ -155,7 +155,7 @@ def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) ->
         run_dir=run_dir,
         open_stream=local_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
-        told_to_end=told_to_end,
+        stop_requested=stop_requested,
     )
 
 

@@ -55,10 +55,10 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
                 saver.wait()
                 raise
     session.mark(run.state.step, Phase.END)
-    told = close(saver, stop)
+    save_failure = close(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(session.access)
-    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
+    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=save_failure)
     session.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     # The driver reads the event as soon as the workers are gone.
     retry_storage(session.journal.flush, seconds=session.patience, may_pass=storage_failed)

@@ -116,12 +116,12 @@ class OidcVerifier:
         with anyio.fail_after(_LIMIT):
             async with httpx.AsyncClient(headers={"Accept-Encoding": "identity"}, timeout=_LIMIT) as client:
                 url = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
-                told = _Discovery.model_validate_json(await _get(client, url))
-                if told.issuer != self._issuer:
+                discovery = _Discovery.model_validate_json(await _get(client, url))
+                if discovery.issuer != self._issuer:
                     raise ValueError("the discovery document contains another issuer")
-                if not tamper_proof(told.jwks_uri):
+                if not tamper_proof(discovery.jwks_uri):
                     raise ValueError("its jwks_uri is not https")
-                published = _Published.model_validate_json(await _get(client, told.jwks_uri))
+                published = _Published.model_validate_json(await _get(client, discovery.jwks_uri))
         # Leave out keys for encryption, and published symmetric keys: tokens must not be verified with them.
         usable = (key for key in jwt.PyJWKSet(published.keys).keys if key.algorithm_name in _ALGORITHMS)
         return {key.key_id: key for key in usable if key.key_id and key.public_key_use in (None, "sig")}

@@ -116,7 +116,7 @@ def _whole(totals: Totals) -> CollectorRegistry:
 
 
 def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
-    told: Mapping[Series, Callable[[RunTotals], float | None]] = {
+    run_series: Mapping[Series, Callable[[RunTotals], float | None]] = {
         metrics.JOB_STEP: lambda run: run.step,
         metrics.JOB_STEP_SECONDS: lambda run: run.step_seconds,
         metrics.JOB_TOKENS: lambda run: run.tokens_per_second,
@@ -126,7 +126,7 @@ def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
         metrics.JOB_PROGRESS_AGE: lambda run: run.progress_age,
         metrics.JOB_CHECKPOINT_AGE: lambda run: run.checkpoint_age,
     }
-    for one, value_of in told.items():
+    for one, value_of in run_series.items():
         gauge = _gauge(one, registry)
         for run in runs:
             if (value := value_of(run)) is not None:

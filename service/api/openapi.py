@@ -87,7 +87,7 @@ class _Operation:
 
     path: str
     method: str
-    said: Part
+    definition: Part
 
     @property
     def parameters(self) -> set[str]:
@@ -101,16 +101,18 @@ def _complete(document: Part) -> None:
         schemas.pop(unused, None)
     schemas["ProblemDetails"] = _hoisted(ProblemDetails.model_json_schema(), schemas)
     operations = [
-        _Operation(path, method, said)
+        _Operation(path, method, definition)
         for path, methods in document["paths"].items()
-        for method, said in methods.items()
+        for method, definition in methods.items()
     ]
-    used = {tag for operation in operations for tag in operation.said["tags"]}
-    document["tags"] = [{"name": name, "description": told} for name, told in TAGS.items() if name in used]
+    used = {tag for operation in operations for tag in operation.definition["tags"]}
+    document["tags"] = [
+        {"name": name, "description": description} for name, description in TAGS.items() if name in used
+    ]
     for operation in operations:
-        for parameter in operation.said.get("parameters", []):
+        for parameter in operation.definition.get("parameters", []):
             parameter["schema"] = _given(parameter["schema"])
-        for content in operation.said.get("requestBody", {}).get("content", {}).values():
+        for content in operation.definition.get("requestBody", {}).get("content", {}).values():
             content["schema"] = _hoisted(content["schema"], schemas)
         _complete_answers(operation, operations)
 
@@ -118,7 +120,7 @@ def _complete(document: Part) -> None:
 def _given(schema: Part) -> Part:
     """Return a parameter's schema without null: a URL cannot contain null."""
     kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
-    return {name: said for name, said in schema.items() if name != "anyOf"} | kinds[0] if len(kinds) == 1 else schema
+    return {name: value for name, value in schema.items() if name != "anyOf"} | kinds[0] if len(kinds) == 1 else schema
 
 
 def _hoisted(schema: Part, schemas: Part) -> Part:
@@ -129,7 +131,7 @@ def _hoisted(schema: Part, schemas: Part) -> Part:
 
 
 def _complete_answers(operation: _Operation, operations: Sequence[_Operation]) -> None:
-    answers: Part = operation.said["responses"]
+    answers: Part = operation.definition["responses"]
     # FastAPI's default, whose schema no response of this service has.
     answers.pop("422", None)
     answers.update(_PROBLEMS)
@@ -143,7 +145,7 @@ def _complete_answers(operation: _Operation, operations: Sequence[_Operation]) -
 def _links(operation: _Operation, operations: Sequence[_Operation]) -> Part:
     """Return the links to operations that take the id which this operation creates."""
     return {
-        other.said["operationId"]: {"operationId": other.said["operationId"], "parameters": {name: place}}
+        other.definition["operationId"]: {"operationId": other.definition["operationId"], "parameters": {name: place}}
         for name, (makers, place) in _MADE_BY.items()
         if operation.method == "post" and operation.path in makers
         for other in operations

@@ -37,8 +37,8 @@ def fault(error: Exception) -> Response:
 def problem(error: ServiceError) -> Response:
     """Return the response to a ServiceError."""
     errors = [ProblemOut(pointer=p.pointer, message=p.message, line=p.line, column=p.column) for p in error.problems]
-    told = {"WWW-Authenticate": error.challenge, "Retry-After": error.retry_after}
-    headers = {name: str(value) for name, value in told.items() if value is not None}
+    optional_headers = {"WWW-Authenticate": error.challenge, "Retry-After": error.retry_after}
+    headers = {name: str(value) for name, value in optional_headers.items() if value is not None}
     return _answer(error.status, error.code, str(error), errors=errors or None, headers=headers)
 
 

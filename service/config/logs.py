@@ -83,20 +83,20 @@ def _traceback(stream: TextIO, exc_info: ExcInfo) -> None:
     stream.write(show(text.getvalue()))
 
 
-def _escaped(logger: object, method: str, said: EventDict) -> EventDict:
+def _escaped(logger: object, method: str, event_dict: EventDict) -> EventDict:
     """Escape control characters in the fields; only events and tracebacks may have several lines."""
-    for name, value in said.items():
+    for name, value in event_dict.items():
         if isinstance(value, str) and not isinstance(value, Enum):
-            said[name] = show(value, lines=name in ("event", "exception"))
-    return said
+            event_dict[name] = show(value, lines=name in ("event", "exception"))
+    return event_dict
 
 
-def _line(logger: object, method: str, said: EventDict) -> str:
+def _line(logger: object, method: str, event_dict: EventDict) -> str:
     """Format a line without colors, ten times as fast as with them; no value can forge another log line."""
-    time, level, event, exception = (said.pop(name, "") for name in ("time", "level", "event", "exception"))
-    told = "".join(f" {name}={_plain(value)!r}" for name, value in said.items())
+    time, level, event, exception = (event_dict.pop(name, "") for name in ("time", "level", "event", "exception"))
+    fields = "".join(f" {name}={_plain(value)!r}" for name, value in event_dict.items())
     # `repr` escapes values; messages of libraries and tracebacks need `show`.
-    return f"{time} [{level}] {show(str(event))}{told}" + (f"\n{show(exception)}" if exception else "")
+    return f"{time} [{level}] {show(str(event))}{fields}" + (f"\n{show(exception)}" if exception else "")
 
 
 def _plain(value: object) -> object:

@@ -38,9 +38,9 @@ class Shutdown(threading.Event):
     def end_now(self, code: int, why: str) -> None:
         """Exit the process at once, and log the part that it was waiting for."""
         threads = [each.name for each in threading.enumerate() if not each.daemon and each.name != "MainThread"]
-        told = {"why": why, "waited_for": self.waits_for, "threads": threads}
+        fields = {"why": why, "waited_for": self.waits_for, "threads": threads}
         # In a thread, because the reader of the log may hang too.
-        thread = threading.Thread(target=log.error, args=("ended_by_force",), kwargs=told, daemon=True)
+        thread = threading.Thread(target=log.error, args=("ended_by_force",), kwargs=fields, daemon=True)
         thread.start()
         thread.join(_LOG_SECONDS)
         os._exit(code)

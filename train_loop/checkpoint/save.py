@@ -170,7 +170,9 @@ class Saver:
     def _try_storage(self, step: int, act: Callable[[], T]) -> T | SaveFailure:
         """Return the result of a storage operation or, after retries, its error: the other ranks wait for an answer."""
         try:
-            return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=partial(self._report_delay, step))
+            return patiently(
+                act, seconds=PATIENCE, may_pass=_may_pass, on_first_failure=partial(self._report_delay, step)
+            )
         except FencedError as error:
             return SaveFailure(self._rank, str(error), fenced=True)
         except Exception as error:

@@ -109,7 +109,7 @@ def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
 
 
 @contextmanager
-def damage_told(uri: str, kind: str) -> Iterator[None]:
+def report_damage(uri: str, kind: str) -> Iterator[None]:
     """Raise DataError for a library's error about a file whose content does not have the format `kind`."""
     try:
         yield

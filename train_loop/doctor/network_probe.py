@@ -67,11 +67,13 @@ def _meet_all(nodes: Mapping[str, str], deadline: float) -> dict[str, str]:
             )
             for node, place in places.items()
         ]
-        told: dict[str, dict[str, str]] = dict(zip(places, ray.get(meetings, timeout=2 * seconds), strict=True))
+        faults: dict[str, dict[str, str]] = dict(zip(places, ray.get(meetings, timeout=2 * seconds), strict=True))
     except Exception as error:
         return {ALL_NODES: describe_failure(error)}
     by_address = sorted(nodes, key=nodes.__getitem__)
-    pairs = {(one, other): told[one].get(other) or told[other].get(one) for one, other in combinations(by_address, 2)}
+    pairs = {
+        (one, other): faults[one].get(other) or faults[other].get(one) for one, other in combinations(by_address, 2)
+    }
     return {f"{nodes[one]} and {nodes[other]}": fault for (one, other), fault in pairs.items() if fault}
 
 
@@ -98,13 +100,13 @@ def meet(own: str, others: Mapping[str, str], seconds: float) -> dict[str, str]:
         ThreadPoolExecutor(len(others)) as pool,
     ):
         threading.Thread(target=_answer_all, args=(server, met), daemon=True).start()
-        said = dict(zip(others, pool.map(lambda place: _exchange(place, deadline), others.values()), strict=True))
+        faults = dict(zip(others, pool.map(lambda place: _exchange(place, deadline), others.values()), strict=True))
         for _ in others:
             met.acquire(timeout=max(0.0, deadline - time.monotonic()))
         # Closing alone does not wake the thread that is blocked in accept.
         with suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
-    return {node: fault for node, fault in said.items() if fault is not None}
+    return {node: fault for node, fault in faults.items() if fault is not None}
 
 
 def _answer_all(server: socket.socket, met: threading.Semaphore) -> None:
@@ -161,10 +163,10 @@ def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
         tasks = [
             on_node(reduce_here, node).remote(rank, len(nodes), master, seconds) for rank, node in enumerate(nodes)
         ]
-        said = ray.get(tasks, timeout=seconds + _START_SECONDS)
+        faults = ray.get(tasks, timeout=seconds + _START_SECONDS)
     except Exception as error:
         return describe_failure(error)
-    return next(filter(None, said), None)
+    return next(filter(None, faults), None)
 
 
 def reduce_here(rank: int, world: int, master: str, seconds: float) -> str | None:

@@ -61,7 +61,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     network = check_network(nodes, deadline)
     return ClusterVisit(
         nodes=[
-            _tell(NodeReport(node=node, address=address), [told.get(node) for told in rounds], sights.get(node))
+            _tell(NodeReport(node=node, address=address), [answers.get(node) for answers in rounds], sights.get(node))
             for node, address in nodes.items()
         ],
         cpus=total.get("CPU", 0.0),
@@ -110,24 +110,24 @@ def _read_patiently(read: Callable[[], str]) -> str | None:
             time.sleep(0.5)
 
 
-Told = tuple[Any, float, float]
+TimedAnswer = tuple[Any, float, float]
 """A node's answer or exception, the Unix time of the request and that of the answer."""
 
 
-def _ask(tasks: Mapping[Any, str], deadline: float) -> dict[str, Told]:
+def _ask(tasks: Mapping[Any, str], deadline: float) -> dict[str, TimedAnswer]:
     asked = dict[Any, tuple[str, float]]()
     for task, node in tasks.items():
         # Read before the call: a slow call then widens the bounds of the clock but keeps them correct.
         sent = time.time()
         asked[task.remote()] = node, sent
-    told = dict[str, Told]()
+    answers = dict[str, TimedAnswer]()
     while asked and (left := deadline - time.monotonic()) > 0:
         ready, _ = ray.wait(list(asked), timeout=left)
         for reference in ready:
             came = time.time()
             node, sent = asked.pop(reference)
-            told[node] = _result(reference), sent, came
-    return told
+            answers[node] = _result(reference), sent, came
+    return answers
 
 
 def _collect(references: Mapping[Any, str], deadline: float) -> dict[str, Any]:
@@ -146,13 +146,13 @@ def _result(reference: Any) -> Any:
         return error
 
 
-def _tell(node: NodeReport, rounds: Sequence[Told | None], sight: Any) -> NodeReport:
-    described = [told for told in rounds if told is not None and not isinstance(told[0], Exception)]
-    failures = [told[0] for told in rounds if told is not None and isinstance(told[0], Exception)]
+def _tell(node: NodeReport, rounds: Sequence[TimedAnswer | None], sight: Any) -> NodeReport:
+    described = [answer for answer in rounds if answer is not None and not isinstance(answer[0], Exception)]
+    failures = [answer[0] for answer in rounds if answer is not None and isinstance(answer[0], Exception)]
     failures += [sight] if isinstance(sight, Exception) else []
     silent = None if described and sight is not None else "it did not answer in time"
     # The narrowest bounds.
-    clocks = ((said.clock, sent, came) for said, sent, came in described)
+    clocks = ((answer.clock, sent, came) for answer, sent, came in described)
     bounds = min(((clock - came, clock - sent) for clock, sent, came in clocks), key=_width, default=None)
     return node.model_copy(
         update={

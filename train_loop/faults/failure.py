@@ -85,8 +85,8 @@ def _named(
     error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError | MemoryRanOutError,
 ) -> Outcome:
     # Ray Data appends advice to the errors of our functions.
-    said, retryable = redactor()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
-    return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
+    line, retryable = redactor()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
+    return Outcome(result="failed", code=error.code, reason=line, retryable=retryable)
 
 
 def reason(error: BaseException) -> str:
@@ -102,9 +102,9 @@ def message(error: BaseException) -> str:
     return redactor()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
 
 
-def killed_for_memory(said: str) -> bool:
+def killed_for_memory(text: str) -> bool:
     """Return whether Ray's error reports a process that it killed because its node was low on memory."""
-    return _KILLED_FOR_MEMORY.search(said) is not None
+    return _KILLED_FOR_MEMORY.search(text) is not None
 
 
 def from_ranks(error: BaseException) -> bool:

@@ -21,11 +21,11 @@ def count_skips(state: TrainState, result: StepResult, training: TrainingSpec, j
         return
     numbers = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm}
     journal.event("step_skipped", **numbers, in_a_row=state.skipped)
-    said = f"{', '.join(f'{name}={value}' for name, value in numbers.items())} is not finite"
+    message = f"{', '.join(f'{name}={value}' for name, value in numbers.items())} is not finite"
     if training.on_nonfinite == "fail":
-        raise NonFiniteError(f"{said}; lower learning_rate, or choose on_nonfinite: skip")
+        raise NonFiniteError(f"{message}; lower learning_rate, or choose on_nonfinite: skip")
     if state.skipped >= training.max_consecutive_skips:
         raise NonFiniteError(
-            f"{said}, and max_consecutive_skips={training.max_consecutive_skips} steps were skipped in a row; lower "
+            f"{message}, and max_consecutive_skips={training.max_consecutive_skips} steps were skipped in a row; lower "
             "learning_rate, check the data of these steps, or start from finite weights"
         )

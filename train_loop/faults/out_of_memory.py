@@ -89,5 +89,5 @@ def _snapshot(session: Session) -> str | None:
 
 def _brief(error: Exception) -> str:
     """Return the first three sentences of an error, without secrets and without CUDA's advice."""
-    said = redactor()(" ".join(str(error).split()))
-    return ". ".join(f"{type(error).__name__}: {said}".split(". ")[:3])
+    message = redactor()(" ".join(str(error).split()))
+    return ". ".join(f"{type(error).__name__}: {message}".split(". ")[:3])

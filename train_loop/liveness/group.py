@@ -36,7 +36,7 @@ class Stall(NamedTuple):
 class _Rank:
     host: str
     beat: Beat | None = None
-    heard: float = 0.0
+    last_seen: float = 0.0
     moved: float = 0.0
     """Time of the last change of step or phase, by the listener's clock."""
 
@@ -60,12 +60,12 @@ class Liveness:
             return
         if rank.beat is None or (rank.beat.step, rank.beat.phase) != (beat.step, beat.phase):
             rank.moved = now
-        rank.beat, rank.heard = beat, now
+        rank.beat, rank.last_seen = beat, now
 
     def skip(self, seconds: float, now: float) -> None:
         """Ignore a period in which the listener itself did not run."""
         for rank in self._ranks.values():
-            rank.heard, rank.moved = min(rank.heard + seconds, now), min(rank.moved + seconds, now)
+            rank.last_seen, rank.moved = min(rank.last_seen + seconds, now), min(rank.moved + seconds, now)
 
     def silence(self, now: float) -> dict[str, float]:
         """Return the seconds since each host's last heartbeat; only hosts whose ranks have all sent one before."""
@@ -74,7 +74,7 @@ class Liveness:
             if rank.beat is not None and rank.beat.ended:
                 # Its last heartbeat reported its end.
                 continue
-            found.setdefault(rank.host, []).append(now - rank.heard if rank.beat is not None else -1.0)
+            found.setdefault(rank.host, []).append(now - rank.last_seen if rank.beat is not None else -1.0)
         return {host: min(seconds) for host, seconds in found.items() if min(seconds) >= 0}
 
     def late_hosts(self, now: float, *, seconds: float) -> set[str]:
@@ -118,15 +118,15 @@ class Liveness:
         return {
             number
             for number, rank in self._ranks.items()
-            if rank.beat is not None and (rank.beat.stopped or rank.beat.ended or now - rank.heard > _LATE_SECONDS)
+            if rank.beat is not None and (rank.beat.stopped or rank.beat.ended or now - rank.last_seen > _LATE_SECONDS)
         }
 
     def _doing(self, behind: Collection[int], now: float) -> str:
         number = min(behind)
         rank = self._ranks[number]
         assert rank.beat is not None
-        if now - rank.heard > _LATE_SECONDS:
-            return f"rank {number} on {rank.host} has sent no heartbeat for {now - rank.heard:.0f} s"
+        if now - rank.last_seen > _LATE_SECONDS:
+            return f"rank {number} on {rank.host} has sent no heartbeat for {now - rank.last_seen:.0f} s"
         if rank.beat.ended:
             return f"rank {number} on {rank.host} {how_ended(rank.beat)}"
         what = "is stopped (SIGSTOP)" if rank.beat.stopped else _DOING[rank.beat.phase]

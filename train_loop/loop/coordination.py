@@ -93,7 +93,7 @@ class StopSignal:
         """Return the stop request that this rank knows, or a pause after a signal."""
         if self._at_every_step:
             self._look()
-        return _PAUSE if self._session.told_to_end() else self._seen
+        return _PAUSE if self._session.stop_requested() else self._seen
 
     def _keep_looking(self) -> None:
         pause = threading.Event()
@@ -132,7 +132,7 @@ def agree(
 
 def share_vitals(mine: RankStats, mesh: Mesh) -> list[RankStats]:
     """Gather the statistics of all ranks. A collective call."""
-    told_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
-    told_WN[mesh.rank] = torch.tensor(mine)
-    dist.all_reduce(told_WN)
-    return [RankStats(*rank) for rank in told_WN.tolist()]
+    stats_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
+    stats_WN[mesh.rank] = torch.tensor(mine)
+    dist.all_reduce(stats_WN)
+    return [RankStats(*rank) for rank in stats_WN.tolist()]

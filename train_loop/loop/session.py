@@ -46,7 +46,7 @@ class Session:
     """Timeout of collectives."""
     epoch: int = 0
     """Fencing epoch of the worker group within the attempt; 0 without a fence."""
-    told_to_end: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
     """Returns whether this process has received a signal to stop."""
     expect_restart: Callable[[], None] = lambda: None
     """Called after each intermediate checkpoint has started: the run can then be resumed."""

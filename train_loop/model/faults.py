@@ -29,8 +29,8 @@ def full_memory(error: BaseException) -> Place | None:
     """Return which memory an error reports as full; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
-    said_so = type(error) is RuntimeError and any(phrase in str(error) for phrase in _ALLOCATORS)
-    return "host" if said_so or isinstance(error, MemoryError) else None
+    allocator_failed = type(error) is RuntimeError and any(phrase in str(error) for phrase in _ALLOCATORS)
+    return "host" if allocator_failed or isinstance(error, MemoryError) else None
 
 
 @contextmanager
@@ -46,10 +46,10 @@ def own_faults(model: nn.Module) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if any(_COLLECTIVES in frame.filename for frame in frames):
             raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
         # FSDP adds its name as a prefix to the names of classes.
         name = type(model).__name__.removeprefix("FSDP")
         raise ModelError(
-            f"{name} failed in its forward pass: {said}; the traceback is in this rank's log; correct "
+            f"{name} failed in its forward pass: {message}; the traceback is in this rank's log; correct "
             "the config or the data, or choose another model"
         ) from error

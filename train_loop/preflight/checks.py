@@ -45,7 +45,7 @@ _STORAGE_SECONDS = 5.0
 """Seconds to retry failed storage, while a user waits."""
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """Return the message of a user's error. Raise other errors, such as unavailable storage, unchanged."""
     if isinstance(error, StorageUnavailable):
         raise error
@@ -93,7 +93,7 @@ def check_model(
         check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model)
     except _MISTAKES as error:
-        return shape, [Problem(pointer, _said(error))]
+        return shape, [Problem(pointer, _message(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
     return shape, [*problems, *_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
 
@@ -160,7 +160,7 @@ def _source_problems(
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
     except _MISTAKES as error:
-        return [Problem(pointers[0], _said(error))]
+        return [Problem(pointers[0], _message(error))]
     try:
         check_columns(next(file for file in files if not is_empty(file)), columns, skip=skip)
     except DataError as error:
@@ -182,7 +182,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
                 check_chat_template(str(folder))
     except _MISTAKES as error:
-        return [Problem("/model/tokenizer", _said(error))]
+        return [Problem("/model/tokenizer", _message(error))]
     return []
 
 

@@ -26,12 +26,12 @@ def read_inputs(
     read: Callable[[], T],
     *,
     cause: Callable[[BaseException], BaseException] = lambda error: error,
-    told: Callable[[str, BaseException], None] | None = None,
+    on_first_failure: Callable[[str, BaseException], None] | None = None,
 ) -> T:
     """Read with the retries of `retry_storage`. If a path is missing, a UserError is retried as unavailable storage.
 
-    All paths existed when the service accepted the job. `cause` unwraps errors. `told` is called with the missing paths
-    and the first error. Raises StorageUnavailable if a path is still missing after the timeout.
+    All paths existed when the service accepted the job. `cause` unwraps errors. `on_first_failure` is called with the
+    missing paths and the first error. Raises StorageUnavailable if a path is still missing after the timeout.
     """
 
     def may_pass(error: BaseException) -> bool:
@@ -41,11 +41,11 @@ def read_inputs(
     def tell(error: BaseException) -> None:
         paths, found = ", ".join(missing_inputs(spec)), cause(error)
         log.warning("inputs are missing; the read is retried: %s", found)
-        if told is not None:
-            told(paths, found)
+        if on_first_failure is not None:
+            on_first_failure(paths, found)
 
     try:
-        return retry_storage(read, may_pass=may_pass, told=tell)
+        return retry_storage(read, may_pass=may_pass, on_first_failure=tell)
     except UserError:
         missing = missing_inputs(spec)
         if missing:

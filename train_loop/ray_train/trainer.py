@@ -64,7 +64,7 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
         journal.event("storage_unavailable", root=away[0], since=time.time(), error=str(error))
 
     # Ray wraps what its tasks raise.
-    read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, told=tell)
+    read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, on_first_failure=tell)
     if away:
         journal.event("storage_available", root=away[0])
 

@@ -23,8 +23,8 @@ CACHE_VARIABLE = "TRAINSHED_CACHE"
 
 def default_cache() -> Path:
     """Return the folder of prepared data that TRAINSHED_CACHE names; by default, a folder in the service's home."""
-    told = os.environ.get(CACHE_VARIABLE)
-    return Path(told or Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")) / "runs" / "_cache").expanduser()
+    configured = os.environ.get(CACHE_VARIABLE)
+    return Path(configured or Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")) / "runs" / "_cache").expanduser()
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Forwarder:
         self._handover = handover
         self._tell = tell
         self._fails = False
-        self._told = False
+        self._reported = False
         self._outcome: Outcome | None = None
         self._ended, self._has_all, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {handover.name}", daemon=True)
@@ -80,7 +80,7 @@ class Forwarder:
         try:
             self._handover.close(self._outcome)
         except Exception as error:
-            self._fail(_said(error))
+            self._fail(_describe(error))
 
     def _hand_over_all(self) -> None:
         pause = _EVERY_SECONDS
@@ -96,9 +96,9 @@ class Forwarder:
             except Exception as error:
                 self._fails = True
                 self._handover.drop()
-                if not self._told:
-                    self._told = True
-                    self._fail(_said(error))
+                if not self._reported:
+                    self._reported = True
+                    self._fail(_describe(error))
                 pause = min(2 * pause, _MOST_SECONDS)
             if is_last:
                 time.sleep(min(pause, _MOST_SECONDS_AT_THE_END))
@@ -147,6 +147,6 @@ def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str,
     return Forwarders([Forwarder(handover, tell) for handover in handovers])
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return an error's type and message, with secrets masked."""
     return redactor()(f"{type(error).__name__}: {error}"[:1000])

@@ -19,18 +19,18 @@ def patiently(
     *,
     seconds: float,
     may_pass: Callable[[BaseException], bool],
-    told: Callable[[BaseException], None] | None = None,
+    on_first_failure: Callable[[BaseException], None] | None = None,
 ) -> T:
     """Retry `call` while `may_pass` accepts its error, for up to `seconds`; then raise the last error.
 
-    `told` is called with the first error that is retried.
+    `on_first_failure` is called with the first error that is retried.
     """
 
     def tell(state: RetryCallState) -> None:
-        if told is not None and state.attempt_number == 1 and state.outcome is not None:
+        if on_first_failure is not None and state.attempt_number == 1 and state.outcome is not None:
             error = state.outcome.exception()
             assert error is not None, "only failures are retried"
-            told(error)
+            on_first_failure(error)
 
     retrying = Retrying(
         retry=retry_if_exception(may_pass),
@@ -47,11 +47,13 @@ def retry_storage(
     *,
     seconds: float | None = None,
     may_pass: Callable[[BaseException], bool] = is_transient,
-    told: Callable[[BaseException], None] | None = None,
+    on_first_failure: Callable[[BaseException], None] | None = None,
 ) -> T:
     """Retry `call` while storage is unavailable, for up to `seconds` (default: the setting); then raise the last error.
 
-    The first failure is logged, or passed to `told`.
+    The first failure is logged, or passed to `on_first_failure`.
     """
     limit = storage_seconds() if seconds is None else seconds
-    return patiently(call, seconds=limit, may_pass=may_pass, told=told or partial(log.warning, _AWAY, limit))
+    return patiently(
+        call, seconds=limit, may_pass=may_pass, on_first_failure=on_first_failure or partial(log.warning, _AWAY, limit)
+    )

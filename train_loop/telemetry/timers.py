@@ -91,7 +91,7 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self._start = self._told = perf_counter()
+        self._start = self._own_start = perf_counter()
         self.data_wait_seconds = 0.0
         self._saving = 0.0
 
@@ -108,14 +108,14 @@ class StepTimer:
         """Exclude the body, in which the rank waits for others, from its own time."""
         started = perf_counter()
         yield
-        self._told += perf_counter() - started
+        self._own_start += perf_counter() - started
 
     @contextmanager
     def training(self, timer: ComputeTimer) -> Iterator[None]:
         """Count only the timer's compute time of the body as own time; the rest is waiting."""
         with self.waiting():
             yield
-        self._told -= timer.take()
+        self._own_start -= timer.take()
 
     @property
     def seconds(self) -> float:
@@ -125,7 +125,7 @@ class StepTimer:
     def take_vitals(self, device: torch.device) -> RankStats:
         """Return this rank's statistics and reset its own time."""
         now, on_gpu = perf_counter(), device.type == "cuda"
-        own, self._told = now - self._told, now
+        own, self._own_start = now - self._own_start, now
         return RankStats(
             own_nanoseconds=round(own * 1e9),
             device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,

@@ -241,5 +241,5 @@ def _parse(answer: bytes) -> PreflightReport:
         found = json.loads(answer)
         if away := found.get("unavailable"):
             raise StorageAway(away["root"], None, away["error"]) from error
-        said = found.get("failed", answer.decode()[:200])
-        raise PreflightFailed(f"the data and the model could not be checked: {said}") from error
+        reason = found.get("failed", answer.decode()[:200])
+        raise PreflightFailed(f"the data and the model could not be checked: {reason}") from error

@@ -304,9 +304,9 @@ def _metadata(launch: SubmitRequest) -> dict[str, str]:
     return {"name": name, "job_name": name, **job, **labels}
 
 
-def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
+def _env_vars(environment: Mapping[str, str]) -> dict[str, str]:
     return {
-        **told,
+        **environment,
         # Drivers handle SIGINT. By default, Ray sends SIGTERM, and SIGKILL three seconds later.
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
@@ -322,10 +322,10 @@ def _ahead(answer: requests.Response, before: float, after: float) -> tuple[floa
     The Date header has whole seconds. Returns None if it is missing or invalid.
     """
     try:
-        told = parsedate_to_datetime(answer.headers["Date"]).timestamp()
+        server_time = parsedate_to_datetime(answer.headers["Date"]).timestamp()
     except (KeyError, ValueError):
         return None
-    return told - after, told + 1 - before
+    return server_time - after, server_time + 1 - before
 
 
 def _does_not_exist(error: Exception) -> bool:

@@ -43,12 +43,12 @@ def check_database(file: Path) -> str:
     """Return the schema revision of a database. Raises BackupFailed if it is damaged, not Trainshed's, or too new."""
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as connection:
-            said = connection.execute("PRAGMA integrity_check").fetchone()[0]
+            integrity = connection.execute("PRAGMA integrity_check").fetchone()[0]
             revision = str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
     except (sqlite3.Error, TypeError) as error:
         raise BackupFailed(f"{file.name} is not a Trainshed database: {error}; choose another backup") from error
-    if said != "ok":
-        raise BackupFailed(f"{file.name} is damaged: {said}; choose another backup")
+    if integrity != "ok":
+        raise BackupFailed(f"{file.name} is damaged: {integrity}; choose another backup")
     if revision > newest_revision():
         raise BackupFailed(
             f"{file.name} is at schema revision {revision}, and this version of Trainshed knows revisions up to "

@@ -143,10 +143,10 @@ def _connect_timeouts(url: str) -> dict[str, int]:
 def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
     """Return the error of a failed migration: DatabaseUnreachable if a retry may help, else DatabaseUnusable."""
     shown = make_url(url).render_as_string(hide_password=True)
-    said = " ".join(str(getattr(error, "orig", None) or error).split())
-    if isinstance(error, OperationalError | InterfaceError | TimeoutError) and not _NEVER.search(said):
-        return DatabaseUnreachable(f"the database {shown} does not answer: {said}; the service retries")
-    return DatabaseUnusable(f"the database {shown} cannot be used: {said}; fix it, or set TRAINSHED_DATABASE_URL")
+    message = " ".join(str(getattr(error, "orig", None) or error).split())
+    if isinstance(error, OperationalError | InterfaceError | TimeoutError) and not _NEVER.search(message):
+        return DatabaseUnreachable(f"the database {shown} does not answer: {message}; the service retries")
+    return DatabaseUnusable(f"the database {shown} cannot be used: {message}; fix it, or set TRAINSHED_DATABASE_URL")
 
 
 def open_database(url: str, *, revision: str = "head") -> Engine:

@@ -139,5 +139,5 @@ class DatabaseStatus:
 
 def _first_line(error: BaseException) -> Exception:
     """Return the error with only the first line of its message: the rest may contain values of a row."""
-    said = " ".join(str(error).splitlines()[:1])
-    return type(error)(said) if isinstance(error, Exception) else RuntimeError(said)
+    message = " ".join(str(error).splitlines()[:1])
+    return type(error)(message) if isinstance(error, Exception) else RuntimeError(message)

@@ -88,7 +88,7 @@ class RunsProbe:
             names = list_folder(storage_path(folder))
             there = [node for node in nodes if answer_file(node) in names]
             answers = {node: read_whole(storage_path(folder) / answer_file(node)).decode() for node in there}
-            found = frozenset(node for node, said in answers.items() if said == token)
+            found = frozenset(node for node, answer in answers.items() if answer == token)
             if len(found) < len(nodes):
                 time.sleep(0.2)
         return found

@@ -103,17 +103,17 @@ class StorageGuard:
         """Return the error for the caller. Record an outage if the whole root is unavailable, not only a file."""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFull(root, str(error))
-        said = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         if not is_transient(error) or self._answers(root):
-            return StorageAway(root, None, said)
+            return StorageAway(root, None, message)
         with self._lock:
             known = self._outages.get(root)
-            outage = known or _Outage(self._clock(), said, time.monotonic() + _RETRY_SECONDS)
-            outage.error = said
+            outage = known or _Outage(self._clock(), message, time.monotonic() + _RETRY_SECONDS)
+            outage.error = message
             self._outages[root] = outage
         if known is None:
-            log.warning("storage_unavailable", root=root, error=said)
-        return StorageAway(root, outage.since, said)
+            log.warning("storage_unavailable", root=root, error=message)
+        return StorageAway(root, outage.since, message)
 
     def _answers(self, root: str) -> bool:
         try:

@@ -36,9 +36,9 @@ class TokenRules:
         roles = self._roles(claims.get(self.groups_claim))
         return Principal(f"oidc:{subject}", name[:_NAME], roles, until=until + LEEWAY)
 
-    def _roles(self, told: JsonValue) -> Roles:
+    def _roles(self, claim: JsonValue) -> Roles:
         """Return the highest role of any of the groups, by project."""
-        named = [told] if isinstance(told, str) else told if isinstance(told, list) else []
+        named = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
         roles = dict[str, Role]()
         for group in named:
             for project, role in self.groups.get(group, {}).items() if isinstance(group, str) else ():

@@ -38,7 +38,7 @@ def _reply(reply: ProbeReply | ProbeFailure) -> tuple[Finding, Finding]:
             "check that the dashboard is not overloaded, and that no firewall drops traffic to TRAINSHED_RAY_ADDRESS"
         )
         return failed("ray.reachable", reply.what, remedy), unknown
-    where = f"{reply.url}: {reply.said}" if reply.url else reply.said
+    where = f"{reply.url}: {reply.message}" if reply.url else reply.message
     remedies = {
         Reachability.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
         Reachability.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, without a login page",
@@ -166,32 +166,34 @@ def _network(visit: ClusterVisit) -> Finding:
 
 def _versions(own: Mapping[str, str], nodes: Sequence[NodeReport]) -> Finding:
     check = "versions"
-    told = {_name(node): node.versions for node in nodes if node.versions is not None}
-    if not told:
+    versions_by_node = {_name(node): node.versions for node in nodes if node.versions is not None}
+    if not versions_by_node:
         return skipped(check, "no node has reported its versions")
-    among = _differing(told)
+    among = _differing(versions_by_node)
     if among:
         return failed(check, f"nodes differ: {among}", "use one image for all nodes of the cluster")
-    cluster = next(iter(told.values()))
+    cluster = next(iter(versions_by_node.values()))
     others = {name: (mine, cluster[name]) for name, mine in own.items() if name in cluster and cluster[name] != mine}
-    said = ", ".join(f"{name} {mine} here and {theirs} on the cluster" for name, (mine, theirs) in others.items())
+    differences = ", ".join(
+        f"{name} {mine} here and {theirs} on the cluster" for name, (mine, theirs) in others.items()
+    )
     remedy = (
         "install the same versions for the service and in the cluster's image; constraints.txt lists the tested ones"
     )
     if any(name in _MUST_EQUAL for name in others):
-        return failed(check, said, remedy)
+        return failed(check, differences, remedy)
     if others:
-        return warning(check, said, remedy)
+        return warning(check, differences, remedy)
     return ok(check, ", ".join(f"{name} {version}" for name, version in cluster.items()))
 
 
 def _user(seen: Measured, nodes: Sequence[NodeReport]) -> Finding:
     """Compare the users of the service and the nodes: each writes into folders that the other created."""
     check = "user"
-    told = {_name(node): node.uid for node in nodes if node.uid is not None}
-    if seen.uid is None or not told:
+    uid_by_node = {_name(node): node.uid for node in nodes if node.uid is not None}
+    if seen.uid is None or not uid_by_node:
         return skipped(check, "no node has reported its user")
-    others = {name: f"uid {uid}" for name, uid in told.items() if uid != seen.uid}
+    others = {name: f"uid {uid}" for name, uid in uid_by_node.items() if uid != seen.uid}
     if not others:
         return ok(check, f"service and nodes run as uid {seen.uid}")
     if "://" in seen.runs and not seen.runs.startswith("file:"):
@@ -210,9 +212,9 @@ def _files(seen: Measured) -> Finding:
     return warning("files", f"{room_for}, and TRAINSHED_CONNECTIONS is {wanted}", remedy)
 
 
-def _differing(told: Mapping[str, Mapping[str, str]]) -> str:
-    names = sorted({name for versions in told.values() for name in versions})
-    found = {name: sorted({versions.get(name, "none") for versions in told.values()}) for name in names}
+def _differing(versions_by_node: Mapping[str, Mapping[str, str]]) -> str:
+    names = sorted({name for versions in versions_by_node.values() for name in versions})
+    found = {name: sorted({versions.get(name, "none") for versions in versions_by_node.values()}) for name in names}
     return "; ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if len(values) > 1)
 
 

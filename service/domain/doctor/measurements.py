@@ -24,7 +24,7 @@ class ProbeReply:
 
     reach: Reachability
     url: str
-    said: str
+    message: str
     ahead: tuple[float, float] | None = None
     """Minimum and maximum seconds by which the head's clock is ahead of the service's."""
 

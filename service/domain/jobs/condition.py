@@ -148,8 +148,8 @@ _CONDITIONS = {
 }
 
 
-def _sentence(said: object) -> str:
-    return str(said).strip().rstrip(".;")
+def _sentence(text: object) -> str:
+    return str(text).strip().rstrip(".;")
 
 
 def _ranks(event: Event, name: str) -> list[int]:

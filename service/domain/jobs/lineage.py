@@ -22,17 +22,17 @@ def check_steps_remaining(job: Job, manifest: Manifest, spec: JobSpec) -> list[P
     """Return why a clone would end before its first step; empty if it would not, or if this is not known yet."""
     training, begins = spec.training, f"step {manifest.step} of {job.id}, where the clone starts"
     if training.max_steps is not None and training.max_steps <= manifest.step:
-        said = f"max_steps={training.max_steps} is not after {begins}; it includes the steps of the parent"
-        return [Problem("/training/max_steps", f"{said}, so choose more than {manifest.step}")]
+        message = f"max_steps={training.max_steps} is not after {begins}; it includes the steps of the parent"
+        return [Problem("/training/max_steps", f"{message}, so choose more than {manifest.step}")]
     if training.max_tokens is not None and training.max_tokens <= manifest.tokens:
-        said = f"max_tokens={training.max_tokens} does not exceed the {manifest.tokens} tokens of {begins}"
-        return [Problem("/training/max_tokens", f"{said}; choose more")]
+        message = f"max_tokens={training.max_tokens} does not exceed the {manifest.tokens} tokens of {begins}"
+        return [Problem("/training/max_tokens", f"{message}; choose more")]
     epochs = training.num_train_epochs or 1
     endless = training.max_steps is not None or training.max_tokens is not None
     # An end within an epoch is known only if the job reached it.
     ended = job.state is JobState.SUCCEEDED and job.attempts[-1].step == manifest.step
     all_seen = manifest.position.epoch >= epochs or (ended and epochs <= (job.spec.training.num_train_epochs or 1))
     if not endless and spec.data == job.spec.data and all_seen:
-        said = f"num_train_epochs={epochs:g} are complete at {begins}"
-        return [Problem("/training/num_train_epochs", f"{said}; choose more")]
+        message = f"num_train_epochs={epochs:g} are complete at {begins}"
+        return [Problem("/training/num_train_epochs", f"{message}; choose more")]
     return []

@@ -169,7 +169,7 @@ class LogStream:
                 yield found
 
     async def _follow(self, place: LogOffset) -> AsyncIterator[LogLine | Signal]:
-        over, told, read = False, anyio.current_time(), None
+        over, last_sent, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
         while not self.shutdown.is_set() and await self._may_stay():
             batch = Batch((), place, more=False)
@@ -186,15 +186,15 @@ class LogStream:
                 yield entry
             now = anyio.current_time()
             if batch.entries or batch.more:
-                told = now
+                last_sent = now
                 continue
             read = mark
             if over:
                 yield Signal.END
                 return
-            if now - told >= _BEAT_SECONDS:
+            if now - last_sent >= _BEAT_SECONDS:
                 yield Signal.STILL_HERE
-                told = now
+                last_sent = now
             # After the job has finished, one more read gets its last lines.
             over = await self.read_cache.ask(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:

@@ -34,8 +34,8 @@ class Webhooks:
         """
         require_admin(caller, project)
         self._check(url)
-        told = tuple(state for state in JobState if not states or state in states)
-        webhook = Webhook(f"hook-{self.new_id()}", project, url, told, _secret(), self.clock(), caller.id)
+        subscribed = tuple(state for state in JobState if not states or state in states)
+        webhook = Webhook(f"hook-{self.new_id()}", project, url, subscribed, _secret(), self.clock(), caller.id)
         self.store.add(webhook, self._audit_entry(caller, "create", webhook, after=webhook.facts))
         return webhook
 

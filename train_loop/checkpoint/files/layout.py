@@ -149,9 +149,9 @@ class FileLayout:
             self._slots.append(Slot(item, frame, start, len(cuts) - 1))
             end = start + frame.size
         self._cuts = [*cuts, end]
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, self._places(), self._group)
-        self._tensors = told
+        locations: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(locations, self._places(), self._group)
+        self._tensors = locations
         if self._staging is not None:
             self._frame_buffer(self._staging, end)
 

@@ -83,10 +83,10 @@ class ProcessWriter:
             answer = b""
         if not answer.endswith(b"\n"):
             raise OSError(f"the process that writes checkpoints exited with code {process.wait()}")
-        told = json.loads(answer)
-        if "fault" in told:
-            raise OSError(*told["fault"])
-        return {name: CheckpointFile.model_validate(file) for name, file in told.items()}
+        reply = json.loads(answer)
+        if "fault" in reply:
+            raise OSError(*reply["fault"])
+        return {name: CheckpointFile.model_validate(file) for name, file in reply.items()}
 
     def close(self) -> None:
         """Wait for the process to finish."""
@@ -196,10 +196,10 @@ def serve(requests: IO[bytes], answers: IO[bytes], descriptor: int) -> None:
                 whole = _mapped(descriptor, ends[-1])
             shares = [[whole[start:end], rest] for (start, end), rest in zip(pairwise(ends), rests, strict=True)]
             written = write_files(storage_path(request["folder"]), dict(zip(lengths, shares, strict=True)))
-            told: dict[str, Any] = {name: file.model_dump() for name, file in written.items()}
+            reply: dict[str, Any] = {name: file.model_dump() for name, file in written.items()}
         except OSError as error:
-            told = {"fault": [error.errno, error.strerror or str(error), error.filename or request["folder"]]}
-        answers.write(json.dumps(told).encode() + b"\n")
+            reply = {"fault": [error.errno, error.strerror or str(error), error.filename or request["folder"]]}
+        answers.write(json.dumps(reply).encode() + b"\n")
         answers.flush()
 
 

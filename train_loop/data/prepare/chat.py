@@ -236,9 +236,9 @@ def encode_chat(
     ids, labels, ended = _encode(tokenizer, rendered)
     if not ended:
         # The model learns to write EOS after its own last message, unless an end-of-turn marker ends that message.
-        said = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
+        last_label = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
         last = turns[-1]["role"] == "assistant" and len(turns) - 1 not in untrained
-        last = last and said not in tokenizer.special_tokens
+        last = last and last_label not in tokenizer.special_tokens
         ids.append(tokenizer.eos)
         labels.append(tokenizer.eos if last else IGNORE)
     return ids, labels

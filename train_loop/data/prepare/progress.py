@@ -26,13 +26,13 @@ class Progress:
         self._report = report
         self._before = [0, *accumulate(task_bytes)]
         self._listed: list[tuple[SourceFile, int, str]] = []
-        self._started = self._told = monotonic()
+        self._started = self._reported_at = monotonic()
 
     def advance(self, rows: int, *, tokens: int, task: int, read: int) -> None:
         """Count rows of a task that has read `read` bytes so far; all earlier tasks have finished."""
         self.rows += rows
         self.tokens += tokens
-        if monotonic() - self._told >= _EVERY_SECONDS:
+        if monotonic() - self._reported_at >= _EVERY_SECONDS:
             self._tell(self._before[task] + read)
 
     def skipped(self, file: SourceFile, place: int, reason: str) -> None:
@@ -62,11 +62,11 @@ class Progress:
         self._tell(self._before[-1])
         if self.bad_rows:
             places = locate([(file, place) for file, place, _ in self._listed])
-            told = [f"{where}: {reason}" for where, (_, _, reason) in zip(places, self._listed, strict=True)]
-            self._report("bad_rows_skipped", count=self.bad_rows, rows=told)
+            rows = [f"{where}: {reason}" for where, (_, _, reason) in zip(places, self._listed, strict=True)]
+            self._report("bad_rows_skipped", count=self.bad_rows, rows=rows)
 
     def _tell(self, done: int) -> None:
-        self._told = now = monotonic()
+        self._reported_at = now = monotonic()
         total = max(self._before[-1], 1)
         left = (now - self._started) * (total - done) / done if done else None
         self._report(

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from train_loop.data.files import chunks, damage_told, open_file
+from train_loop.data.files import chunks, open_file, report_damage
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
@@ -76,7 +76,7 @@ def _cut(file: SourceFile, size: int) -> list[Piece]:
 
 def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     """Yield the rows of a piece, chunk by chunk. Raises DataError if the file itself cannot be read."""
-    with damage_told(piece.file.uri, piece.file.format):
+    with report_damage(piece.file.uri, piece.file.format):
         if piece.file.format == "parquet":
             yield from _parquet_rows(piece, columns)
         elif piece.file.format == "jsonl":
@@ -118,7 +118,7 @@ def _group_sizes(file: SourceFile) -> list[int]:
 
 
 def _footer(file: SourceFile) -> Any:
-    with damage_told(file.uri, file.format), open_file(file, buffer=0) as opened:
+    with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
         return pq.ParquetFile(opened).metadata
 
 
@@ -128,7 +128,7 @@ def is_empty(file: SourceFile) -> bool:
         return not file.size
     if file.format == "parquet":
         return bool(_footer(file).num_rows == 0)
-    with damage_told(file.uri, file.format):
+    with report_damage(file.uri, file.format):
         return not any(line.strip() for _, line, _ in _lines(Piece(file, 0, file.size, file.size)))
 
 

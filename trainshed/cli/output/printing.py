@@ -66,8 +66,8 @@ def show_line(line: Mapping[str, JsonValue]) -> None:
     """Print an event or a metrics line: its local time, then its fields."""
     time = line.get("time")
     stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
-    said = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
-    show_text(f"{stamp} {said}")
+    fields = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
+    show_text(f"{stamp} {fields}")
 
 
 def show_facts(facts: Mapping[str, object]) -> None:

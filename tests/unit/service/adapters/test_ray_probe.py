@@ -66,7 +66,7 @@ def test_invalid_dashboard_answer_counts_as_no_answer(dashboard: Dashboard, body
 
 def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
     reply = probe(dashboard.url).greet()
-    assert (reply.reach, reply.said) == (Reachability.ANSWERS, "Ray 2.60.0")
+    assert (reply.reach, reply.message) == (Reachability.ANSWERS, "Ray 2.60.0")
     assert reply.ahead is not None
     assert min_distance(reply.ahead) == 0.0
 
@@ -86,7 +86,7 @@ def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body:
     dashboard.status, dashboard.body = status, body
     reply = probe(dashboard.url).greet()
     assert (reply.reach, reply.url) == (reach, dashboard.url)
-    assert reply.said
+    assert reply.message
 
 
 def test_greet_distinguishes_refused_connection_from_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

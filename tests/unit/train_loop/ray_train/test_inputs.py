@@ -100,14 +100,15 @@ def test_unavailable_model_folder_is_retried(tmp_path: Path) -> None:
     away.mkdir()
     (away / "config.json").write_text(json.dumps(TINY))
     job = spec(model={"path": str(folder), "config": None})
-    told = list[str]()
+    missing = list[str]()
 
     def come_back(paths: str, error: BaseException) -> None:
-        told.append(paths)
+        missing.append(paths)
         away.rename(folder)
 
-    assert read_inputs(job, partial(model_shape, job.model), told=come_back).layers == TINY["num_hidden_layers"]
-    assert told == [str(folder)]
+    shape = read_inputs(job, partial(model_shape, job.model), on_first_failure=come_back)
+    assert shape.layers == TINY["num_hidden_layers"]
+    assert missing == [str(folder)]
 
 
 def test_missing_files_in_an_existing_folder_fail_at_once(run_dir: RunDir, data: Path) -> None:
