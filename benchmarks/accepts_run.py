@@ -40,10 +40,10 @@ def send(url: str, key: str, body: bytes, count: int, ids: list[str]) -> None:
         for _ in range(count):
             connection.request("POST", "/jobs", body, headers)
             answer = connection.getresponse()
-            said = answer.read()
+            content = answer.read()
             if answer.status != 201:
-                raise SystemExit(f"{answer.status}: {said[:300]!r}")
-            ids.append(json.loads(said)["id"])
+                raise SystemExit(f"{answer.status}: {content[:300]!r}")
+            ids.append(json.loads(content)["id"])
 
 
 if __name__ == "__main__":

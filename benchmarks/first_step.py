@@ -143,9 +143,9 @@ def spans(began: float, answered: float, marks: list[Line], *, driver: str, read
     """Return the seconds from submission to the end of the first step, with their five parts."""
     moments = [first(marks, what=name) for name in (driver, ready, loaded)]
     step = min(line["time"] for line in marks if "step" in line and line.get("what") in (None, "step"))
-    told = [answered, *(moment for moment in moments if moment is not None), step]
-    starts = [began, *told[:-1]]
-    return Measured(step - began, dict(zip(PARTS, (b - a for a, b in zip(starts, told, strict=True)), strict=True)))
+    ends = [answered, *(moment for moment in moments if moment is not None), step]
+    starts = [began, *ends[:-1]]
+    return Measured(step - began, dict(zip(PARTS, (b - a for a, b in zip(starts, ends, strict=True)), strict=True)))
 
 
 def _environment() -> dict[str, str]:

@@ -89,8 +89,8 @@ def records(samples: list[Sample], names: Sequence[str], supervisors: Sequence[i
                 "ratio, median [95 % interval]": None if per_job else many.ratio_text,
             }
         )
-    told = f"{np.median(supervisors):,.0f}" if supervisors else None
-    return [*table, {"what": "bytes of Ray's supervisor of one job (USS)", names[1]: told}]
+    memory = f"{np.median(supervisors):,.0f}" if supervisors else None
+    return [*table, {"what": "bytes of Ray's supervisor of one job (USS)", names[1]: memory}]
 
 
 def measure(here: Path, count: int, *, quick: bool) -> Measured:

@@ -139,14 +139,14 @@ def ours(workload: Workload, folder: Path, here: Path, settled: float) -> Measur
         killed = kill(start["workers"][1]["pid"])
         before = max(line["step"] for line in lines())
         wait(lambda: any(line["step"] > before for line in lines()))
-        told = [event for event in events() if event["time"] > killed]
+        after_kill = [event for event in events() if event["time"] > killed]
         new = next(line["time"] for line in lines() if line["step"] > before)
         client.cancel(job.id, grace_seconds=0, checkpoint=False)
     return spans(
         killed,
-        lost=first(told, event="workers_lost"),
-        ready=first(told, event="workers_ready"),
-        loaded=first(told, event="training_started"),
+        lost=first(after_kill, event="workers_lost"),
+        ready=first(after_kill, event="workers_ready"),
+        loaded=first(after_kill, event="training_started"),
         new=new,
     )
 

@@ -119,17 +119,17 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
 def follow(client: Api, job: JobOut) -> RunSummary:
     """Follow the job until it finishes, and kill a worker after the first committed checkpoint."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
-    story, said, deadline = RunSummary(job), time.monotonic(), time.monotonic() + RUN_LIMIT
+    story, printed_at, deadline = RunSummary(job), time.monotonic(), time.monotonic() + RUN_LIMIT
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not story.job.state.terminal:
             if time.monotonic() > deadline:
                 raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {why(story.job)}")
             look(client, story)
             live.update(progress_line(story.job))
-            if not console.is_terminal and time.monotonic() > said + PLAIN_SECONDS:
+            if not console.is_terminal and time.monotonic() > printed_at + PLAIN_SECONDS:
                 # A log cannot overwrite a line: print one every 5 s.
                 console.print(progress_line(story.job))
-                said = time.monotonic()
+                printed_at = time.monotonic()
             if story.killed is None and _is_past_a_checkpoint(story):
                 story.killed = kill_a_worker(story)
             time.sleep(0.25)

@@ -48,30 +48,30 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--plots", type=Path)
     arguments = parser.parse_args()
-    told: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[dict[str, Any]]] = {}
     failed = False
     with httpx.Client(base_url=arguments.url, timeout=30) as client:
         for title, queries in panels():
             try:
-                told[title] = [one for query in queries for one in ask(client, query, minutes=arguments.minutes)]
-                print(f"{title}: {len(told[title])} series")  # noqa: T201
+                series[title] = [one for query in queries for one in ask(client, query, minutes=arguments.minutes)]
+                print(f"{title}: {len(series[title])} series")  # noqa: T201
             except httpx.HTTPStatusError as error:
                 failed = True
                 print(f"{title}: {error.response.text}")  # noqa: T201
     if arguments.plots:
-        draw(told, arguments.plots)
+        draw(series, arguments.plots)
     return 1 if failed else 0
 
 
-def draw(told: dict[str, list[dict[str, Any]]], file: Path) -> None:
+def draw(series: dict[str, list[dict[str, Any]]], file: Path) -> None:
     """Draw all panels into one image file."""
     import matplotlib.pyplot as plot  # noqa: PLC0415 - needed for --plots only
 
-    rows = -(-len(told) // _COLUMNS)
+    rows = -(-len(series) // _COLUMNS)
     figure, axes = plot.subplots(rows, _COLUMNS, figsize=(4 * _COLUMNS, 2.2 * rows), constrained_layout=True)
-    for axis in axes.flat[len(told) :]:
+    for axis in axes.flat[len(series) :]:
         axis.remove()
-    for axis, (title, found) in zip(axes.flat, told.items(), strict=False):
+    for axis, (title, found) in zip(axes.flat, series.items(), strict=False):
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=7)
         begin = min((one["values"][0][0] for one in found), default=0)
