@@ -45,8 +45,8 @@ def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: st
 def test_error_of_model_code_is_a_model_error_on_every_rank(tmp_path: Path, checkpointing: str) -> None:
     on_ranks(2, error_in_the_forward_pass, False, tmp_path, checkpointing)
     for rank in ("0", "1"):
-        said = (tmp_path / rank).read_text()
-        assert said.startswith("ModelError Qwen3ForCausalLM failed in its forward pass: IndexError: index out of")
+        message = (tmp_path / rank).read_text()
+        assert message.startswith("ModelError Qwen3ForCausalLM failed in its forward pass: IndexError: index out of")
 
 
 def test_error_of_a_collective_whose_peer_left_is_not_a_model_error(tmp_path: Path) -> None:

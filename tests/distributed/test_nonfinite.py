@@ -35,7 +35,7 @@ def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
     patch.setattr(train, "build_run", build_poisoned)
 
 
-def said_by_endless_skips(data: Path, folder: Path, **parts: Any) -> str:
+def error_of_endless_skips(data: Path, folder: Path, **parts: Any) -> str:
     try:
         run(data, folder, **parts)
     except NonFiniteError as error:
@@ -53,11 +53,11 @@ def all_runs(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, first=3, last=99)
         failing = [
-            said_by_endless_skips(data, folder / f"failing {dtype}", model={"dtype": dtype}, on_nonfinite="fail")
+            error_of_endless_skips(data, folder / f"failing {dtype}", model={"dtype": dtype}, on_nonfinite="fail")
             for dtype in ("fp32", "fp16")
         ]
-        first = said_by_endless_skips(data, folder / "endless", max_consecutive_skips=3, max_steps=4)
-        resumed = said_by_endless_skips(data, folder / "endless", max_consecutive_skips=3)
+        first = error_of_endless_skips(data, folder / "endless", max_consecutive_skips=3, max_steps=4)
+        resumed = error_of_endless_skips(data, folder / "endless", max_consecutive_skips=3)
     return {"fail": failing, "first": first, "resumed": resumed}
 
 
@@ -98,9 +98,9 @@ def test_skipped_step_consumes_its_samples(runs: Path) -> None:
 
 
 def test_first_nonfinite_step_can_fail_the_run(ranks: list[dict[str, Any]]) -> None:
-    said = "step=3, loss=nan, grad_norm=nan is not finite; lower learning_rate, or choose on_nonfinite: skip"
+    error = "step=3, loss=nan, grad_norm=nan is not finite; lower learning_rate, or choose on_nonfinite: skip"
     # The fp16 scaler cannot fix a non-finite loss.
-    assert [rank["fail"] for rank in ranks] == [[said, said]] * 2
+    assert [rank["fail"] for rank in ranks] == [[error, error]] * 2
 
 
 def test_consecutive_skips_fail_the_run_on_all_ranks_and_are_counted_across_a_restart(

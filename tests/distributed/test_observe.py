@@ -158,11 +158,11 @@ def test_rank_that_blocks_others_is_named(runs: Path) -> None:
 
 @pytest.mark.parametrize("name", LAGGING)
 def test_slow_rank_is_named_if_others_wait_within_the_step(runs: Path, name: str) -> None:
-    told = {line["step"]: line for line in lines(runs / name)}
+    by_step = {line["step"]: line for line in lines(runs / name)}
     for step in (2, 4, 6):
-        slow, other = told[step]["rank_seconds"][1], told[step]["rank_seconds"][0]
-        assert told[step]["slowest_rank"] == 1
-        assert slow - other > 2 * LAG, told[step]["rank_seconds"]
+        slow, other = by_step[step]["rank_seconds"][1], by_step[step]["rank_seconds"][0]
+        assert by_step[step]["slowest_rank"] == 1
+        assert slow - other > 2 * LAG, by_step[step]["rank_seconds"]
 
 
 def test_no_rank_collects_garbage_automatically(ranks: list[dict[str, Any]]) -> None:

@@ -79,11 +79,11 @@ def test_invalid_spec_is_rejected_with_its_problems(tmp_path: Path) -> None:
     spec = a_spec(tmp_path / "d.parquet")
     spec["training"] |= {"max_step": 6}
     assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
-    said, lines = (tmp_path / "run.log").read_text(), (tmp_path / "run.yaml").read_text().splitlines()
+    log_text, lines = (tmp_path / "run.log").read_text(), (tmp_path / "run.yaml").read_text().splitlines()
     line = lines.index("  max_step: 6") + 1
     problem = "training.max_step: no such field; check its spelling against GET /openapi.json, or remove it"
-    assert f"{tmp_path}/run.yaml:{line}:3: {problem}\n" in said
-    assert OUR_TRACEBACK not in said
+    assert f"{tmp_path}/run.yaml:{line}:3: {problem}\n" in log_text
+    assert OUR_TRACEBACK not in log_text
     assert not (tmp_path / "run").exists()
 
 
@@ -94,9 +94,9 @@ def test_run_in_the_directory_of_another_job_leaves_it_unchanged(tmp_path: Path)
     attempt = RunDir(tmp_path / "run").attempt(1)
     before = attempt.outcome(), list(read_lines(attempt.events))
     assert WarmRun(a_spec(tmp_path / "bad.parquet"), tmp_path / "run", 2).wait(timeout=240) == 1
-    said = (tmp_path / "run.log").read_text()
-    assert "holds another spec (/data/train/path); a run directory belongs to one job, choose a new one" in said
-    assert OUR_TRACEBACK not in said
+    log_text = (tmp_path / "run.log").read_text()
+    assert "holds another spec (/data/train/path); a run directory belongs to one job, choose a new one" in log_text
+    assert OUR_TRACEBACK not in log_text
     assert (attempt.outcome(), list(read_lines(attempt.events))) == before
 
 

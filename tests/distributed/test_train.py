@@ -110,8 +110,8 @@ def resume_on_other_data(data: Path, folder: Path) -> str:
 
 def test_run_does_not_resume_on_other_data(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
-    (said,) = on_ranks(1, resume_on_other_data, tmp_path / "d.parquet", tmp_path / "run")
-    assert said.startswith(f"the checkpoint of step {STEPS} was trained on dataset")
+    (error,) = on_ranks(1, resume_on_other_data, tmp_path / "d.parquet", tmp_path / "run")
+    assert error.startswith(f"the checkpoint of step {STEPS} was trained on dataset")
 
 
 def test_files_read_directly_must_not_change_during_a_run(tmp_path: Path) -> None:

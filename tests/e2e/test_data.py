@@ -31,7 +31,7 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def heard() -> tuple[list[str], Any]:
+def name_recorder() -> tuple[list[str], Any]:
     """Return a list, and a report function that appends the names of events to it."""
     names: list[str] = []
     return names, lambda name, **fields: names.append(name)
@@ -58,7 +58,7 @@ def test_no_token_of_any_file_is_lost_or_repeated(tmp_path: Path) -> None:
     texts = [words(n) for n in (3, 50, 1, 20, 7)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
-    dataset = prepare(text_spec(tmp_path / "*.txt"), tmp_path / "_cache", heard()[1])
+    dataset = prepare(text_spec(tmp_path / "*.txt"), tmp_path / "_cache", name_recorder()[1])
     assert dataset.tokenizer is not None
     tokenizer = load_tokenizer(dataset.tokenizer)
     expected = [ids[start : start + 16] for ids in tokenizer.encode(texts) for start in range(0, len(ids), 16)]
@@ -75,7 +75,7 @@ def test_jsonl_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
     columns = {"columns": {"text": "body"}}
     both = [
-        prepare(text_spec(tmp_path / name, **columns), tmp_path / "_cache", heard()[1])
+        prepare(text_spec(tmp_path / name, **columns), tmp_path / "_cache", name_recorder()[1])
         for name in ("rows.jsonl", "rows.parquet")
     ]
     first, second = (read_rows(dataset, np.arange(dataset.samples)) for dataset in both)
@@ -85,7 +85,7 @@ def test_jsonl_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
 
 def test_second_job_reuses_prepared_samples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
-    names, report = heard()
+    names, report = name_recorder()
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report)
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
     assert names == ["training_tokenizer", "preparing", "prepare_progress"]
@@ -96,10 +96,10 @@ def test_second_job_reuses_prepared_samples(tmp_path: Path) -> None:
 
 def test_uncommitted_cache_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
-    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", name_recorder()[1])
     folder = tmp_path / "_cache" / first.fingerprint
     folder.rename(folder.with_name(f"{folder.name}.tmp-dead"))
-    names, report = heard()
+    names, report = name_recorder()
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
     assert names == ["preparing", "prepare_progress"]
 
@@ -110,10 +110,10 @@ def test_eval_data_is_tokenised_like_the_training_data(tmp_path: Path) -> None:
     sources = {"train": {"path": str(tmp_path / "train.txt")}, "eval": {"path": str(tmp_path / "eval.jsonl")}}
     both = spec(data=sources | {"sequence_length": 16}, training={"eval_steps": 1})
     cache = tmp_path / "_cache"
-    train = prepare(both, cache, heard()[1])
+    train = prepare(both, cache, name_recorder()[1])
     other = evaluation_spec(both, train)
     assert other is not None
-    evaluation = prepare(other, cache, heard()[1])
+    evaluation = prepare(other, cache, name_recorder()[1])
     assert find_dataset(other, cache) == evaluation
     assert train.tokenizer is not None
     assert evaluation.tokenizer == train.tokenizer
@@ -122,15 +122,15 @@ def test_eval_data_is_tokenised_like_the_training_data(tmp_path: Path) -> None:
     assert found == load_tokenizer(train.tokenizer).encode(["other " + words(20)])[0]
     # The same files in the tokens of other training data are another dataset.
     (tmp_path / "train.txt").write_text(words(81).upper())
-    again = evaluation_spec(both, prepare(both, cache, heard()[1]))
+    again = evaluation_spec(both, prepare(both, cache, name_recorder()[1]))
     assert again is not None
-    assert prepare(again, cache, heard()[1]).fingerprint != evaluation.fingerprint
+    assert prepare(again, cache, name_recorder()[1]).fingerprint != evaluation.fingerprint
 
 
 def test_tokenised_parquet_is_read_directly(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1] * 16, [2] * 16, [3] * 9]}), tmp_path / "a.parquet")
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
-    dataset = prepare(plain, tmp_path / "_cache", heard()[1])
+    dataset = prepare(plain, tmp_path / "_cache", name_recorder()[1])
     assert [file.path for part in dataset.parts for file in part.files] == [str(tmp_path / "a.parquet")]
     assert read_rows(dataset, np.arange(3)).input_ids[:, 0].tolist() == [1, 2, 3]
     assert not (tmp_path / "_cache").exists()
@@ -140,7 +140,7 @@ def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
     table = pa.table({"ids": [[1] * 10, [2] * 6, [3] * 9], "targets": [[-100] * 10, [2] * 6, [3] * 9]})
     pq.write_table(table, tmp_path / "a.parquet")
     packed = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids", "labels": "targets"})
-    rows = read_rows(prepare(packed, tmp_path / "_cache", heard()[1]), np.arange(2))
+    rows = read_rows(prepare(packed, tmp_path / "_cache", name_recorder()[1]), np.arange(2))
     assert rows.input_ids[0].tolist() == [1] * 10 + [2] * 6
     assert rows.labels[0].tolist() == [-100] * 10 + [2] * 6
     assert rows.labels[1].tolist() == [3] * 9 + [-100] * 7
@@ -156,7 +156,7 @@ def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
 def test_invalid_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+        prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", name_recorder()[1])
     outcome = failed(caught.value)
     assert (outcome.code, outcome.retryable) == ("data_error", False)
     assert str(tmp_path / "a.txt") in str(outcome.reason)
@@ -170,7 +170,7 @@ def test_model_folder_provides_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     model = {"config": None, "path": folder.as_uri()}
     job = spec(data={"train": {"path": str(tmp_path / "rows.jsonl")}, "sequence_length": 5}, model=model)
-    dataset = prepare(job, tmp_path / "_cache", heard()[1])
+    dataset = prepare(job, tmp_path / "_cache", name_recorder()[1])
     assert dataset.tokenizer == str(folder)
     tokens = [token for ids in load_tokenizer(str(folder)).encode(texts) for token in ids]
     assert read_rows(dataset, np.arange(1)).input_ids.tolist() == [tokens]
@@ -182,11 +182,11 @@ def test_invalid_rows_are_rejected_by_line_or_skipped_and_listed(tmp_path: Path)
     with pytest.raises(
         DataError, match=r"a.jsonl, line 2: invalid JSON: .*; correct the row, or set on_bad_rows: skip"
     ):
-        prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", heard()[1])
-    told: list[dict[str, Any]] = []
+        prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", name_recorder()[1])
+    events: list[dict[str, Any]] = []
     skipping = text_spec(tmp_path / "a.jsonl", on_bad_rows="skip")
-    dataset = prepare(skipping, tmp_path / "_cache", lambda name, **fields: told.append({"event": name} | fields))
-    (skipped,) = [event for event in told if event["event"] == "bad_rows_skipped"]
+    dataset = prepare(skipping, tmp_path / "_cache", lambda name, **fields: events.append({"event": name} | fields))
+    (skipped,) = [event for event in events if event["event"] == "bad_rows_skipped"]
     assert skipped["count"] == dataset.parts[0].bad_rows == 2
     assert skipped["rows"][0].startswith(f"{tmp_path}/a.jsonl, line 2: invalid JSON: ")
     assert skipped["rows"][1] == f"{tmp_path}/a.jsonl, line 5: column 'text' holds null where text is needed"
@@ -202,7 +202,7 @@ def test_long_and_untrained_rows_are_dropped_and_counted_and_answers_keep_their_
 
     def prepared(rule: str | None) -> tuple[list[int], Rows]:
         dataset = prepare(
-            text_spec(tmp_path / "a.jsonl", columns=columns, on_long_rows=rule), tmp_path / "_cache", heard()[1]
+            text_spec(tmp_path / "a.jsonl", columns=columns, on_long_rows=rule), tmp_path / "_cache", name_recorder()[1]
         )
         part = dataset.parts[0]
         counts = [part.rows, part.long_rows, part.dropped_rows, part.untrained_rows]
@@ -240,7 +240,7 @@ def test_sources_of_different_formats_are_mixed_and_prepared_once_each(tmp_path:
             }
         )
 
-    names, report = heard()
+    names, report = name_recorder()
     dataset = prepare(mixed(1, 3), tmp_path / "_cache", report)
     assert names == ["training_tokenizer", *["preparing", "prepare_progress"] * 2]
     assert dataset.mixture is not None
@@ -292,8 +292,8 @@ def test_tokenizer_changed_during_use_is_not_committed(tmp_path: Path) -> None:
 def test_lone_surrogate_is_an_invalid_row_to_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n' + json.dumps({"text": words(9)}))
     with pytest.raises(DataError, match=r"a.jsonl, line 1: column 'text' holds text that is not Unicode"):
-        prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="fail"), tmp_path / "_cache", heard()[1])
-    dataset = prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="skip"), tmp_path / "_cache", heard()[1])
+        prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="fail"), tmp_path / "_cache", name_recorder()[1])
+    dataset = prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="skip"), tmp_path / "_cache", name_recorder()[1])
     assert dataset.parts[0].bad_rows == 1
 
 
@@ -301,7 +301,7 @@ def test_small_tokenised_data_follows_the_same_rules(tmp_path: Path) -> None:
     ids = [[1] * 16, [2] * 20, [], [3] * 9]
     pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet")
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
-    rows = read_rows(prepare(plain, tmp_path / "_cache", heard()[1]), np.arange(4))
+    rows = read_rows(prepare(plain, tmp_path / "_cache", name_recorder()[1]), np.arange(4))
     assert rows.lengths.tolist() == [16, 16, 4, 9]
     for wrong, message in (
         (None, "null where a list of whole numbers"),
@@ -309,14 +309,14 @@ def test_small_tokenised_data_follows_the_same_rules(tmp_path: Path) -> None:
     ):
         pq.write_table(pa.table({"ids": [[1], wrong]}), tmp_path / "a.parquet")
         with pytest.raises(DataError, match=rf"a.parquet, row 1: column 'ids' holds {message}"):
-            prepare(plain, tmp_path / "_cache", heard()[1])
+            prepare(plain, tmp_path / "_cache", name_recorder()[1])
 
 
 def test_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
-    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", name_recorder()[1])
     Path(first.parts[0].files[0].path).write_bytes(b"cut short")
-    names, report = heard()
+    names, report = name_recorder()
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
     assert names == ["preparing", "prepare_progress"]
     assert read_rows(first, np.arange(1)).lengths[0] > 0

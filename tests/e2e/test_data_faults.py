@@ -106,11 +106,11 @@ def test_concurrent_jobs_prepare_the_same_data_once(address: str, tmp_path: Path
     (tmp_path / "a.jsonl").write_bytes(json_lines(400))
     job = written(tmp_path, tmp_path / "a.jsonl")
     both = [prepare_alone(job, tmp_path / "_cache", address) for _ in range(2)]
-    told = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    events = [line.split()[0] for _, errors in told for line in errors.splitlines() if "=" in line]
-    assert events.count("preparing") == events.count("training_tokenizer") == 1, told
-    assert told[0][0] == told[1][0]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    events = [line.split()[0] for _, errors in outputs for line in errors.splitlines() if "=" in line]
+    assert events.count("preparing") == events.count("training_tokenizer") == 1, outputs
+    assert outputs[0][0] == outputs[1][0]
     assert_same_samples(find_dataset(parse(yaml.safe_load(job.read_text())), tmp_path / "_cache"), expected)
 
 

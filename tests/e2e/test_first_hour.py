@@ -38,6 +38,6 @@ def test_first_hour_matches_its_page(shell: Shell) -> None:
     verbs = {one.command.split("trainshed ")[1].split()[0] for one in commands if "trainshed " in one.command}
     assert verbs >= {"up", "submit", "watch", "pause", "resume", "clone", "export", "doctor"}
     for one in commands:
-        said, code = shell.type(one.command)
-        assert code == 0, f"$ {one.command}\n{said}"
-        assert one.fits(said), f"$ {one.command}\n{said}\n--- the page says\n{one.answer}"
+        output, code = shell.type(one.command)
+        assert code == 0, f"$ {one.command}\n{output}"
+        assert one.fits(output), f"$ {one.command}\n{output}\n--- the page says\n{one.answer}"

@@ -188,8 +188,8 @@ def test_ray_dashboard_names_the_attempt_and_shows_its_train_run(service: LiveSe
     with httpx.Client(base_url=head.dashboard_url, headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
         submission = ray.get(f"/api/jobs/{job.id}-1").json()
         runs = ray.get("/api/train/v2/runs/v1").json()["train_runs"]
-    told = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}
-    assert submission["metadata"] == {"name": name, "job_name": name, **told}
+    metadata = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}
+    assert submission["metadata"] == {"name": name, "job_name": name, **metadata}
     assert job.dashboard_url == f"{head.dashboard_url}/#/jobs/{submission['submission_id']}"
     assert [run["status"] for run in runs if run["name"] == run_name] == ["FINISHED"]
     exported = Path(head.temp_dir) / "r" / "session_latest" / "logs" / "export_events"

@@ -142,10 +142,10 @@ def test_ranks_read_directly_until_ray_data_has_started(
     opened.set()
     wait_for(first_rows_are_there, "the first rows")
     received += rows
-    told = [one.samples.tolist() for one in received if one is not None]
-    assert told == [deal.step(8 + step * 4)[0].tolist() for step in range(40)]
+    samples = [one.samples.tolist() for one in received if one is not None]
+    assert samples == [deal.step(8 + step * 4)[0].tolist() for step in range(40)]
     assert asked == [(8 + before * 4, 40 - before)]
-    assert own == list(itertools.chain(*told[: before + 1 + late]))
+    assert own == list(itertools.chain(*samples[: before + 1 + late]))
 
 
 def test_error_during_the_start_of_ray_data_is_raised_to_the_reader(

@@ -85,9 +85,9 @@ def run_to_its_end(service: Service) -> None:
 
 def start_postgres(service: Service, secrets: Path) -> None:
     """Initialise Postgres from its variables, as the image's entrypoint does."""
-    told, host = service.raw["environment"], service.host
+    environment, host = service.raw["environment"], service.host
     data = "/var/lib/postgresql/data"
-    password = told["POSTGRES_PASSWORD_FILE"]
+    password = environment["POSTGRES_PASSWORD_FILE"]
     binaries = Path(str(shutil.which("initdb"))).resolve().parent
     host.run("install", "-d", "-m", "0700", "-o", "nobody", data)
     as_user = ["setpriv", "--reuid=nobody", "--clear-groups"]
@@ -97,7 +97,7 @@ def start_postgres(service: Service, secrets: Path) -> None:
         "-D",
         data,
         "-U",
-        told["POSTGRES_USER"],
+        environment["POSTGRES_USER"],
         f"--pwfile={password}",
         "-A",
         "scram-sha-256",
@@ -106,7 +106,7 @@ def start_postgres(service: Service, secrets: Path) -> None:
     options = ["-c", "listen_addresses=*", "-k", "/tmp", "-c", "fsync=off"]
     host.spawn(*as_user, f"{binaries}/postgres", "-D", data, *options, log="postgres")
     text = (secrets / "postgres.password").read_text().strip()
-    create = f"{binaries}/createdb -h 127.0.0.1 -U {told['POSTGRES_USER']} {told['POSTGRES_DB']}"
+    create = f"{binaries}/createdb -h 127.0.0.1 -U {environment['POSTGRES_USER']} {environment['POSTGRES_DB']}"
     wait_for(
         lambda: "no" not in host.run("sh", "-c", f"PGPASSWORD={text} {create} || echo no", check=False),
         "the database",
@@ -164,8 +164,8 @@ def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path, long_j
         return next((line for line in lines if line["event"] == "training_started"), None)
 
     (worker,) = wait_for(started, "training", seconds=90)["workers"]
-    told = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
-    assert [one for one in told if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
+    environment = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
+    assert [one for one in environment if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
 
 
 def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
@@ -193,9 +193,9 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, long_jo
         lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{long_job}"}})'), "the job", seconds=90
     )
     command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert told.returncode == 0, told.stdout
-    assert "Ray answers: 1 series" in told.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout
+    assert "Ray answers: 1 series" in result.stdout
 
 
 def test_no_file_of_the_stack_contains_secrets(stack: Stack) -> None:

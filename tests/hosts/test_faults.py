@@ -174,12 +174,12 @@ def test_unmounted_storage_is_retried_and_nothing_is_written_to_its_mount_point(
 def test_storage_outage_of_service_and_driver_causes_no_restart(cluster: HostCluster, job_id: str) -> None:
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
 
-    def told() -> JobOut | None:
+    def job_without_storage() -> JobOut | None:
         job = cluster.client.job(job_id)
         return job if job.reason is not None and job.reason.code == "storage_unavailable" else None
 
     cluster.head.unmount()
-    job = wait_for(told, "a reason", seconds=20)
+    job = wait_for(job_without_storage, "a reason", seconds=20)
     assert job.state is JobState.RUNNING
     assert job.progress.age_seconds is not None, "expected an answer from the database"
     assert cluster.head.run("ls", "-A", "/srv/trainshed").strip() == ""

@@ -34,8 +34,8 @@ def pods(shared: Path) -> Iterator[PodSet]:
 def test_pods_have_no_unneeded_privileges(pods: PodSet, name: str) -> None:
     host = pods[name].host
     look = "id -u; grep -E 'CapBnd|NoNewPrivs' /proc/self/status; echo $HOME"
-    said = run(host, Container("look", ("sh", "-c", look)))
-    assert said.split() == ["10001", "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
+    output = run(host, Container("look", ("sh", "-c", look)))
+    assert output.split() == ["10001", "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
     for place_ in ("/", "/opt/trainshed", "/var/lib", "/run", "/usr/local"):
         denied = run(host, Container("write", ("sh", "-c", f"touch {place_}/file 2>&1 || true")))
         assert "Read-only file system" in denied or "Permission denied" in denied, place_
@@ -48,8 +48,8 @@ def test_probes_at_the_pod_address_succeed(pods: PodSet) -> None:
         asked = api.container[probe]["httpGet"]
         (port,) = [one["containerPort"] for one in api.container["ports"] if one["name"] == asked["port"]]
         url = f"http://{api.host.address}:{port}{asked['path']}"
-        said = wait_for(partial(answer, pods["test"].host, url), url, seconds=60)
-        assert json.loads(said)["status"] in ("ok", "ready")
+        response = wait_for(partial(answer, pods["test"].host, url), url, seconds=60)
+        assert json.loads(response)["status"] in ("ok", "ready")
 
 
 def answer(outside: Host, url: str) -> str | None:
@@ -61,9 +61,9 @@ def answer(outside: Host, url: str) -> str | None:
 
 
 def test_helm_test_job_succeeds(pods: PodSet, shared: Path) -> None:
-    said = pods["test"].run(seconds=240)
-    assert "SUCCEEDED  10/10" in said
-    (job_id,) = set(re.findall(r"\bjob-\w+", said))
+    output = pods["test"].run(seconds=240)
+    assert "SUCCEEDED  10/10" in output
+    (job_id,) = set(re.findall(r"\bjob-\w+", output))
     root = shared / "runs" / "default" / job_id
     assert {path.stat().st_uid for path in (root, *root.rglob("*"))} == {10001}
 

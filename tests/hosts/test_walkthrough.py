@@ -105,8 +105,8 @@ def test_walkthrough_of_several_hosts_matches_its_page(shared: Path) -> None:
         operator = Operator(made, stack)
         for name, one in commands():
             try:
-                said, code = operator.type(name, one.command)
+                output, code = operator.type(name, one.command)
             except subprocess.TimeoutExpired as error:
                 raise AssertionError(f"{name}$ {one.command} did not end") from error
-            assert code == 0, f"{name}$ {one.command}\n{said}"
-            assert one.fits(said), f"{name}$ {one.command}\n{said}\n--- the page says\n{one.answer}"
+            assert code == 0, f"{name}$ {one.command}\n{output}"
+            assert one.fits(output), f"{name}$ {one.command}\n{output}\n--- the page says\n{one.answer}"

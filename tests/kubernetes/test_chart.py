@@ -208,8 +208,8 @@ def test_secrets_occur_only_in_secret_objects(rendered: Rendered) -> None:
     assert all(secret not in others for secret in secrets)
     for name, pod in rendered.pods():
         for container in pod["spec"]["containers"]:
-            told = json.dumps([container.get("command"), container.get("args")])
-            assert not re.search("(?i)password|token|secret", told), name
+            command_line = json.dumps([container.get("command"), container.get("args")])
+            assert not re.search("(?i)password|token|secret", command_line), name
 
 
 def test_volumes_and_keys_are_kept_at_uninstall() -> None:

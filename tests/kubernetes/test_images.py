@@ -61,9 +61,9 @@ class Container:
     def command(self, *words: str, **environment: str) -> list[str]:
         """Return the command line for the given words, or for the image's own command, as the image's user."""
         own = dict(pair.split("=", 1) for pair in self.config["Env"])
-        told = [f"{name}={value}" for name, value in {**own, **environment}.items()]
+        variables = [f"{name}={value}" for name, value in {**own, **environment}.items()]
         inside = list(words) or [*self.config["Entrypoint"], *self.config["Cmd"]]
-        return ["chroot", f"--userspec={self.config['User']}", str(self.root), "env", "-i", *told, *inside]
+        return ["chroot", f"--userspec={self.config['User']}", str(self.root), "env", "-i", *variables, *inside]
 
 
 @contextmanager

@@ -55,9 +55,9 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), GUARDS, ids=[said for _, said in GUARDS])
-def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(helm.HelmError, match=re.escape(said)):
+@pytest.mark.parametrize(("values", "message"), GUARDS, ids=[message for _, message in GUARDS])
+def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(message)):
         render(values)
 
 
@@ -97,9 +97,9 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), SCHEMA, ids=[said for _, said in SCHEMA])
-def test_values_of_the_wrong_type_are_rejected_by_name(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(helm.HelmError, match=re.escape(said)):
+@pytest.mark.parametrize(("values", "message"), SCHEMA, ids=[message for _, message in SCHEMA])
+def test_values_of_the_wrong_type_are_rejected_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(message)):
         render(values)
 
 

@@ -76,9 +76,9 @@ def test_clone_with_the_same_spec_is_bit_equal(folder: Path) -> None:
 
 
 def test_clone_reports_its_parent_checkpoint(folder: Path) -> None:
-    told = {"job": "job-parent", "step": AT, "consumed": AT * BATCH, "same_optimizer": True}
+    expected = {"job": "job-parent", "step": AT, "consumed": AT * BATCH, "same_optimizer": True}
     (event,) = small_runs.events(folder / "same", "continued")
-    assert told.items() <= event.items()
+    assert expected.items() <= event.items()
     (start,) = small_runs.events(folder / "same", "training_started")
     assert (start["resumed_from"], start["replayed"]) == (AT, 0)
 
@@ -150,7 +150,7 @@ def test_clone_resumes_from_its_own_checkpoint_once_committed(folder: Path) -> N
 
 def test_mismatched_model_is_rejected_before_training(folder: Path) -> None:
     parent = RunDir(go_on(folder, "looked-at")).parent()
-    for config, told in (
+    for config, difference in (
         (TINY, None),
         (TINY | {"intermediate_size": 96}, "model.layers.0.mlp.gate_proj.weight is [96, 32] and was [48, 32], and "),
         (TINY | {"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is missing now, and "),
@@ -158,9 +158,9 @@ def test_mismatched_model_is_rejected_before_training(folder: Path) -> None:
     ):
         job = small_runs.job_of(folder / "d.parquet", 2).model_copy(update={"model": ModelSpec(config=config)})
         _, problems = check_model(job, may_read(f"file://{folder}"), parent)
-        assert [problem.pointer for problem in problems] == ([] if told is None else ["/model/config"])
+        assert [problem.pointer for problem in problems] == ([] if difference is None else ["/model/config"])
         for problem in problems:
-            assert f"the model differs from the checkpoint of step 3 of job-parent: {told}" in problem.message
+            assert f"the model differs from the checkpoint of step 3 of job-parent: {difference}" in problem.message
 
 
 def test_damaged_parent_checkpoint_is_reported_and_nothing_is_trained(folder: Path) -> None:

@@ -136,17 +136,17 @@ def resume_all(folder: Path, traces: list[list[Op]]) -> Counter[str]:
     for state in states(traces, SEED, at_least=ENOUGH):
         with TemporaryDirectory(dir=folder) as place:
             state.make(RunDir(Path(place)).checkpoints)
-            told = max(state.promised, default=0)
-            outcomes["crash: " + resume(run, RunDir(Path(place)), state.name, told=told)] += 1
+            reported = max(state.promised, default=0)
+            outcomes["crash: " + resume(run, RunDir(Path(place)), state.name, reported=reported)] += 1
     for name, damage in damages(traced=RunDir(folder / "run")):
         with TemporaryDirectory(dir=folder) as place:
             shutil.copytree(RunDir(folder / "run").checkpoints, RunDir(Path(place)).checkpoints)
             damage(RunDir(Path(place)))
-            outcomes["damage: " + resume(run, RunDir(Path(place)), name, told=0)] += 1
+            outcomes["damage: " + resume(run, RunDir(Path(place)), name, reported=0)] += 1
     return outcomes
 
 
-def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
+def resume(run: Run, run_dir: RunDir, name: str, *, reported: int) -> str:
     """Resume from the files of a run directory, check the result, and return the outcome."""
     whole = [step for step in range(1, 10) if is_whole(run_dir.checkpoint(step), step)]
     passed_over = {step for step in range(max(whole, default=0) + 1, 10) if claims(run_dir.checkpoint(step))}
@@ -154,7 +154,7 @@ def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
     train.resume(replace(run, session=replace(run.session, run_dir=run_dir)))
     found, expected = run.state.step, max(whole, default=0)
     assert found == expected, f"{name}: step {found} was resumed, and step {expected} is the newest that is whole"
-    assert found >= told, f"{name}: step {told} was told to be durable"
+    assert found >= reported, f"{name}: step {reported} was reported as durable"
     if found:
         tensors = [tensor for part in parts(run) for tensor in part.values()]
         assert all((tensor == found).all() for tensor in tensors), f"{name}: step {found} was resumed with other values"
@@ -187,14 +187,16 @@ def damages(traced: RunDir) -> Iterator[tuple[str, Callable[[RunDir], None]]]:
     steps = sorted(traced.manifests())
     chance = random.Random(SEED)
     for number in range(200):
-        hurt = chance.sample(steps, chance.randint(1, len(steps)))
-        kinds = [chance.choice(DAMAGES) for _ in hurt]
+        chosen = chance.sample(steps, chance.randint(1, len(steps)))
+        kinds = [chance.choice(DAMAGES) for _ in chosen]
 
-        def spoil(run_dir: RunDir, hurt: list[int] = hurt, kinds: list[Damage] = kinds, number: int = number) -> None:
-            for step, kind in zip(hurt, kinds, strict=True):
+        def spoil(
+            run_dir: RunDir, chosen: list[int] = chosen, kinds: list[Damage] = kinds, number: int = number
+        ) -> None:
+            for step, kind in zip(chosen, kinds, strict=True):
                 kind(run_dir, step, random.Random(f"{number}/{step}"))
 
-        yield f"damage {number}: {', '.join(f'{k.__name__} {s}' for k, s in zip(kinds, hurt, strict=True))}", spoil
+        yield f"damage {number}: {', '.join(f'{k.__name__} {s}' for k, s in zip(kinds, chosen, strict=True))}", spoil
 
 
 Damage = Callable[[RunDir, int, random.Random], None]

@@ -57,8 +57,8 @@ def test_transformers_computes_the_logits_of_the_trained_model(trained: Trained)
         "generation_config.json",
         "model.safetensors",
     ]
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     assert type(model).__name__ == "Qwen3ForCausalLM"
     reference = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**TINY | {"tie_word_embeddings": trained.tied}), dtype=torch.float32
@@ -175,8 +175,8 @@ def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:
     weights, _ = on_ranks(1, save_a_run_of, tmp_path, run_dir, model)[0]
     (correction,) = (name for name in weights if name.endswith("e_score_correction_bias"))
     folder = export(run_dir, 3, ExportWish(dtype="bf16"))
-    loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    loaded, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     with safe_open(folder / "model.safetensors", framework="pt") as opened:
         assert torch.equal(opened.get_tensor(correction), weights[correction])
         assert opened.get_tensor(correction).dtype == weights[correction].dtype

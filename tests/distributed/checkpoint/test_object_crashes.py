@@ -89,8 +89,8 @@ def resume_all(folder: Path, traces: list[list[Request]], there: dict[str, bytes
             MemoryFileSystem.store.clear()
             for key, content in state.objects.items():
                 (PLACE.checkpoints / key).write_bytes(content)
-            told = max(state.promised, default=0)
-            outcomes[f"{kind}: " + resume(run, PLACE, state.name, told=told)] += 1
+            reported = max(state.promised, default=0)
+            outcomes[f"{kind}: " + resume(run, PLACE, state.name, reported=reported)] += 1
     return outcomes
 
 
@@ -98,8 +98,8 @@ def damaged(there: dict[str, bytes]) -> Iterator[Found]:
     """Return the objects with one to three lost, truncated, bit-flipped, or swapped for another's content."""
     for number in range(125):
         chance, objects = random.Random(f"{SEED}/{number}"), dict(there)
-        hurt = chance.sample(sorted(objects), chance.randint(1, 3))
-        for key in hurt:
+        chosen = chance.sample(sorted(objects), chance.randint(1, 3))
+        for key in chosen:
             content = bytearray(objects[key])
             match chance.choice(["lose", "cut", "flip", "swap"]):
                 case "lose":
@@ -111,4 +111,4 @@ def damaged(there: dict[str, bytes]) -> Iterator[Found]:
                     objects[key] = bytes(content)
                 case "swap":
                     objects[key] = there[chance.choice(sorted(there))]
-        yield Found(objects, frozenset(), f"damage {number} to {', '.join(hurt)}")
+        yield Found(objects, frozenset(), f"damage {number} to {', '.join(chosen)}")

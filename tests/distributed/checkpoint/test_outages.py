@@ -36,11 +36,14 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def once_it_is_told(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
+def after_delay_event(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
     """Fix the fault as soon as an event reports the delayed save."""
 
     def look_and_mend() -> None:
-        wait_for(lambda: any(event["event"] == "checkpoint_delayed" for event in events(folder)), "a delay is told")
+        wait_for(
+            lambda: any(event["event"] == "checkpoint_delayed" for event in events(folder)),
+            "an event that reports the delay",
+        )
         mend()
 
     thread = threading.Thread(target=look_and_mend)
@@ -60,7 +63,7 @@ def save_on_a_full_disk(folder: Path) -> None:
     filler = checkpoints / "others"
     filler.write_bytes(bytes(8 * 2**20 - 65536))
     saver = a_saver(run)
-    with once_it_is_told(folder, filler.unlink):
+    with after_delay_event(folder, filler.unlink):
         save_at(run, saver, 1)
         saver.close()
     assert newest_verified(run.session.run_dir)[0] is not None
@@ -87,7 +90,7 @@ def save_without_rights(folder: Path) -> None:
     checkpoints = run.session.run_dir.checkpoints
     checkpoints.mkdir(parents=True)
     checkpoints.chmod(0o500)
-    with once_it_is_told(folder, lambda: checkpoints.chmod(0o700)):
+    with after_delay_event(folder, lambda: checkpoints.chmod(0o700)):
         save_at(run, saver, 1)
         saver.close()
     checkpoints.chmod(0)
@@ -156,5 +159,5 @@ def test_unmounted_storage_delays_a_save_and_loses_nothing(folder: Path) -> None
     run_dir = RunDir(folder / "disk")
     assert list(run_dir.manifests()) == [2]
     assert [line["step"] for line in read_lines(run_dir.attempt(1).metrics)] == [1, 2]
-    told = [line["event"] for line in read_lines(run_dir.attempt(1).events)]
-    assert sorted(told) == ["checkpoint_committed", "checkpoint_delayed", "storage_available", "storage_unavailable"]
+    names = [line["event"] for line in read_lines(run_dir.attempt(1).events)]
+    assert sorted(names) == ["checkpoint_committed", "checkpoint_delayed", "storage_available", "storage_unavailable"]

@@ -74,7 +74,7 @@ def forbid(context: pytest.MonkeyPatch) -> None:
     context.setattr(writer, "write_file", refuse_and_write)
 
 
-def said_by(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], None]) -> str:
+def error_of(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], None]) -> str:
     """Return the final error of a run."""
     with pytest.MonkeyPatch.context() as context:
         patch(context)
@@ -87,17 +87,17 @@ def said_by(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], No
 
 def all_runs(folder: Path) -> dict[str, Any]:
     """Run every case of this file on the same ranks, because starting ranks takes most of the time."""
-    data, said = folder / "d.parquet", dict[str, Any]()
+    data, results = folder / "d.parquet", dict[str, Any]()
 
     def patience(context: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
         context.setattr(save, "PATIENCE", seconds)
 
     with unwritable():
         often = {"every_steps": 1, "max_consecutive_failures": 2}
-        said["failing"] = said_by(patience, lambda: run(data, folder / "failing", checkpoint=often))
+        results["failing"] = error_of(patience, lambda: run(data, folder / "failing", checkpoint=often))
     with unwritable(seconds=1.5):
-        said["delayed"] = said_by(lambda _: None, lambda: run(data, folder / "delayed"))
-    said["forbidden"] = said_by(forbid, lambda: run(data, folder / "forbidden"))
+        results["delayed"] = error_of(lambda _: None, lambda: run(data, folder / "delayed"))
+    results["forbidden"] = error_of(forbid, lambda: run(data, folder / "forbidden"))
     by_time = {"every_steps": None, "every_seconds": 1e-9, "keep_last": 10}
     run(data, folder / "by time", checkpoint=by_time)
     for mode in ("sync", "thread", "process"):
@@ -110,12 +110,12 @@ def all_runs(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as context:
         began = hold_first_write(context)
         run(data, folder / "held", checkpoint={"every_steps": 2})
-        said["held"] = began
+        results["held"] = began
     best = {"every_steps": 1, "keep_last": 1, "keep_best": {"metric": "grad_norm", "mode": "max"}}
-    told = list[None]()
-    run(data, folder / "best", checkpoint=best, place={"expect_restart": lambda: told.append(None)})
-    said["restarts expected"] = len(told)
-    return said
+    restarts = list[None]()
+    run(data, folder / "best", checkpoint=best, place={"expect_restart": lambda: restarts.append(None)})
+    results["restarts expected"] = len(restarts)
+    return results
 
 
 def hold_first_write(context: pytest.MonkeyPatch) -> list[int]:
@@ -149,13 +149,13 @@ Runs = tuple[Path, list[dict[str, Any]]]
 
 
 def test_every_intermediate_save_calls_on_checkpoint(runs: Runs) -> None:
-    _, said = runs
-    assert [one["restarts expected"] for one in said] == [STEPS, STEPS]
+    _, results = runs
+    assert [one["restarts expected"] for one in results] == [STEPS, STEPS]
 
 
 def test_consecutive_failed_saves_end_the_attempt_within_a_step(runs: Runs) -> None:
-    folder, said = runs
-    for rank in said:
+    folder, results = runs
+    for rank in results:
         assert rank["failing"].startswith("CheckpointError: 2 checkpoints in a row were not committed: ")
         assert "rank 1: OSError: [Errno 27] File too large" in rank["failing"]
         assert rank["failing"].endswith("or raise checkpoint.max_consecutive_failures")
@@ -168,8 +168,8 @@ def test_consecutive_failed_saves_end_the_attempt_within_a_step(runs: Runs) -> N
 
 @pytest.mark.parametrize(("name", "error"), [("delayed", "File too large"), ("forbidden", "Permission denied")])
 def test_storage_outage_costs_no_checkpoint(runs: Runs, name: str, error: str) -> None:
-    folder, said = runs
-    assert [rank[name] for rank in said] == ["", ""]
+    folder, results = runs
+    assert [rank[name] for rank in results] == ["", ""]
     assert any(error in event["reason"] for event in events(folder / name, "checkpoint_delayed"))
     assert [event["step"] for event in events(folder / name, "checkpoint_committed")] == [3, 6]
     newest, rejected = newest_verified(RunDir(folder / name))
@@ -199,8 +199,8 @@ def test_preemption_notice_causes_one_checkpoint(runs: Runs) -> None:
 
 
 def test_training_continues_during_a_write_and_writes_never_overlap(runs: Runs) -> None:
-    folder, said = runs
-    assert [max(rank["held"]) for rank in said] == [1, 1]
+    folder, results = runs
+    assert [max(rank["held"]) for rank in results] == [1, 1]
     assert [event["step"] for event in events(folder / "held", "checkpoint_committed")] == [2, 4, 6]
     assert sorted(RunDir(folder / "held").manifests()) == [4, 6]
 
@@ -298,14 +298,14 @@ def pause_and_damage(data: Path, folder: Path) -> None:
     close = train.close
 
     def close_and_damage(saver: Saver, stop: Stop | None) -> str | None:
-        told = close(saver, stop)
+        failure = close(saver, stop)
         if dist.get_rank() == 0:
             file = sorted(RunDir(folder).checkpoint(3).glob("*.distcp"))[0]
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
         dist.barrier()
-        return told
+        return failure
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "close", close_and_damage)

@@ -258,6 +258,6 @@ def test_parameter_groups_are_reported(runs: Any) -> None:
         for event in read_lines(RunDir(runs[0] / "muon fsdp").attempt(1).events)
         if event["event"] == "training_started"
     ]
-    told = [(group["optimizer"], group["weight_decay"], group["tensors"]) for group in started["parameter_groups"]]
-    assert told == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 9)]
+    groups = [(group["optimizer"], group["weight_decay"], group["tensors"]) for group in started["parameter_groups"]]
+    assert groups == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 9)]
     assert {group["lr"] for group in started["parameter_groups"]} == {1e-4}

@@ -105,8 +105,8 @@ def test_overflowing_steps_leave_schedule_weights_and_counters_consistent(runs: 
     assert found[skipped]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), (
         "expected unchanged weights in skipped steps"
     )
-    told = [e for e in read_lines(RunDir(runs / "fp16").attempt(1).events) if e["event"] == "loss_scale_lowered"]
-    assert len(told) == skipped
+    lowered = [e for e in read_lines(RunDir(runs / "fp16").attempt(1).events) if e["event"] == "loss_scale_lowered"]
+    assert len(lowered) == skipped
 
 
 def test_scaler_factor_survives_a_restart(runs: Path) -> None:

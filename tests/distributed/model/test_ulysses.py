@@ -79,7 +79,7 @@ def bypassed() -> str:
 
 
 def test_model_that_bypasses_the_registry_is_rejected() -> None:
-    said: list[Any] = on_ranks(2, bypassed)
+    messages: list[Any] = on_ranks(2, bypassed)
     assert all(
-        "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in said
+        "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in messages
     )

@@ -162,9 +162,9 @@ def write_packed(folder: Path, draw: np.random.Generator) -> None:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the results of each step."""
-    told = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
     lines = [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
-    return [{name: line[name] for name in told if name in line} for line in lines]
+    return [{name: line[name] for name in names if name in line} for line in lines]
 
 
 def differing(one: Path, other: Path) -> list[str]:

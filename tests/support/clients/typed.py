@@ -19,9 +19,9 @@ class Typed:
     command: str
     answer: str
 
-    def fits(self, said: str) -> bool:
+    def fits(self, output: str) -> bool:
         """Return True if an output matches the page, regardless of alignment spaces."""
-        return re.fullmatch(_pattern(_plain(self.answer)), _plain(said), re.DOTALL) is not None
+        return re.fullmatch(_pattern(_plain(self.answer)), _plain(output), re.DOTALL) is not None
 
 
 def typed_in(page: Path) -> list[Typed]:
@@ -76,9 +76,9 @@ class Shell:
         assert self._bash.stdout is not None
         self._bash.stdin.write(f"{command} </dev/null\ncode=$?; echo; echo '{_DONE}'$code\n")
         self._bash.stdin.flush()
-        said = list[str]()
+        lines = list[str]()
         for line in self._bash.stdout:
             if line.startswith(_DONE):
-                return "".join(said), int(line.removeprefix(_DONE))
-            said.append(line)
-        raise AssertionError(f"the shell ended:\n{''.join(said)}")
+                return "".join(lines), int(line.removeprefix(_DONE))
+            lines.append(line)
+        raise AssertionError(f"the shell ended:\n{''.join(lines)}")

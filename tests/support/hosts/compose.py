@@ -22,8 +22,8 @@ OURS = ("trainshed:", "trainshed-worker:")
 
 def read(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Read the file with its variables filled in and its anchors merged. Raises ValueError if it is invalid."""
-    told = variables or {}
-    text = _VARIABLE.sub(lambda match: told.get(match[1], match[2] or ""), (FOLDER / "compose.yaml").read_text())
+    values = variables or {}
+    text = _VARIABLE.sub(lambda match: values.get(match[1], match[2] or ""), (FOLDER / "compose.yaml").read_text())
     found: dict[str, Any] = yaml.safe_load(text)
     # The schema does not support anchors: they are merged by now.
     PyCompose.from_yaml(yaml.safe_dump(found)).validate()

@@ -52,9 +52,9 @@ class Issuer:
         """Return a signed token, valid unless claims make it invalid; None omits a claim."""
         now = time.time()
         sound = {"iss": self.url, "aud": AUDIENCE, "sub": "alice-1", "iat": now, "exp": now + 3600}
-        told = {name: value for name, value in (sound | claims).items() if value is not None}
+        payload = {name: value for name, value in (sound | claims).items() if value is not None}
         signer = key or self.keys[kid]
-        return jwt.encode(told, signer, "RS256" if isinstance(signer, rsa.RSAPrivateKey) else "ES256", {"kid": kid})
+        return jwt.encode(payload, signer, "RS256" if isinstance(signer, rsa.RSAPrivateKey) else "ES256", {"kid": kid})
 
     def answer(self, path: str) -> dict[str, Any] | None:
         """Return the document at a path."""

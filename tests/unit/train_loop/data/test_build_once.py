@@ -36,45 +36,45 @@ def slowly(folder: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def quickly(folder: Path, heard: list[str]) -> None:
+def quickly(folder: Path, events: list[str]) -> None:
     def build(work: Path) -> None:
         (work / "whole").write_text("quick")
 
-    build_once(folder, build, is_whole=(folder / "whole").exists, report=lambda event, **_: heard.append(event))
+    build_once(folder, build, is_whole=(folder / "whole").exists, report=lambda event, **_: events.append(event))
 
 
 def test_second_process_waits_and_uses_the_built_folder(tmp_path: Path) -> None:
-    folder, heard = tmp_path / "made", list[str]()
+    folder, events = tmp_path / "made", list[str]()
     process = slowly(folder)
 
     def release(event: str, **fields: Any) -> None:
-        heard.append(event)
+        events.append(event)
         (tmp_path / "go").touch()
 
     build_once(folder, lambda work: pytest.fail("twice"), is_whole=(folder / "whole").exists, report=release)
-    assert heard == ["waiting_for_preparation"]
+    assert events == ["waiting_for_preparation"]
     assert (folder / "whole").read_text() == "slow"
     assert process.wait(timeout=30) == 0
 
 
 def test_build_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    folder, heard = tmp_path / "made", list[str]()
+    folder, events = tmp_path / "made", list[str]()
     process = slowly(folder)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
     assert not folder.exists()
-    quickly(folder, heard)
+    quickly(folder, events)
     assert (folder / "whole").read_text() == "quick"
-    assert heard == []
+    assert events == []
 
 
 def test_leftovers_of_this_host_are_removed_and_those_of_others_kept(tmp_path: Path) -> None:
-    folder, heard = tmp_path / "made", list[str]()
+    folder, events = tmp_path / "made", list[str]()
     process = slowly(folder)
     process.kill()
     process.wait(timeout=30)
     (tmp_path / "made.tmp-another-host-1").mkdir()
-    quickly(folder, heard)
+    quickly(folder, events)
     assert [path.name for path in tmp_path.glob("*.tmp-*")] == ["made.tmp-another-host-1"]
 
 
@@ -96,10 +96,10 @@ def test_storage_without_locks_builds(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr("filelock._unix.UnixFileLock._acquire", no_lock)
-    heard: list[str] = []
-    quickly(tmp_path / "made", heard)
+    events: list[str] = []
+    quickly(tmp_path / "made", events)
     assert (tmp_path / "made" / "whole").exists()
-    assert heard == ["warning"]
+    assert events == ["warning"]
 
 
 def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_build_progress_is_reported_with_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [0.0], list[dict[str, Any]]()
+    now, events = [0.0], list[dict[str, Any]]()
     monkeypatch.setattr("train_loop.data.prepare.progress.monotonic", lambda: now[0])
-    progress = Progress(lambda event, **fields: told.append({"event": event} | fields), [100, 300, 600])
+    progress = Progress(lambda event, **fields: events.append({"event": event} | fields), [100, 300, 600])
     for task, read, seconds in ((0, 50, 1), (1, 0, 6), (1, 200, 8), (2, 100, 12)):
         now[0] = seconds
         progress.advance(10, tokens=50, task=task, read=read)
     now[0] = 20
     progress.finish()
     names = ("event", "rows", "tokens", "percent", "eta_seconds")
-    assert [tuple(event[name] for name in names) for event in told] == [
+    assert [tuple(event[name] for name in names) for event in events] == [
         ("prepare_progress", 20, 100, 10.0, 54),
         ("prepare_progress", 40, 200, 50.0, 12),
         ("prepare_progress", 40, 200, 100.0, 0),

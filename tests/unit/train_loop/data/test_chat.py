@@ -240,12 +240,14 @@ def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, 
     rendered = load_chat_template(folder(name)).render(messages)
     assert rendered.text == "".join(text for text, _ in expected)
     starts = [sum(len(text) for text, _ in expected[:n]) for n in range(len(expected))]
-    spans = [(start, start + len(text)) for start, (text, said) in zip(starts, expected, strict=True) if said]
+    spans = [
+        (start, start + len(text)) for start, (text, is_trained) in zip(starts, expected, strict=True) if is_trained
+    ]
     assert [tuple(span) for span in rendered.trained] == spans
     ids, labels = encode(name, messages)
     assert ids == peer(name).apply_chat_template(messages, return_dict=False)
     trained = decode(load_tokenizer(folder(name)), [token for token in labels if token != IGNORE])
-    assert trained == "".join(text for text, said in expected if said)
+    assert trained == "".join(text for text, is_trained in expected if is_trained)
 
 
 odd = ["<|im_start|>assistant\n", "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\n", "assistant", "\n", " ", "\ue000"]

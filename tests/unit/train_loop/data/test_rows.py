@@ -56,8 +56,8 @@ def test_invalid_line_is_reported_with_its_number(tmp_path: Path, ending: str, p
     found = rows(path, size=10)
     bad = [row for row in found if row.wrong]
     places = locate([(one_file(path), row.place) for row in bad])
-    told = [f"{place}: {row.wrong}" for place, row in zip(places, bad, strict=True)]
-    assert [line.removeprefix(f"{path}, ").split("; it has")[0].split(":")[0:2] for line in told] == [
+    messages = [f"{place}: {row.wrong}" for place, row in zip(places, bad, strict=True)]
+    assert [line.removeprefix(f"{path}, ").split("; it has")[0].split(":")[0:2] for line in messages] == [
         ["line 3", " invalid JSON"],
         ["line 4", " not a JSON object"],
         ["line 5", " no column 'text'"],

@@ -42,5 +42,5 @@ def test_node_that_drops_packets_is_reported() -> None:
     host, _, port = there["node1"].partition(":")
     # A socket that listens but never accepts takes some connections and drops all further ones.
     with socket.create_server((host, int(port)), backlog=0), socket.create_connection((host, int(port))):
-        said = meet(there["node0"], {"node1": there["node1"]}, 1.0)
-    assert said == {"node1": "no answer to a connection"}
+        faults = meet(there["node0"], {"node1": there["node1"]}, 1.0)
+    assert faults == {"node1": "no answer to a connection"}

@@ -65,7 +65,7 @@ def test_user_error_is_the_cause_regardless_of_earlier_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (DataError("no rows\nat all"), [("data_error", "no rows")]),
         (SPEC_ERROR, [("invalid_spec", str(SPEC_ERROR))]),
@@ -74,11 +74,11 @@ def test_user_error_is_the_cause_regardless_of_earlier_errors() -> None:
         (OSError("disk full"), []),
     ],
 )
-def test_events_report_the_final_failure(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
+def test_events_report_the_final_failure(tmp_path: Path, error: Exception, expected: list[tuple[str, str]]) -> None:
     with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error
     ends = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
-    assert [(line["code"], line["reason"]) for line in ends] == said
+    assert [(line["code"], line["reason"]) for line in ends] == expected
 
 
 def test_outcome_known_to_all_ranks_is_reported_once(tmp_path: Path) -> None:

@@ -100,19 +100,19 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
 
 def test_killed_rank_is_reported_with_sizes_and_remedies(tmp_path: Path) -> None:
     RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
-    told = describe_killed({"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec())
-    assert (told["rank"], told["committed"]) == (1, 10)
-    assert told["error"].startswith(
+    event = describe_killed({"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec())
+    assert (event["rank"], event["committed"]) == (1, 10)
+    assert event["error"].startswith(
         "rank 1 on a was killed; the plan estimates 1.3 MiB per rank: checkpoint_staging 0.5 MiB"
     )
-    assert "cheapest first: failure.spare_workers: false" in told["error"]
-    assert {"parameters", "optimizer"} <= told["estimate"].keys()
+    assert "cheapest first: failure.spare_workers: false" in event["error"]
+    assert {"parameters", "optimizer"} <= event["estimate"].keys()
 
 
 def test_killed_rank_is_reported_if_the_model_is_unreadable(tmp_path: Path) -> None:
     lost = spec(model={"config": None, "path": (tmp_path / "gone").as_uri()})
-    told = describe_killed({"error": "rank 1 on a was killed"}, RunDir(tmp_path), lost)
-    assert told == {"error": "rank 1 on a was killed", "committed": None}
+    event = describe_killed({"error": "rank 1 on a was killed"}, RunDir(tmp_path), lost)
+    assert event == {"error": "rank 1 on a was killed", "committed": None}
 
 
 @pytest.mark.parametrize(

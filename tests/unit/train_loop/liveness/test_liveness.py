@@ -27,7 +27,7 @@ def test_host_silence_is_that_of_its_last_rank() -> None:
     assert found.late_hosts(10.0, seconds=3.0) == {"node1", "node2"}
 
 
-def test_host_silence_is_unknown_if_a_rank_was_never_heard() -> None:
+def test_host_silence_is_unknown_if_a_rank_sent_no_heartbeat() -> None:
     assert group(ranks=(0, 1, 2)).silence(10.0) == {"node1": 10.0}
 
 

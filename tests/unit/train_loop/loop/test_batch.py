@@ -36,14 +36,18 @@ def test_tokens_in_vocabulary_and_ignored_labels_pass(model: PreTrainedModel) ->
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "description"),
     [("input_ids", VOCAB, "token 384"), ("input_ids", -100, "token -100"), ("labels", -1, "label -1")],
 )
-def test_token_outside_the_vocabulary_is_reported(model: PreTrainedModel, field: str, value: int, said: str) -> None:
+def test_token_outside_the_vocabulary_is_reported(
+    model: PreTrainedModel, field: str, value: int, description: str
+) -> None:
     rows = random_rows(3, 8, vocab=VOCAB, packed=False)
     values: np.ndarray[tuple[int, int], np.dtype[np.int32]] = getattr(rows, field)
     values[1, 5] = value
-    with pytest.raises(DataError, match=f"sample 1 has {said} at position 5, outside the model's vocabulary of 384"):
+    with pytest.raises(
+        DataError, match=f"sample 1 has {description} at position 5, outside the model's vocabulary of 384"
+    ):
         check_vocabulary(rows, model)
 
 
@@ -74,12 +78,12 @@ def test_divisor_without_weights_counts_tokens() -> None:
     assert not divisor.is_floating_point()
 
 
-@pytest.mark.parametrize(("others", "told"), [(1.0, False), (2.0, True)])
-def test_weights_that_are_all_one_are_omitted(model: PreTrainedModel, others: float, told: bool) -> None:
+@pytest.mark.parametrize(("others", "kept"), [(1.0, False), (2.0, True)])
+def test_weights_that_are_all_one_are_omitted(model: PreTrainedModel, others: float, kept: bool) -> None:
     rows = random_rows(4, 16, vocab=VOCAB, packed=True)
     weights = np.ones(rows.labels.shape, np.float32)
     weights[-1, -1] = others
     # Untrained tokens have weight 0, regardless of the data.
     weights[rows.labels == IGNORE] = 5
     micro = list(micro_batches(batch_of(replace(rows, weights=weights)), 2, model, ONE_RANK))
-    assert [batch.weights is not None for batch in micro] == [told, told]
+    assert [batch.weights is not None for batch in micro] == [kept, kept]

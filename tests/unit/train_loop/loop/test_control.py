@@ -33,8 +33,8 @@ def test_no_group_spans_hosts_without_ulysses() -> None:
 def test_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnings: int) -> None:
     attempt = AttemptDir(tmp_path, 1)
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], EventLog(attempt))
-    said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
-    assert said == warnings * [
+    messages = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
+    assert messages == warnings * [
         "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
         "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
     ]

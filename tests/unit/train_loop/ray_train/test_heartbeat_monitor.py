@@ -196,9 +196,9 @@ def test_cause_is_known_if_ray_finds_a_dead_rank_before_its_last_heartbeat(world
 def test_oom_killed_rank_is_reported_at_once_and_once(world: World) -> None:
     for _ in range(3):
         world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
-    (told,) = world.events
-    assert told[0] == "out_of_memory"
-    assert (told[1]["rank"], told[1]["host"], told[1]["memory"]) == (2, "node2", "host")
+    (event,) = world.events
+    assert event[0] == "out_of_memory"
+    assert (event[1]["rank"], event[1]["host"], event[1]["memory"]) == (2, "node2", "host")
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
     world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))

@@ -19,10 +19,10 @@ class Cluster(Placement):
     def __init__(self, *free: Nodes, strategy: Any = "PACK", group: int = 2, autoscaled: bool = False) -> None:
         scaling = ScalingSpec(num_workers=4, placement_strategy=strategy)
         super().__init__(scaling, group=group, autoscaled=autoscaled, timeout=10.0)
-        self.scaling, self.free, self.said = scaling, [*free], list[str]()
+        self.scaling, self.free, self.reported = scaling, [*free], list[str]()
 
     def waiting(self, missing: str) -> None:
-        self.said.append(missing)
+        self.reported.append(missing)
 
     def _look(self) -> tuple[Nodes, Nodes]:
         return TWO_HOSTS, self.free.pop(0) if len(self.free) > 1 else self.free[0]
@@ -52,7 +52,7 @@ def test_choose_without_room_reports_what_is_missing_and_gives_up() -> None:
     cluster = Cluster({"a": {"CPU": 1.0}, "b": {"CPU": 2.0}})
     with pytest.raises(WorkerGroupStartupTimeoutError):
         cluster.choose(cluster.scaling)
-    assert set(cluster.said) == {"4 workers with 1 CPU each; the nodes have room for 3"}
+    assert set(cluster.reported) == {"4 workers with 1 CPU each; the nodes have room for 3"}
 
 
 def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
@@ -60,9 +60,9 @@ def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
     assert cluster.choose(cluster.scaling) is None
 
 
-@pytest.mark.parametrize(("told", "grows", "expected"), [({}, False, False), ({}, True, True), ("1", False, True)])
+@pytest.mark.parametrize(("setting", "grows", "expected"), [({}, False, False), ({}, True, True), ("1", False, True)])
 def test_autoscaled_follows_the_operator_and_ray(
-    told: Any, grows: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    setting: Any, grows: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train_loop.ray_train.raylet.grows", lambda: grows)
-    assert placement.autoscaled({AUTOSCALED_VARIABLE: told} if told else {}) is expected
+    assert placement.autoscaled({AUTOSCALED_VARIABLE: setting} if setting else {}) is expected

@@ -50,9 +50,9 @@ def test_project_reads_its_roots_and_run_directories(place: str, reason: str | N
 
 
 def test_job_environment_contains_no_passwords() -> None:
-    told = NLP.without_users().model_dump_json()
-    assert "secret" not in told
-    assert "sftp://host/data" in told
+    text = NLP.without_users().model_dump_json()
+    assert "secret" not in text
+    assert "sftp://host/data" in text
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_control_files_and_outcome_survive_a_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_dir", "told", "cache"),
+    ("run_dir", "setting", "cache"),
     [
         ("file:///shared/runs/default/job-1", None, "/shared/runs/_cache"),
         ("file:///shared/runs/default/job-1", "/cache", "/cache"),
@@ -52,12 +52,12 @@ def test_control_files_and_outcome_survive_a_round_trip(tmp_path: Path) -> None:
     ],
 )
 def test_prepared_data_lies_next_to_the_runs_or_at_the_service_setting(
-    monkeypatch: pytest.MonkeyPatch, run_dir: str, told: str | None, cache: str
+    monkeypatch: pytest.MonkeyPatch, run_dir: str, setting: str | None, cache: str
 ) -> None:
     monkeypatch.setenv("TRAINSHED_HOME", "/home/ops")
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    if told is not None:
-        monkeypatch.setenv(CACHE_VARIABLE, told)
+    if setting is not None:
+        monkeypatch.setenv(CACHE_VARIABLE, setting)
     assert str(RunDir.at(run_dir).cache) == cache
 
 

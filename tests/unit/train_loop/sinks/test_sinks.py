@@ -45,7 +45,7 @@ class Memory:
         self.outcomes.append(outcome)
 
 
-class Told(list[tuple[str, str, str]]):
+class EventRecorder(list[tuple[str, str, str]]):
     """Recorded events: name, sink and error."""
 
     def __call__(self, name: str, **fields: str) -> None:
@@ -64,43 +64,43 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failed_sink_is_reported_once_and_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2-secret")
-    run_dir, sink, told = a_run(tmp_path, range(1, 4)), Memory(), Told()
+    run_dir, sink, events = a_run(tmp_path, range(1, 4)), Memory(), EventRecorder()
     sink.failing = True
-    forwarders = Forwarders([Forwarder(handover(run_dir, sink.open), told)])
+    forwarders = Forwarders([Forwarder(handover(run_dir, sink.open), events)])
     wait_for(lambda: sink.opened > 3, "some tries")
     log_steps(run_dir, [4, 5])
     sink.failing = False
     forwarders.catch_up(seconds=30)
     forwarders.close(DONE, seconds=30)
     assert sink.steps == [1, 2, 3, 4, 5]
-    assert told == [("sink_failed", "tensorboard", "ConnectionError: no route to ***")]
+    assert events == [("sink_failed", "tensorboard", "ConnectionError: no route to ***")]
     assert sink.outcomes[-1] == DONE
 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_failing_sink_times_out_without_delaying_others(tmp_path: Path, hangs: bool) -> None:
-    run_dir, bad, good, told = a_run(tmp_path, range(1, 4)), Memory(), Memory(), Told()
+    run_dir, bad, good, events = a_run(tmp_path, range(1, 4)), Memory(), Memory(), EventRecorder()
     bad.failing = True
     if hangs:
         bad.may_go_on.clear()
     other = SinkCursor(run_dir, "wandb", good.open, attempt=1)
-    forwarders = Forwarders([Forwarder(handover(run_dir, bad.open), told), Forwarder(other, told)])
+    forwarders = Forwarders([Forwarder(handover(run_dir, bad.open), events), Forwarder(other, events)])
     forwarders.catch_up(seconds=0.2)
     assert good.steps == [1, 2, 3]
     forwarders.close(DONE, seconds=0.2)
     bad.may_go_on.set()
     assert good.outcomes == [DONE]
-    name, sink, error = told[-1]
+    name, sink, error = events[-1]
     assert (name, sink) == ("sink_failed", "tensorboard")
     assert error.endswith(f"(python -m train_loop.sinks {tmp_path} --sink tensorboard)")
-    assert len(told) == (1 if hangs else 2)
+    assert len(events) == (1 if hangs else 2)
 
 
 def test_close_skips_the_timeout_of_a_failed_sink(tmp_path: Path) -> None:
-    sink, told = Memory(), Told()
+    sink, events = Memory(), EventRecorder()
     sink.failing = True
-    forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), sink.open), told)])
-    wait_for(lambda: told, "the news")
+    forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), sink.open), events)])
+    wait_for(lambda: events, "the news")
     forwarders.catch_up(seconds=3600)
     sink.failing = False
     forwarders.close(DONE, seconds=30)
@@ -108,16 +108,16 @@ def test_close_skips_the_timeout_of_a_failed_sink(tmp_path: Path) -> None:
 
 
 def test_sink_without_its_package_is_reported_and_not_retried(tmp_path: Path) -> None:
-    opened, told = list[int](), Told()
+    opened, events = list[int](), EventRecorder()
 
     def missing() -> Sink:
         opened.append(1)
         raise UserError("run pip install 'trainshed[mlflow]'")
 
-    forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), missing), told)])
+    forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), missing), events)])
     forwarders.catch_up(seconds=30)
     forwarders.close(DONE, seconds=30)
-    assert told == [("sink_failed", "tensorboard", "run pip install 'trainshed[mlflow]'")]
+    assert events == [("sink_failed", "tensorboard", "run pip install 'trainshed[mlflow]'")]
     assert opened == [1]
 
 
@@ -170,14 +170,14 @@ def test_closed_sink_has_saved_all_lines(tmp_path: Path) -> None:
 
 
 def test_sinks_come_from_the_environment_and_unknown_names_only_warn(tmp_path: Path) -> None:
-    run_dir, told = a_run(tmp_path, [1, 2]), Told()
+    run_dir, events = a_run(tmp_path, [1, 2]), EventRecorder()
     for named in ({"TRAINSHED_SINKS": "none"}, {"TRAINSHED_SINKS": "tensorbored"}, {}):
         assert not run_dir.tensorboard.exists()
-        forwarders = forward(run_dir, 1, told, named)
+        forwarders = forward(run_dir, 1, events, named)
         forwarders.catch_up(seconds=30)
         forwarders.close(DONE, seconds=30)
     assert [step for step, _ in shown(run_dir.tensorboard)] == [1, 2]
-    assert [(name, sink) for name, sink, _ in told] == [("sink_failed", "tensorbored")]
+    assert [(name, sink) for name, sink, _ in events] == [("sink_failed", "tensorbored")]
 
 
 @pytest.mark.parametrize(

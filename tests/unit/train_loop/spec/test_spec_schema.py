@@ -47,7 +47,8 @@ def test_every_object_forbids_unknown_fields_and_every_field_has_a_description()
     for name, part in {"JobSpec": schema, **schema["$defs"]}.items():
         assert part["additionalProperties"] is False, name
         assert part["description"], name
-        assert [field for field, said in part["properties"].items() if not said.get("description")] == [], name
+        properties = part["properties"].items()
+        assert [field for field, field_schema in properties if not field_schema.get("description")] == [], name
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=str)

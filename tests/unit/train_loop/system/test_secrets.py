@@ -27,8 +27,8 @@ def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
         "TOKENIZER": "Qwen3-0.6B",
         "SORT_KEY": "timestamp",
     }
-    said = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein azure+storage"
-    assert redactor(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
+    text = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein azure+storage"
+    assert redactor(environment)(text) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
     assert redactor(environment)("npm_123456") == "***"
     harmless = f"/home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
     assert redactor(environment)(harmless) == harmless
