@@ -167,9 +167,9 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
-def differing(one: Path, other: Path) -> list[str]:
-    """Return the tensors of the last checkpoints that differ; NaN equals NaN."""
-    values, expected = load_tensors(one, STEPS), load_tensors(other, STEPS)
+def differing(one: Path, other: Path, step: int = STEPS) -> list[str]:
+    """Return the tensors of the checkpoints of a step that differ; NaN equals NaN."""
+    values, expected = load_tensors(one, step), load_tensors(other, step)
     assert {name.split("/")[1] for name in expected} >= {"model", "optimizer"}
     assert values.keys() == expected.keys()
     return [name for name, value in expected.items() if not same_bits(values[name], value)]

@@ -1,5 +1,6 @@
 """Run functions on real gloo ranks, each a process of its own."""
 
+import gc
 import os
 import tempfile
 import traceback
@@ -133,6 +134,8 @@ def _answer(
 def _answer_in_groups(
     rank: int, environment: dict[str, str], backend: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
 ) -> None:
+    # A run freezes its model, because its process ends after it. Frozen groups would keep their threads here.
+    gc.freeze = lambda: None  # type: ignore[assignment]
     while (question := asked[rank].get()) is not None:
         world, folder, function, arguments = question
         try:
@@ -140,6 +143,7 @@ def _answer_in_groups(
                 answers.put((rank, None, function(*arguments)))
         except Exception:
             answers.put((rank, traceback.format_exc(), None))
+        gc.collect()
     answers.close()
     answers.join_thread()
     leave()
