@@ -50,7 +50,7 @@ class DatabaseProbe:
 
     def __init__(self, ping: Callable[[], None]) -> None:
         self._ping = ping
-        self._asked: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     async def is_up(self) -> bool:
         """Return True if the database is usable now. Concurrent callers share one ping."""
@@ -58,12 +58,12 @@ class DatabaseProbe:
 
     async def trouble(self) -> ServiceError | None:
         """Return why the database cannot be used now, or None if it answers and accepts writes."""
-        if self._asked is None or self._asked.done():
-            self._asked = Future()
+        if self._pending is None or self._pending.done():
+            self._pending = Future()
             # A daemon thread: a hung ping does not keep the process alive.
-            threading.Thread(target=self._ask, args=(self._asked,), name="pulse", daemon=True).start()
+            threading.Thread(target=self._run_ping, args=(self._pending,), name="pulse", daemon=True).start()
         try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._asked)), _PATIENCE_SECONDS)
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._pending)), _PATIENCE_SECONDS)
         except NotReady as error:
             return error
         except TimeoutError:
@@ -72,7 +72,7 @@ class DatabaseProbe:
             return DatabaseUnreachable.because("the connection failed")
         return None
 
-    def _ask(self, answer: "Future[None]") -> None:
+    def _run_ping(self, answer: "Future[None]") -> None:
         try:
             answer.set_result(self._ping())
         except BaseException as error:

@@ -43,10 +43,10 @@ class RayProbe:
     def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
         """Return a report of each node, including whether it sees the files in `folder`. Raises ClusterError."""
         submission_id, deadline = f"doctor-{secrets.token_hex(8)}", time.monotonic() + seconds
-        asked = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
-        asked += ["--folder", folder] if folder is not None else []
-        asked += [word for root in self._roots for word in ("--root", root)]
-        self._jobs.run(submission_id, "train_loop.doctor.node_check", asked)
+        arguments = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
+        arguments += ["--folder", folder] if folder is not None else []
+        arguments += [word for root in self._roots for word in ("--root", root)]
+        self._jobs.run(submission_id, "train_loop.doctor.node_check", arguments)
         try:
             while (state := self._jobs.status(submission_id)) not in _ENDED and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)

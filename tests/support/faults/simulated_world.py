@@ -176,7 +176,7 @@ class World:
         disk = self.disks.setdefault(run_dir, Disk())
         disk.fence = max(disk.fence, attempt)
 
-    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+    def request_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
         self.disks.setdefault(run_dir, Disk()).stop = stop
 
@@ -201,15 +201,15 @@ class World:
     def drive(self, driver: Driver) -> None:
         """One moment in the life of a driver."""
         disk = self.disks[driver.job_id]
-        asked = disk.stop if disk.stop is not None and disk.stop.attempt == driver.attempt else None
+        stop = disk.stop if disk.stop is not None and disk.stop.attempt == driver.attempt else None
         if driver.ends_as is not None:
             driver.state = driver.ends_as
         elif disk.fence > driver.attempt:
             self._end(driver, Outcome(result="failed", code="fenced"))
         elif self.roll(0.03):
             driver.state = SubmissionStatus.FAILED
-        elif asked is not None:
-            self._end(driver, Outcome(result=asked.result))
+        elif stop is not None:
+            self._end(driver, Outcome(result=stop.result))
         elif self.roll(0.02):
             retryable = self.chance.random() < 0.7
             self._end(driver, Outcome(result="failed", code="worker_failure", reason="it fails", retryable=retryable))
@@ -259,8 +259,9 @@ class World:
     def _another_size(self, job: Job) -> tuple[ScalingSpec, tuple[int, ...]]:
         most = self.chance.randint(1, 6)
         if self.chance.random() < 0.5:
-            return job.asked.model_copy(update={"num_workers": WorkerRange(min=1, max=most)}), tuple(range(1, most + 1))
-        return job.asked.at(most), ()
+            workers = WorkerRange(min=1, max=most)
+            return job.requested_scaling.model_copy(update={"num_workers": workers}), tuple(range(1, most + 1))
+        return job.requested_scaling.at(most), ()
 
     # ----------------------------------------------------------------------------------------------- what must hold
 

@@ -24,7 +24,7 @@ class Cluster(Placement):
     def waiting(self, missing: str) -> None:
         self.reported.append(missing)
 
-    def _look(self) -> tuple[Nodes, Nodes]:
+    def _usable_nodes(self) -> tuple[Nodes, Nodes]:
         return TWO_HOSTS, self.free.pop(0) if len(self.free) > 1 else self.free[0]
 
 
