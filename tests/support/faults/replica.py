@@ -32,8 +32,8 @@ class FileCluster:
 
     def submit(self, launch: SubmitRequest) -> None:
         """Make the file, and a line in a list of all that were asked for."""
-        with (self._folder / "asked").open("a") as asked:
-            asked.write(f"{launch.submission_id}\n")
+        with (self._folder / "requests").open("a") as requests:
+            requests.write(f"{launch.submission_id}\n")
         # Whole or not at all: whoever makes it may be killed at any moment.
         with NamedTemporaryFile("w", dir=self._folder) as file:
             file.write(launch.run_dir)

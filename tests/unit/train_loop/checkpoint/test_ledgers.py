@@ -77,7 +77,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) ->
     """Run an action when an attempt checks the fence for the n-th time."""
     looks = iter(range(1, 100))
 
-    def look_and_be_overtaken(run_dir: RunDir, token: Fence) -> None:
+    def check_then_lose_the_race(run_dir: RunDir, token: Fence) -> None:
         if next(looks) == at_look:
             monkeypatch.undo()
             if at_look == 1:
@@ -88,7 +88,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) ->
         check_fence(run_dir, token)
 
     for module in MODULES:
-        monkeypatch.setattr(module, "check_fence", look_and_be_overtaken)
+        monkeypatch.setattr(module, "check_fence", check_then_lose_the_race)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
@@ -262,9 +262,9 @@ def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", fail)
         patch.setattr(MemoryFileSystem, "ls", fail)
-        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
+        for call in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
             with pytest.raises(OSError, match="Stale"):
-                ask()
+                call()
     with monkeypatch.context() as patch:
         patch.setattr("os.stat", fail)
         patch.setattr(MemoryFileSystem, "info", fail)
