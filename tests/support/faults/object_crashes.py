@@ -1,7 +1,7 @@
-"""What a crash can leave on object storage: the requests of a real program, cut where it may have been killed.
+"""Crash states of object storage: the requests of a real program, cut at every instant.
 
-A request is done or it is not, and what one process has asked for is there before its next request. So at any instant
-there is what was answered by then, and of each process perhaps the one request that was under way.
+Requests are atomic, and each process sends one at a time. So a crash leaves the effects of all answered requests, with
+or without the effect of the one request that each process had in flight.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Run functions on real gloo ranks, each a process of its own."""
+"""Run functions on real gloo ranks, each in a separate process."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 @contextmanager
 def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
-    """Ranks that answer one call after another, for tests that draw their cases as they go; rank 0's answers count."""
+    """Start ranks for many calls, for tests that draw their cases. Yields a function that returns rank 0's result."""
     context = get_context("forkserver")
     requests, answers = [context.Queue() for _ in range(world)], context.Queue()
 
@@ -52,9 +52,10 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callable[..., Any]]:
-    """Ranks that stay, of which each call uses the first `world` in a new group: `call_ranks(world, function, *arguments)`.
+    """Start ranks for many calls, for tests that change the number of ranks often.
 
-    Returns rank 0's result. For tests that change the number of ranks often.
+    Yields `call_ranks(world, function, *arguments)`. It runs the function on the first `world` ranks, in a new group,
+    and returns rank 0's result.
     """
     context = get_context("forkserver")
     requests, answers = [context.Queue() for _ in range(most)], context.Queue()

@@ -1,4 +1,4 @@
-"""Receivers of webhooks on loopback: real sockets that answer, or do worse, as a test says."""
+"""Receivers of webhooks on loopback: real sockets that answer or misbehave as a test requires."""
 
 import ssl
 import threading

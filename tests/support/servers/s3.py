@@ -1,6 +1,7 @@
-"""A real S3 server for the length of a test: moto's, in a process of its own, that refuses requests when it is told to.
+"""A real S3 server for tests: moto's, in a separate process, which refuses requests on demand.
 
-`python -m tests.support.s3 FOLDER` serves; what it and its client say to each other lies in FOLDER.
+`python -m tests.support.servers.s3 FOLDER` serves. Server and test exchange the port, the log of requests and the
+switch for refusals as files in FOLDER.
 """
 
 import argparse
@@ -179,7 +180,7 @@ class ReadinessGate:
 
 def main() -> None:
     """Serve until killed; write the port to a file once requests are accepted."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.s3", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.servers.s3", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses")
     parser.add_argument("--host", default=_HOST, help="address to listen on")
