@@ -15,7 +15,7 @@ from service.lifecycle.startup import DatabaseStartup
 _HEALTH = ("/healthz", "/readyz")
 _HOLD_SECONDS = 5.0
 """Seconds to hold a request during startup: an up-to-date database opens sooner, so its callers get no error."""
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 2.0
 
 
@@ -41,7 +41,7 @@ class ReadinessGate:
         """Return why the database is not open, or None. During a migration, wait for up to `_HOLD_SECONDS` first."""
         end = time.monotonic() + _HOLD_SECONDS
         while isinstance(self.startup.trouble, Migrating) and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return self.startup.trouble
 
 

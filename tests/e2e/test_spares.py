@@ -108,7 +108,7 @@ def test_only_an_older_run_requests_spares(monkeypatch: pytest.MonkeyPatch) -> N
     grown._due = time.monotonic()
     for one in (young, none, grown, grown):
         one.keep()
-    wait_for(lambda: requested == [2], "the grown run asks")
+    wait_for(lambda: requested == [2], "the grown run requests spares")
 
 
 def test_missing_prestart_call_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,14 +136,14 @@ def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_prestarted_without_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested, looks = list[Mapping[str, int]](), list[int]()
+    requested, reads = list[Mapping[str, int]](), list[int]()
     usable = raylet.usable
 
     def count_and_read() -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
-        looks.append(1)
-        return usable() if len(looks) > 2 else ({}, {})
+        reads.append(1)
+        return usable() if len(reads) > 2 else ({}, {})
 
-    monkeypatch.setattr(prestart, "_LOOK_FOR_ROOM", 0.01)
+    monkeypatch.setattr(prestart, "_ROOM_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: requested.append(counts))
     prestart._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
     assert requested == [], "expected no start without capacity"
@@ -151,4 +151,4 @@ def test_nothing_is_prestarted_without_capacity(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prestart, "AHEAD_SECONDS", 60.0)
     prestart._start_ahead(scaling(1), worker_environment(cpus=1))
     assert [list(counts.values()) for counts in requested] == [[1]]
-    assert len(looks) == 3
+    assert len(reads) == 3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from train_loop.loop.session import Preemption, Session
 
 log = logging.getLogger(__name__)
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 _LAST_SAVE_SECONDS = 3.0
 """Seconds before the deadline at which the last checkpoint is due, if the group could not move."""
 _LATE_SECONDS = 1.0
@@ -37,7 +37,7 @@ class PreemptionWatch:
     @property
     def overdue(self) -> bool:
         """Return whether a check is due by this rank's clock."""
-        return self._read_notice is not None and self._clock() - self._checked_at >= _LOOK_SECONDS
+        return self._read_notice is not None and self._clock() - self._checked_at >= _POLL_SECONDS
 
     def sees_news(self) -> bool:
         """Return whether there is a new preemption notice, identical on all ranks. A collective call."""
@@ -51,7 +51,7 @@ class PreemptionWatch:
 
     def wants_to_move(self) -> bool:
         """Return whether other hosts have room for all ranks; checked on this rank every 2 s after a notice."""
-        if self._known is None or self._may_move is None or self._clock() - self._tried < _LOOK_SECONDS:
+        if self._known is None or self._may_move is None or self._clock() - self._tried < _POLL_SECONDS:
             return False
         self._tried = self._clock()
         try:

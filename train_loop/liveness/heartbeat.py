@@ -33,7 +33,7 @@ _STORAGE = struct.Struct("<dq")
 _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
-_LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
+_LONGEST_PAUSE_SECONDS = 2 * INTERVAL_SECONDS
 """A longer pause between two heartbeats means that this host was frozen."""
 _RECENT_BEATS = 4
 """An OOM kill within this number of heartbeats explains a rank's end: a large process exits slowly."""
@@ -243,9 +243,9 @@ class _Sender:
 
         A process that is stopped during a storage check gets no answer although storage works.
         """
-        passed = min(now - self._counted_at, _LONGEST_LOOK_SECONDS)
+        passed = min(now - self._counted_at, _LONGEST_PAUSE_SECONDS)
         if failed_since != self._failed_since:
-            passed = min(now - failed_since, _LONGEST_LOOK_SECONDS)
+            passed = min(now - failed_since, _LONGEST_PAUSE_SECONDS)
             self._failed_seconds = 0.0
         if failed_since and not stopped:
             self._failed_seconds += max(passed, 0.0)

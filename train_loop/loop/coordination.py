@@ -25,7 +25,7 @@ _limited = LimitedLog(logging.getLogger(__name__))
 # By urgency: the first requested one applies.
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
 _PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StopSignal:
 
     def _keep_polling(self) -> None:
         pause = threading.Event()
-        while not pause.wait(_LOOK_SECONDS):
+        while not pause.wait(_POLL_SECONDS):
             self._poll()
 
     def _poll(self) -> None:

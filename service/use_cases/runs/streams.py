@@ -29,7 +29,7 @@ class Signal(Enum):
     """End of stream: the job has finished, and all lines were read."""
 
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _WINDOWS = 64
 """Maximum number of file windows that one read scans for matching lines."""
 _END_SECONDS = 2.0
@@ -175,7 +175,7 @@ class LogStream:
             batch = Batch((), place, more=False)
             try:
                 # Taken before the read, so that a line written meanwhile changes it.
-                mark = await self.read_cache.get((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
+                mark = await self.read_cache.get((run_dir, what), self.reader.mark, seconds=_POLL_SECONDS / 2)
                 if mark != read or over:
                     batch = await run_in_threadpool(self.reader.read, place)
             except StorageAway:
@@ -198,7 +198,7 @@ class LogStream:
             # After the job has finished, one more read gets its last lines.
             over = await self.read_cache.get(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
-                await anyio.sleep(_LOOK_SECONDS)
+                await anyio.sleep(_POLL_SECONDS)
 
     async def _may_stay(self) -> bool:
         return await self.read_cache.get(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)

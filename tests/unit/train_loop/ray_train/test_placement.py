@@ -29,7 +29,7 @@ class Cluster(Placement):
 
 
 @pytest.fixture(autouse=True)
-def one_second_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_second_per_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_ticks", lambda: iter(range(1000)))
 
 

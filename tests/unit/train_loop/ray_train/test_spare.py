@@ -43,14 +43,14 @@ def test_new_idle_nodes_get_spares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raylet, "own_environment", lambda: "")
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: requested.append(dict(counts)))
     monkeypatch.setattr(prestart, "_WORTH_IT", 0.0)
-    monkeypatch.setattr(prestart, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(prestart, "_IDLE_CHECK_SECONDS", 0.0)
     scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
     spares = prestart.Standby(0, elsewhere=(scaling, {"first": 2, "second": 2}))
 
     def next_request() -> Mapping[str, int]:
         before = len(requested)
         spares.keep()
-        wait_for(lambda: len(requested) > before, "a look")
+        wait_for(lambda: len(requested) > before, "a check for idle nodes")
         return requested[-1]
 
     idle["third"] = {"CPU": 1.0}
