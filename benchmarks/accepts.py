@@ -28,7 +28,7 @@ from benchmarks.harness import (
     ratios_of,
     write_result,
 )
-from benchmarks.launch import ProgramError, ask_module, end, last_words, start_module
+from benchmarks.launch import ProgramError, end, last_words, run_for_json, start_module
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
 from trainshed import Api, ApiError
@@ -110,7 +110,7 @@ def ours(here: Path, *, count: int) -> Measured:
 
 def ray(here: Path, *, count: int) -> Measured:
     """Measure one start of a separate Ray cluster. Raises ProgramError."""
-    found = ask_module("benchmarks.accepts_ray", count, here=here)
+    found = run_for_json("benchmarks.accepts_ray", count, here=here)
     return Measured(count / found["seconds"], {"supervisor_bytes": found["supervisor_bytes"]})
 
 
@@ -129,7 +129,7 @@ def service_of(home: Path) -> psutil.Process:
 def speed(here: Path, url: str, key: str, count: int) -> float:
     """Return accepted jobs/s after a warm-up. Raises ProgramError."""
     for number in (WARM, count):
-        found = ask_module("benchmarks.accepts_run", url, key, spec(here), number, here=here)
+        found = run_for_json("benchmarks.accepts_run", url, key, spec(here), number, here=here)
         if len(found["ids"]) < number:
             raise ProgramError(f"{len(found['ids'])} of {number} were accepted")
     return float(count / found["seconds"])

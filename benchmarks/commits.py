@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Measured, command_line, compare, interleave, parse, ratio_table, write_result
-from benchmarks.launch import ask_module
+from benchmarks.launch import run_for_json
 from benchmarks.reshard import LARGE
 from benchmarks.saves_run import WAYS
 from benchmarks.workload import TOY, Workload
@@ -43,7 +43,7 @@ def main() -> None:
 def committed(workload: Workload, root: Path, name: str) -> Measured:
     """Return the median MB/s of a start. Raises ProgramError."""
     with tempfile.TemporaryDirectory(dir=root) as here:
-        speeds = ask_module("benchmarks.commits_run", root / "workload", name, here=Path(here), ranks=workload.world)
+        speeds = run_for_json("benchmarks.commits_run", root / "workload", name, here=Path(here), ranks=workload.world)
     return Measured(float(np.median(speeds)), {"speeds": speeds})
 
 

@@ -29,7 +29,7 @@ from benchmarks.harness import (
     ratios_of,
     write_result,
 )
-from benchmarks.launch import ProgramError, ask_module, metrics
+from benchmarks.launch import ProgramError, metrics, run_for_json
 from benchmarks.prepare import OFFLINE
 from benchmarks.step_overhead import POLL_SECONDS
 from benchmarks.streams import write_samples
@@ -128,7 +128,7 @@ def one_drain(folder: Path, length: int, module: str, way: list[str]) -> Measure
     """Return rows/s of one start. Raises ProgramError."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as here:
         variables = OFFLINE | {"HF_HOME": here}
-        found = ask_module(module, folder, *way, BATCH, here=Path(here), variables=variables)
+        found = run_for_json(module, folder, *way, BATCH, here=Path(here), variables=variables)
     return Measured(found["rows_per_second"], found | {"sequence_length": length})
 
 

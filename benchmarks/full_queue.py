@@ -27,7 +27,7 @@ from benchmarks.harness import (
     taken,
     write_result,
 )
-from benchmarks.launch import ask_module
+from benchmarks.launch import run_for_json
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.storage.run_dirs import LocalRunDirs
@@ -64,7 +64,7 @@ def main() -> None:
             name: functools.partial(measured, count) for name, count in names.items()
         }
         samples = interleave(ways, arguments.rounds)
-        supervisors = ask_module("benchmarks.accepts_ray", 4, here=Path(root))["supervisor_bytes"]
+        supervisors = run_for_json("benchmarks.accepts_ray", 4, here=Path(root))["supervisor_bytes"]
     write_result(
         "full-queue",
         settings={"rounds": arguments.rounds, "quick": arguments.quick, "gets": GETS, "pages": PAGES},
@@ -120,10 +120,14 @@ def places(ids: Sequence[str], pages: int) -> list[str]:
 def fill(here: Path, count: int) -> list[str]:
     """Insert jobs into the database of the stopped service; return their ids."""
     engine = open_database(f"sqlite:///{here / 'trainshed.db'}")
-    store, asked = SqlJobStore(engine), parse_text(spec(here).read_bytes())
+    store, job_spec = SqlJobStore(engine), parse_text(spec(here).read_bytes())
     jobs = [
         Job(
-            f"job-{number:08d}", asked, f"{here.as_uri()}/runs/default/job-{number:08d}", created_at=1.0, updated_at=1.0
+            f"job-{number:08d}",
+            job_spec,
+            f"{here.as_uri()}/runs/default/job-{number:08d}",
+            created_at=1.0,
+            updated_at=1.0,
         )
         for number in range(count)
     ]

@@ -131,13 +131,13 @@ def kill(case: Case, root: Path, seconds: float) -> Record:
     process = start_module("train_loop.run", *arguments, log=log, ranks=1)
     try:
         while not any(one["event"] == "checkpoint_committed" for one in events(run_dir)):
-            look_again(process, log, deadline)
+            pause_or_raise(process, log, deadline)
         killed_at = time.time()
         end(process)
         before = metrics(run_dir)
         process = start_module("train_loop.run", *arguments, log=log, ranks=1)
         while len(lines := metrics(run_dir)) == len(before):
-            look_again(process, log, deadline)
+            pause_or_raise(process, log, deadline)
     finally:
         end(process)
     first = lines[len(before)]
@@ -150,7 +150,7 @@ def kill(case: Case, root: Path, seconds: float) -> Record:
     }
 
 
-def look_again(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
+def pause_or_raise(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
     """Wait 20 ms. Raises ProgramError if the process has exited or the deadline has passed."""
     if process.poll() is not None:
         raise ProgramError(f"the run exited with code {process.returncode}: {last_words(log)}")

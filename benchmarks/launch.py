@@ -40,7 +40,7 @@ def run_module(
         raise ProgramError(f"{module} exited with code {code}: {last_words(log)}")
 
 
-def ask_module(
+def run_for_json(
     module: str,
     *arguments: object,
     here: Path,

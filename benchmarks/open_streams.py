@@ -86,8 +86,13 @@ async def follow(
     for number in range(count):
         reader, writer = await asyncio.open_connection(host, int(port))
         path = f"/jobs/{ids[number % len(ids)]}/events"
-        asked = [f"GET {path} HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {key}", "Accept: text/event-stream"]
-        writer.write("\r\n".join([*asked, "", ""]).encode())
+        request_lines = [
+            f"GET {path} HTTP/1.1",
+            f"Host: {host}",
+            f"Authorization: Bearer {key}",
+            "Accept: text/event-stream",
+        ]
+        writer.write("\r\n".join([*request_lines, "", ""]).encode())
         readers.append((reader, writer))
     await asyncio.gather(*(reader.readuntil(b"attempt_started") for reader, _ in readers))
     await asyncio.sleep(3)

@@ -24,7 +24,7 @@ from benchmarks.harness import (
     taken,
     write_result,
 )
-from benchmarks.launch import ProgramError, ask_module
+from benchmarks.launch import ProgramError, run_for_json
 
 OURS = "Trainshed"
 LOOP = "`tokenizers` in a loop, nothing written"
@@ -76,7 +76,7 @@ def one_run(
     """Return the tokens/s of one program. Raises ProgramError, also if programs differ in their number of tokens."""
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
         folders = [root / "corpus", Path(here, "cache")] if caches else [root / "corpus"]
-        found = ask_module(module, *folders, *arguments, here=Path(here), variables=variables)
+        found = run_for_json(module, *folders, *arguments, here=Path(here), variables=variables)
     reference = root / "tokens"
     if not reference.exists():
         reference.write_text(str(found["tokens"]))

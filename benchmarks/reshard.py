@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
-from benchmarks.launch import ask_module, loop_arguments, run_loop
+from benchmarks.launch import loop_arguments, run_for_json, run_loop
 from benchmarks.reshard_run import WAYS
 from benchmarks.workload import SMALL, TOY, Workload
 
@@ -70,7 +70,7 @@ def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: in
     """Return the median seconds of every program in one start, by location of the files. Raises ProgramError."""
     spec, ranks = spec_of(config, shape, root / "workload")
     (file, *_), _ = loop_arguments(spec, root / "loading")
-    found = ask_module("benchmarks.reshard_run", file, saved, TURNS, here=root, ranks=ranks)
+    found = run_for_json("benchmarks.reshard_run", file, saved, TURNS, here=root, ranks=ranks)
     return {
         place: [
             Sample(way, number, float(np.median(seconds)), raw={"seconds": seconds}) for way, seconds in ways.items()

@@ -23,7 +23,7 @@ from benchmarks.harness import (
     taken,
     write_result,
 )
-from benchmarks.launch import ask_module
+from benchmarks.launch import run_for_json
 from benchmarks.prepare import OFFLINE
 from benchmarks.streams import write_samples
 
@@ -74,7 +74,7 @@ def one_run(root: Path, module: str, way: str, places: tuple[int, int], pairs: i
     """Measure one start; the value is the seconds at the late step. Raises ProgramError."""
     variables = OFFLINE | {"HF_HOME": str(root / "hf")}
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
-        found = ask_module(module, root / "samples", way, BATCH, pairs, *places, here=Path(here), variables=variables)
+        found = run_for_json(module, root / "samples", way, BATCH, pairs, *places, here=Path(here), variables=variables)
     return Measured(found["late"], found)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.blocks import STEPS
 from benchmarks.harness import Measured, command_line, interleave, markdown_table, parse, ratios_of, write_result
-from benchmarks.launch import ask_module
+from benchmarks.launch import run_for_json
 from benchmarks.saves_run import WAYS
 from benchmarks.workload import TOY, Workload
 
@@ -56,7 +56,7 @@ def saved(workload: Workload, root: Path, name: str) -> Measured:
     """Return the mean seconds that a save has added, over a start's pairs of blocks. Raises ProgramError."""
     module, rest = (PEERS[name], ()) if name in PEERS else ("benchmarks.saves_run", (name,))
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
-        added = ask_module(module, root / "workload", *rest, here=Path(here), ranks=workload.world)
+        added = run_for_json(module, root / "workload", *rest, here=Path(here), ranks=workload.world)
     return Measured(float(np.mean(added)), {"added": added})
 
 

@@ -60,9 +60,9 @@ def main() -> int:
     home = Path(tempfile.mkdtemp(prefix="trainshed-demo-"))
     try:
         with service(home) as (client, url):
-            story = follow(client, client.submit(SPEC.read_bytes()))
-            faults = check(story)
-            summarise(story, url)
+            summary = follow(client, client.submit(SPEC.read_bytes()))
+            faults = check(summary)
+            summarise(summary, url)
     except (DemoError, httpx.HTTPError) as error:
         faults = [str(error)]
     setup = os.environ.get("TRAINSHED_SETUP_SECONDS", "not measured")
@@ -119,40 +119,40 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
 def follow(client: Api, job: JobOut) -> RunSummary:
     """Follow the job until it finishes, and kill a worker after the first committed checkpoint."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
-    story, printed_at, deadline = RunSummary(job), time.monotonic(), time.monotonic() + RUN_LIMIT
+    summary, printed_at, deadline = RunSummary(job), time.monotonic(), time.monotonic() + RUN_LIMIT
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while not story.job.state.terminal:
+        while not summary.job.state.terminal:
             if time.monotonic() > deadline:
-                raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {why(story.job)}")
-            look(client, story)
-            live.update(progress_line(story.job))
+                raise DemoError(f"the job was still {summary.job.state} after {RUN_LIMIT:g} s: {why(summary.job)}")
+            refresh(client, summary)
+            live.update(progress_line(summary.job))
             if not console.is_terminal and time.monotonic() > printed_at + PLAIN_SECONDS:
                 # A log cannot overwrite a line: print one every 5 s.
-                console.print(progress_line(story.job))
+                console.print(progress_line(summary.job))
                 printed_at = time.monotonic()
-            if story.killed is None and _is_past_a_checkpoint(story):
-                story.killed = kill_a_worker(story)
+            if summary.killed is None and _is_past_a_checkpoint(summary):
+                summary.killed = kill_a_worker(summary)
             time.sleep(0.25)
-    look(client, story)
-    return story
+    refresh(client, summary)
+    return summary
 
 
-def _is_past_a_checkpoint(story: RunSummary) -> bool:
+def _is_past_a_checkpoint(summary: RunSummary) -> bool:
     """Return whether 5 steps have followed the first committed checkpoint: work that a restart must repeat."""
-    committed = story.named("checkpoint_committed")
-    return bool(committed and story.metrics and story.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
+    committed = summary.named("checkpoint_committed")
+    return bool(committed and summary.metrics and summary.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
 
 
-def look(client: Api, story: RunSummary) -> None:
+def refresh(client: Api, summary: RunSummary) -> None:
     """Read new state, events and metrics of the job, and print what has changed."""
-    before = story.job.state
-    story.job = client.job(story.job.id)
-    fresh = _read_on(client.events, story.job.id, story.events)
-    _read_on(client.metrics, story.job.id, story.metrics)
-    if story.job.state is not before:
-        console.print(f"  {story.job.state}" + (f": {why(story.job)}" if story.job.reason else ""), markup=False)
+    before = summary.job.state
+    summary.job = client.job(summary.job.id)
+    fresh = _read_on(client.events, summary.job.id, summary.events)
+    _read_on(client.metrics, summary.job.id, summary.metrics)
+    if summary.job.state is not before:
+        console.print(f"  {summary.job.state}" + (f": {why(summary.job)}" if summary.job.reason else ""), markup=False)
     for event in fresh:
-        sentence = tell(event)
+        sentence = describe(event)
         if sentence:
             console.print(f"  {sentence}", markup=False)
 
@@ -170,7 +170,7 @@ def _read_on(fetch: Callable[..., LinePage], job_id: str, known: list[Line]) -> 
     return fresh
 
 
-def tell(event: Line) -> str | None:
+def describe(event: Line) -> str | None:
     """Return an event as a sentence; None for events that the demo does not print."""
     match event["event"]:
         case "preparing":
@@ -205,9 +205,9 @@ def progress_line(job: JobOut) -> Text:
     return Text("  " + " · ".join(parts))
 
 
-def kill_a_worker(story: RunSummary) -> Line:
+def kill_a_worker(summary: RunSummary) -> Line:
     """Kill the last rank's process with SIGKILL."""
-    worker: Line = story.named("training_started")[-1]["workers"][-1]
+    worker: Line = summary.named("training_started")[-1]["workers"][-1]
     console.print(f"  [bold yellow]killing the worker of rank {worker['rank']}, pid {worker['pid']}, with SIGKILL[/]")
     try:
         os.kill(worker["pid"], signal.SIGKILL)
@@ -216,34 +216,34 @@ def kill_a_worker(story: RunSummary) -> Line:
     return worker
 
 
-def check(story: RunSummary) -> list[str]:
+def check(summary: RunSummary) -> list[str]:
     """Return the failed checks of the run."""
-    starts, steps = story.named("training_started"), _surviving(story.metrics)
-    if story.job.state != "SUCCEEDED":
-        return [f"the job ended as {story.job.state}: {why(story.job)}"]
+    starts, steps = summary.named("training_started"), _surviving(summary.metrics)
+    if summary.job.state != "SUCCEEDED":
+        return [f"the job ended as {summary.job.state}: {why(summary.job)}"]
     faults = []
-    if story.killed is None:
+    if summary.killed is None:
         faults.append("no worker was killed")
-    if len(starts) != 2 or story.job.attempt != 1:
-        faults.append(f"training started {len(starts)} times in {story.job.attempt} attempts; expected 2 in 1")
+    if len(starts) != 2 or summary.job.attempt != 1:
+        faults.append(f"training started {len(starts)} times in {summary.job.attempt} attempts; expected 2 in 1")
     elif starts[1]["resumed_from"] == 0:
         faults.append("the run restarted from step 0 instead of a checkpoint")
     first, last = steps[1]["loss"], steps[max(steps)]["loss"]
     if not last < 0.9 * first:
         faults.append(f"the loss went from {first:.3f} to {last:.3f}; expected a decrease of more than 10 %")
-    newest, rejected = newest_verified(RunDir.at(story.job.run_dir))
+    newest, rejected = newest_verified(RunDir.at(summary.job.run_dir))
     if newest is None or rejected:
         faults.append(f"the newest checkpoint is invalid: {rejected or 'not found'}")
-    return faults + check_samples(story, steps)
+    return faults + check_samples(summary, steps)
 
 
-def check_samples(story: RunSummary, steps: dict[int, Line]) -> list[str]:
+def check_samples(summary: RunSummary, steps: dict[int, Line]) -> list[str]:
     """Return the faults unless each sample was trained exactly once and repeated steps had the same samples."""
     faults = []
-    start = story.named("training_started")[0]
+    start = summary.named("training_started")[0]
     if sorted(steps) != list(range(1, start["steps"] + 1)):
         faults.append(f"steps are missing: {sorted(set(range(1, start['steps'] + 1)) - set(steps))}")
-    for line in story.metrics:
+    for line in summary.metrics:
         if line["samples"] != steps[line["step"]]["samples"]:
             faults.append(f"step {line['step']} was repeated with different samples")
     counts = Counter(sample for line in steps.values() for sample in line["samples"])
@@ -258,26 +258,26 @@ def _surviving(metrics: list[Line]) -> dict[int, Line]:
     return {line["step"]: line for line in metrics}
 
 
-def summarise(story: RunSummary, url: str) -> None:
+def summarise(summary: RunSummary, url: str) -> None:
     """Print a table of the run's results."""
-    start, steps = story.named("training_started"), _surviving(story.metrics)
+    start, steps = summary.named("training_started"), _surviving(summary.metrics)
     speeds = sorted(line["tokens_per_second"] for line in steps.values())
     table = Table(title="Results", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in {
-        "state": story.job.state,
+        "state": summary.job.state,
         "mesh": ", ".join(f"{axis} {size}" for axis, size in start[0]["mesh"].items()),
         "steps": len(steps),
         "loss, first → last": f"{steps[1]['loss']:.3f} → {steps[max(steps)]['loss']:.3f}" if steps else "none",
         "tokens/s, median step": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "none",
-        "restarts": story.job.restarts,
+        "restarts": summary.job.restarts,
         "resumed from step": start[-1]["resumed_from"],
-        "steps replayed": story.job.lost_work.steps,
-        "checkpoints committed": len(story.named("checkpoint_committed")),
+        "steps replayed": summary.job.lost_work.steps,
+        "checkpoints committed": len(summary.named("checkpoint_committed")),
         "samples trained": sum(len(line["samples"]) for line in steps.values()),
-        "run directory": RunDir.at(story.job.run_dir).root,
-        "Ray dashboard": f"{story.job.dashboard_url} (while it ran)",
+        "run directory": RunDir.at(summary.job.run_dir).root,
+        "Ray dashboard": f"{summary.job.dashboard_url} (while it ran)",
         "API docs": f"{url}/docs (while it ran)",
     }.items():
         table.add_row(name, str(value))

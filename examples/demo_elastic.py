@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, look, report, service, why
+from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, refresh, report, service, why
 from train_loop.spec import ScalingSpec
 from trainshed import Api
 
@@ -40,32 +40,32 @@ def main() -> int:
 
 def disturb(client: Api) -> RunSummary:
     """Run the elastic job, with two kills and a resize between them."""
-    story = RunSummary(client.submit(SPEC.read_bytes()))
-    console.print(f"[bold]Job[/] {story.job.id} submitted from {SPEC.name}")
-    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint on four workers")
-    kill_a_worker(story)
-    wait(client, story, lambda: len(story.named("training_started")) == 2, "a restart")
-    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint after the restart")
+    summary = RunSummary(client.submit(SPEC.read_bytes()))
+    console.print(f"[bold]Job[/] {summary.job.id} submitted from {SPEC.name}")
+    wait(client, summary, lambda: trained_past_a_checkpoint(summary), "a checkpoint on four workers")
+    kill_a_worker(summary)
+    wait(client, summary, lambda: len(summary.named("training_started")) == 2, "a restart")
+    wait(client, summary, lambda: trained_past_a_checkpoint(summary), "a checkpoint after the restart")
     console.print("  [bold yellow]resizing the job from four workers to two[/]")
-    client.resume(story.job.id, scaling=ScalingSpec(num_workers=2, resources_per_worker=RESOURCES))
-    wait(client, story, lambda: len(story.named("training_started")) == 3, "a start with two workers")
-    wait(client, story, lambda: trained_past_a_checkpoint(story), "a checkpoint on two workers")
-    kill_a_worker(story)
-    finish(client, story)
-    worlds = [start["world"] for start in story.named("training_started")]
+    client.resume(summary.job.id, scaling=ScalingSpec(num_workers=2, resources_per_worker=RESOURCES))
+    wait(client, summary, lambda: len(summary.named("training_started")) == 3, "a start with two workers")
+    wait(client, summary, lambda: trained_past_a_checkpoint(summary), "a checkpoint on two workers")
+    kill_a_worker(summary)
+    finish(client, summary)
+    worlds = [start["world"] for start in summary.named("training_started")]
     if worlds != [4, 4, 2, 2]:
         raise DemoError(f"the starts had {worlds} workers; expected 4, 4, 2 and 2")
-    return story
+    return summary
 
 
 def run_alone(client: Api) -> RunSummary:
     """Run the same job undisturbed, on one worker."""
     spec = yaml.safe_load(SPEC.read_bytes())
     spec["scaling"]["num_workers"] = 1
-    story = RunSummary(client.submit(yaml.safe_dump(spec)))
-    console.print(f"[bold]Job[/] {story.job.id} submitted for one worker")
-    finish(client, story)
-    return story
+    summary = RunSummary(client.submit(yaml.safe_dump(spec)))
+    console.print(f"[bold]Job[/] {summary.job.id} submitted for one worker")
+    finish(client, summary)
+    return summary
 
 
 def compare(home: Path, disturbed: RunSummary, alone: RunSummary) -> list[str]:
@@ -78,29 +78,29 @@ def compare(home: Path, disturbed: RunSummary, alone: RunSummary) -> list[str]:
     return [] if found.returncode == 0 else ["the jobs have different bits"]
 
 
-def finish(client: Api, story: RunSummary) -> None:
+def finish(client: Api, summary: RunSummary) -> None:
     """Wait for the end of a job. Raises DemoError unless it has succeeded."""
-    wait(client, story, lambda: story.job.state.terminal, "the end of the job")
-    if story.job.state != "SUCCEEDED":
-        raise DemoError(f"{story.job.id} ended as {story.job.state}: {why(story.job)}")
+    wait(client, summary, lambda: summary.job.state.terminal, "the end of the job")
+    if summary.job.state != "SUCCEEDED":
+        raise DemoError(f"{summary.job.id} ended as {summary.job.state}: {why(summary.job)}")
 
 
-def wait(client: Api, story: RunSummary, condition: Callable[[], bool], what: str) -> None:
+def wait(client: Api, summary: RunSummary, condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition of the job, and print its news. Raises DemoError if it ends or takes too long."""
     deadline = time.monotonic() + RUN_LIMIT
-    look(client, story)
+    refresh(client, summary)
     while not condition():
-        if time.monotonic() > deadline or story.job.state.terminal:
-            raise DemoError(f"{story.job.id} is {story.job.state} before {what}: {why(story.job)}")
+        if time.monotonic() > deadline or summary.job.state.terminal:
+            raise DemoError(f"{summary.job.id} is {summary.job.state} before {what}: {why(summary.job)}")
         time.sleep(0.1)
-        look(client, story)
+        refresh(client, summary)
 
 
-def trained_past_a_checkpoint(story: RunSummary) -> bool:
+def trained_past_a_checkpoint(summary: RunSummary) -> bool:
     """Return whether the newest start has committed a checkpoint and trained a step after it."""
-    begun = story.named("training_started")[-1:]
-    committed = [one for one in story.named("checkpoint_committed") if begun and one["time"] > begun[0]["time"]]
-    return bool(committed) and story.metrics[-1]["step"] > committed[-1]["step"]
+    begun = summary.named("training_started")[-1:]
+    committed = [one for one in summary.named("checkpoint_committed") if begun and one["time"] > begun[0]["time"]]
+    return bool(committed) and summary.metrics[-1]["step"] > committed[-1]["step"]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _prepare(spec: JobSpec, cache: Path) -> Dataset:
-    dataset = prepare(spec, cache, _tell)
+    dataset = prepare(spec, cache, _print_event)
     full = f"{dataset.tokens:,} tokens, {dataset.utilisation:.1%} full"
     print(f"{dataset.samples} samples of {dataset.sequence_length} ({full}):")
     for part in dataset.parts:
@@ -39,7 +39,7 @@ def _prepare(spec: JobSpec, cache: Path) -> Dataset:
     return dataset
 
 
-def _tell(event: str, **fields: object) -> None:
+def _print_event(event: str, **fields: object) -> None:
     print(event, *(f"{name}={value}" for name, value in fields.items()), file=sys.stderr, flush=True)
 
 

@@ -84,7 +84,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         mark(state.step + 1, Phase.AGREE)
         agreed = agree(batch, clock, mine, run.mesh, run.ordered)
         stop = agreed.stop
-        if agreed.trouble:
+        if agreed.fatal:
             saver.raise_fatal()
         if stop is not None:
             break
@@ -108,7 +108,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         record_step(run, result, clock, agreed, evaluation)
         collect_garbage(state.step)
         # A checkpoint, if due. A save is collective: either all ranks save or none does.
-        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news()):
+        if times.due(state.step) or agreed.save or (agreed.check_preemption and watch.sees_news()):
             times.begin(state.step)
             mark(state.step, Phase.SAVE)
             save(run, saver, measured, clock)
@@ -128,7 +128,7 @@ def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch,
     first = dist.get_rank() == 0
     stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
     save = first and (times.overdue or watch.wants_last_save())
-    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.failed_fatally)
+    return RankRequests(stop, save=save, check_preemption=first and watch.overdue, fatal=saver.failed_fatally)
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:

@@ -39,12 +39,12 @@ def main() -> None:
     """Train, and write the seconds that saves added."""
     out, folder = map(Path, sys.argv[1:3])
     workload, saves = Workload.read(folder), Saves()
-    asked = arguments(workload, str(out.parent / "hf"))
-    asked.save_strategy = "steps"
-    asked.save_steps = 10**9
+    options = arguments(workload, str(out.parent / "hf"))
+    options.save_strategy = "steps"
+    options.save_steps = 10**9
     trainer = Trainer(
         model=workload.first_model(folder),
-        args=asked,
+        args=options,
         train_dataset=Rows(workload.tokens(folder)),
         data_collator=collate,
         callbacks=[saves],

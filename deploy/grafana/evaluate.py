@@ -31,7 +31,7 @@ def panels() -> list[Panel]:
     return found
 
 
-def ask(client: httpx.Client, query: str, *, minutes: float) -> list[dict[str, Any]]:
+def run_query(client: httpx.Client, query: str, *, minutes: float) -> list[dict[str, Any]]:
     """Return the series of a query over the last minutes. Raises httpx.HTTPStatusError if Prometheus rejects it."""
     now = time.time()
     span = {"start": now - 60 * minutes, "end": now, "step": max(minutes, 1)}
@@ -53,7 +53,9 @@ def main() -> int:
     with httpx.Client(base_url=arguments.url, timeout=30) as client:
         for title, queries in panels():
             try:
-                series[title] = [one for query in queries for one in ask(client, query, minutes=arguments.minutes)]
+                series[title] = [
+                    one for query in queries for one in run_query(client, query, minutes=arguments.minutes)
+                ]
                 print(f"{title}: {len(series[title])} series")  # noqa: T201
             except httpx.HTTPStatusError as error:
                 failed = True

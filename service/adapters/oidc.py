@@ -48,8 +48,8 @@ class OidcVerifier:
     def __init__(self, issuer: str, audience: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer, self._audience, self._clock = issuer, audience, clock
         self._found = _Fetched({}, -_GOOD)
-        self._asked, self._failure = -_PAUSE, ""
-        self._asking = threading.Lock()
+        self._tried_at, self._failure = -_PAUSE, ""
+        self._refreshing = threading.Lock()
 
     def verify(self, token: str) -> Claims:
         """Return the claims of a token.
@@ -81,7 +81,7 @@ class OidcVerifier:
             raise jwt.InvalidKeyError("its header has no key id, kid")
         age = self._clock() - self._found.at
         if kid not in self._found.keys or age >= _FRESH:
-            self._ask(must=kid not in self._found.keys or age >= _GOOD)
+            self._refresh(must=kid not in self._found.keys or age >= _GOOD)
         found = self._found
         if self._clock() - found.at >= _GOOD or (self._failure and kid not in found.keys):
             raise IssuerUnavailable(self._failure or "the request is in progress", self._pause())
@@ -89,27 +89,27 @@ class OidcVerifier:
             raise jwt.InvalidKeyError("its key id, kid, is not among the issuer's keys")
         return found.keys[kid]
 
-    def _ask(self, *, must: bool) -> None:
+    def _refresh(self, *, must: bool) -> None:
         """Fetch the keys, unless the last fetch is too recent.
 
         Without `must`, do not wait for another thread's fetch.
         """
-        if not self._asking.acquire(timeout=2 * _LIMIT if must else 0):
+        if not self._refreshing.acquire(timeout=2 * _LIMIT if must else 0):
             return
         try:
             now = self._clock()
-            if now - self._asked < _PAUSE:
+            if now - self._tried_at < _PAUSE:
                 return
-            self._asked = now
+            self._tried_at = now
             try:
                 self._found, self._failure = _Fetched(anyio.run(self._fetch), now), ""
             except (httpx.HTTPError, httpx.InvalidURL, jwt.PyJWTError, ValueError, TimeoutError) as error:
                 self._failure = f"{type(error).__name__}: {self._issuer}"
         finally:
-            self._asking.release()
+            self._refreshing.release()
 
     def _pause(self) -> int:
-        return max(1, int(self._asked + _PAUSE - self._clock()) + 1)
+        return max(1, int(self._tried_at + _PAUSE - self._clock()) + 1)
 
     async def _fetch(self) -> Keys:
         """Fetch the issuer's current keys. Raises httpx.HTTPError, jwt.PyJWTError, ValueError, TimeoutError."""

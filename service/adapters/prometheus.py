@@ -111,11 +111,11 @@ def _whole(totals: Totals) -> CollectorRegistry:
         for project, value in values.items():
             gauge.labels(project).set(value)
     _gauge(metrics.BACKLOG, registry).set(totals.backlog)
-    _tell_runs(totals.runs, registry)
+    _set_run_gauges(totals.runs, registry)
     return registry
 
 
-def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
+def _set_run_gauges(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
     run_series: Mapping[Series, Callable[[RunTotals], float | None]] = {
         metrics.JOB_STEP: lambda run: run.step,
         metrics.JOB_STEP_SECONDS: lambda run: run.step_seconds,

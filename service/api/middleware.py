@@ -149,12 +149,12 @@ class RequestMetrics:
         route = getattr(scope.get("route"), "path", "(none)")
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self.metrics.answered(method, route, status, seconds)
-        tell, left_out = log.debug if route in _QUIET else log.info, {}
+        emit, left_out = log.debug if route in _QUIET else log.info, {}
         if scope["state"].get("outage"):
             if (count := self._outage.count()) is None:
                 return
             left_out = {"left_out": count} if count else {}
-        tell(
+        emit(
             "request",
             method=method,
             route=route,

@@ -15,7 +15,7 @@ from service.lifecycle.startup import DatabaseStartup
 _HEALTH = ("/healthz", "/readyz")
 _HOLD_SECONDS = 5.0
 """Seconds to hold a request during startup: an up-to-date database opens sooner, so its callers get no error."""
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 2.0
 
 
@@ -41,7 +41,7 @@ class ReadinessGate:
         """Return why the database is not open, or None. During a migration, wait for up to `_HOLD_SECONDS` first."""
         end = time.monotonic() + _HOLD_SECONDS
         while isinstance(self.startup.trouble, Migrating) and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return self.startup.trouble
 
 
@@ -50,7 +50,7 @@ class DatabaseProbe:
 
     def __init__(self, ping: Callable[[], None]) -> None:
         self._ping = ping
-        self._asked: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     async def is_up(self) -> bool:
         """Return True if the database is usable now. Concurrent callers share one ping."""
@@ -58,12 +58,12 @@ class DatabaseProbe:
 
     async def trouble(self) -> ServiceError | None:
         """Return why the database cannot be used now, or None if it answers and accepts writes."""
-        if self._asked is None or self._asked.done():
-            self._asked = Future()
+        if self._pending is None or self._pending.done():
+            self._pending = Future()
             # A daemon thread: a hung ping does not keep the process alive.
-            threading.Thread(target=self._ask, args=(self._asked,), name="pulse", daemon=True).start()
+            threading.Thread(target=self._run_ping, args=(self._pending,), name="pulse", daemon=True).start()
         try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._asked)), _PATIENCE_SECONDS)
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._pending)), _PATIENCE_SECONDS)
         except NotReady as error:
             return error
         except TimeoutError:
@@ -72,7 +72,7 @@ class DatabaseProbe:
             return DatabaseUnreachable.because("the connection failed")
         return None
 
-    def _ask(self, answer: "Future[None]") -> None:
+    def _run_ping(self, answer: "Future[None]") -> None:
         try:
             answer.set_result(self._ping())
         except BaseException as error:

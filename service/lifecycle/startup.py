@@ -39,7 +39,7 @@ class DatabaseStartup:
             wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
             stop=stop_after_delay(self._retry_seconds) | stop_when_event_set(shutdown),
             sleep=sleep_using_event(shutdown),
-            before_sleep=self._tell,
+            before_sleep=self._report_retry,
             reraise=True,
         )
         try:
@@ -53,7 +53,7 @@ class DatabaseStartup:
             self.trouble = None
         return self.trouble is None
 
-    def _tell(self, state: RetryCallState) -> None:
+    def _report_retry(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, ServiceError):
             self.trouble = error

@@ -162,7 +162,7 @@ class RunDirs(Protocol):
     def fence_off(self, run_dir: str, *, attempt: int) -> None:
         """Fence off every attempt older than this one."""
 
-    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+    def request_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
 
     def observe(self, run_dir: str, attempt: int) -> AttemptObservation:

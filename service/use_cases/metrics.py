@@ -57,10 +57,10 @@ class ServiceMetrics:
         with self.last.lock:
             now = self.clock()
             if not now < self.last.until:
-                self.last.totals, self.last.until = self._ask(now), now + _KEPT_SECONDS
+                self.last.totals, self.last.until = self._read_totals(now), now + _KEPT_SECONDS
             return self.last.totals
 
-    def _ask(self, now: float) -> Totals:
+    def _read_totals(self, now: float) -> Totals:
         # At most the newest 200 runs: reading more would take too long.
         running = self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS))
         runs = [(job, self.run_dirs.latest_summary(job.run_dir).summary) for job in running]

@@ -17,7 +17,7 @@ from service.config.settings import Settings
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Answer, Delivery, Message
 from tests.support.fakes.service import FakeService, spec_body
-from tests.support.servers.receivers import Receiver, answer, receiving, say_nothing
+from tests.support.servers.receivers import Receiver, answer, never_answer, receiving
 from tests.support.servers.served import served
 from tests.support.waiting import wait_for
 
@@ -183,7 +183,7 @@ def test_no_message_is_lost_when_the_service_is_killed(home: Path, receiver: Rec
             client.post(f"/jobs/{job_id}/cancel", json={}).raise_for_status()
         wait_for(lambda: receiver.got, "a first attempt, which fails")
         # Kill the service in the middle of an attempt.
-        receiver.act = say_nothing
+        receiver.act = never_answer
         client.post(f"/webhooks/{webhook_id}/deliveries/1/redeliver").raise_for_status()
         before = len(receiver.got)
         wait_for(lambda: len(receiver.got) > before, "an attempt that is not answered")
@@ -231,7 +231,7 @@ def test_redirect_is_reported_and_a_slow_receiver_does_not_delay_shutdown(home: 
         delivery = wait_for(tried, "a first attempt")
         assert (delivery["settled"], delivery["status"]) == ("waiting", 302)
         assert "redirects are not followed" in delivery["error"]
-        receiver.act = say_nothing
+        receiver.act = never_answer
         receiver.got.clear()
         client.post(f"/webhooks/{webhook_id}/deliveries/{delivery['number']}/redeliver").raise_for_status()
         wait_for(lambda: receiver.got, "an attempt that is not answered")

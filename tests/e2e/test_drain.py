@@ -66,13 +66,13 @@ def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
                 "spot",
                 "--deadline-remaining-seconds",
             ]
-            asked = time.time()
+            drained_at = time.time()
             subprocess.run([*drain, "600"], check=True, timeout=60)
             (committed,) = wait_for(lambda: events("checkpoint_committed"), "a checkpoint")
             (notice,) = events("preemption_notice")
             assert notice["ranks"] == [0]
             assert isinstance(notice["deadline"], float)
-            assert 0 < notice["deadline"] - asked < 700
+            assert 0 < notice["deadline"] - drained_at < 700
             assert sorted(run_dir.manifests()) == [committed["step"]]
             # The run continues while the node exists, even if Ray Data cannot start there.
             (started,) = (line["time"] for line in events("training_started"))

@@ -55,7 +55,7 @@ class Worker:
         task = ray.remote(num_cpus=0.1, runtime_env=task_environment())(lambda: os.getpid())
         return int(ray.get(task.remote()))
 
-    def ask(self) -> None:
+    def request_spares(self) -> None:
         prestart._WORTH_IT = 0.0
         spares = Standby(1)
         spares.keep()
@@ -89,7 +89,7 @@ def test_restarted_worker_takes_its_spare_and_a_task_does_not() -> None:
     environment = worker_environment(cpus=1)
     first = start(environment)
     assert not ray.get(first.is_ready.remote()), "expected no imports in a process taken at once"
-    ray.get(first.ask.remote())
+    ray.get(first.request_spares.remote())
     (kept,) = wait_for(spares, "a spare with its imports")
     assert ray.get(first.task.remote()) != kept
     threads = ray.get(first.threads.remote())
@@ -102,13 +102,13 @@ def test_restarted_worker_takes_its_spare_and_a_task_does_not() -> None:
 
 
 def test_only_an_older_run_requests_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-    monkeypatch.setattr(prestart, "_start_here", asked.append)
+    requested = list[int]()
+    monkeypatch.setattr(prestart, "_start_here", requested.append)
     young, none, grown = Standby(2), Standby(0), Standby(2)
     grown._due = time.monotonic()
     for one in (young, none, grown, grown):
         one.keep()
-    wait_for(lambda: asked == [2], "the grown run asks")
+    wait_for(lambda: requested == [2], "the grown run requests spares")
 
 
 def test_missing_prestart_call_only_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,19 +136,19 @@ def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_prestarted_without_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, looks = list[Mapping[str, int]](), list[int]()
+    requested, reads = list[Mapping[str, int]](), list[int]()
     usable = raylet.usable
 
-    def look() -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
-        looks.append(1)
-        return usable() if len(looks) > 2 else ({}, {})
+    def count_and_read() -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
+        reads.append(1)
+        return usable() if len(reads) > 2 else ({}, {})
 
-    monkeypatch.setattr(prestart, "_LOOK_FOR_ROOM", 0.01)
-    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(counts))
+    monkeypatch.setattr(prestart, "_ROOM_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: requested.append(counts))
     prestart._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
-    assert asked == [], "expected no start without capacity"
-    monkeypatch.setattr(raylet, "usable", look)
+    assert requested == [], "expected no start without capacity"
+    monkeypatch.setattr(raylet, "usable", count_and_read)
     monkeypatch.setattr(prestart, "AHEAD_SECONDS", 60.0)
     prestart._start_ahead(scaling(1), worker_environment(cpus=1))
-    assert [list(counts.values()) for counts in asked] == [[1]]
-    assert len(looks) == 3
+    assert [list(counts.values()) for counts in requested] == [[1]]
+    assert len(reads) == 3

@@ -114,10 +114,10 @@ def test_ranks_read_directly_until_ray_data_has_started(
 ) -> None:
     """`before`: steps before Ray Data is started; `late`: steps while it starts."""
     begins, opened = threading.Event(), threading.Event()
-    asked, own = list[tuple[int, int]](), list[int]()
+    opened_splits, own = list[tuple[int, int]](), list[int]()
 
     def open_late(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
-        asked.append((start, count))
+        opened_splits.append((start, count))
         begins.set()
         opened.wait(60)
         return open_splits(plan, start, count)
@@ -144,7 +144,7 @@ def test_ranks_read_directly_until_ray_data_has_started(
     received += rows
     samples = [one.samples.tolist() for one in received if one is not None]
     assert samples == [deal.step(8 + step * 4)[0].tolist() for step in range(40)]
-    assert asked == [(8 + before * 4, 40 - before)]
+    assert opened_splits == [(8 + before * 4, 40 - before)]
     assert own == list(itertools.chain(*samples[: before + 1 + late]))
 
 

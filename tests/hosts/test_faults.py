@@ -237,10 +237,10 @@ def test_job_without_capacity_reports_what_is_missing_and_is_cancelled_at_once(
         wait_for(lambda: expected.fullmatch(cluster.waits_for(job_id, "capacity")), expected.pattern, seconds=60)
     finally:
         # The next tests need these hosts, and a job that has ended.
-        asked = time.monotonic()
+        cancelled_at = time.monotonic()
         cluster.client.cancel(job_id)
         cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
-        seconds = time.monotonic() - asked
+        seconds = time.monotonic() - cancelled_at
         for host in lost:
             host.start()
             cluster.start_node(host)

@@ -33,8 +33,8 @@ def pods(shared: Path) -> Iterator[PodSet]:
 @pytest.mark.parametrize("name", ["api", "ray-head", "ray-worker-1"])
 def test_pods_have_no_unneeded_privileges(pods: PodSet, name: str) -> None:
     host = pods[name].host
-    look = "id -u; grep -E 'CapBnd|NoNewPrivs' /proc/self/status; echo $HOME"
-    output = run(host, Container("look", ("sh", "-c", look)))
+    script = "id -u; grep -E 'CapBnd|NoNewPrivs' /proc/self/status; echo $HOME"
+    output = run(host, Container("show", ("sh", "-c", script)))
     assert output.split() == ["10001", "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
     for place_ in ("/", "/opt/trainshed", "/var/lib", "/run", "/usr/local"):
         denied = run(host, Container("write", ("sh", "-c", f"touch {place_}/file 2>&1 || true")))
@@ -45,9 +45,9 @@ def test_probes_at_the_pod_address_succeed(pods: PodSet) -> None:
     """Probe as a kubelet does: from outside, with the pod's address as the Host header."""
     api = pods["api"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        asked = api.container[probe]["httpGet"]
-        (port,) = [one["containerPort"] for one in api.container["ports"] if one["name"] == asked["port"]]
-        url = f"http://{api.host.address}:{port}{asked['path']}"
+        check = api.container[probe]["httpGet"]
+        (port,) = [one["containerPort"] for one in api.container["ports"] if one["name"] == check["port"]]
+        url = f"http://{api.host.address}:{port}{check['path']}"
         response = wait_for(partial(answer, pods["test"].host, url), url, seconds=60)
         assert json.loads(response)["status"] in ("ok", "ready")
 

@@ -41,9 +41,9 @@ def test_committed_dashboards_equal_the_generated_ones(tmp_path: Path) -> None:
 
 def test_panels_and_alerts_query_only_exported_series() -> None:
     rules = yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
-    asked = {**queries(), **{rule["alert"]: rule["expr"] for rule in rules}}
-    assert len(asked) > 30
-    unknown = {where: set(_SERIES.findall(query)) - known() for where, query in asked.items()}
+    all_queries = {**queries(), **{rule["alert"]: rule["expr"] for rule in rules}}
+    assert len(all_queries) > 30
+    unknown = {where: set(_SERIES.findall(query)) - known() for where, query in all_queries.items()}
     assert {where: names for where, names in unknown.items() if names} == {}
 
 

@@ -31,8 +31,8 @@ def test_stored_object_is_read_by_ranges(server: S3Server, files: Any) -> None:
     server.put("data/folder/x.bin", b"0123456789")
     assert files.find("data") == ["data/folder/x.bin"]
     assert files.cat_file("data/folder/x.bin", start=2, end=5) == b"234"
-    asked = server.requests()[-1]
-    assert asked == {"method": "GET", "path": "/data/folder/x.bin", "range": "bytes=2-4", "status": 206}
+    request = server.requests()[-1]
+    assert request == {"method": "GET", "path": "/data/folder/x.bin", "range": "bytes=2-4", "status": 206}
 
 
 def test_refused_requests_are_counted(server: S3Server, files: Any) -> None:

@@ -32,14 +32,14 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
 
     Raises OSError, or an error of fsspec's packages, if storage fails: then the checkpoint may still be intact.
     """
-    faults = _of_each(manifest.files if names is None else names, partial(_fault, folder, manifest))
+    faults = _check_each(manifest.files if names is None else names, partial(_fault, folder, manifest))
     return [fault for fault in faults if fault is not None]
 
 
-def _of_each(names: Iterable[str], look: Callable[[str], T]) -> list[T]:
+def _check_each(names: Iterable[str], check: Callable[[str], T]) -> list[T]:
     # More threads than cores: some wait for storage while others hash.
     with ThreadPoolExecutor(2 * cores_of_rank()) as pool:
-        return list(pool.map(look, names))
+        return list(pool.map(check, names))
 
 
 def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
@@ -56,7 +56,7 @@ def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
     """Return whether all files exist with their sizes, without reading them."""
-    return all(_of_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
+    return all(_check_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
 
 
 def metadata_name(manifest: Manifest) -> str:

@@ -29,10 +29,10 @@ def agree_on_newest(access: RunAccess) -> Manifest | None:
     """
     rejected: dict[int, list[str]] = {}
     newest, unreadable = None, None
-    for manifest in _ask_rank_0(access, partial(_candidates, access)):
+    for manifest in _call_on_rank_0(access, partial(_candidates, access)):
         found = _faults(access, access.run_dir, manifest)
         errors = [faults for faults in found if isinstance(faults, Exception)]
-        lasting = next((error for error in errors if not _says_damage(access, error)), None)
+        lasting = next((error for error in errors if not _is_damage(access, error)), None)
         if lasting is not None:
             raise lasting
         unreadable = unreadable or next(iter(errors), None)
@@ -43,13 +43,13 @@ def agree_on_newest(access: RunAccess) -> Manifest | None:
         rejected[manifest.step] = faults
     if newest is None and unreadable is not None:
         raise unreadable
-    _ask_rank_0(access, partial(_reject, access, rejected))
+    _call_on_rank_0(access, partial(_reject, access, rejected))
     return newest
 
 
 def prove_newest(access: RunAccess) -> None:
     """Verify the newest checkpoint again, with all ranks. Raises CheckpointError on every rank if it is damaged."""
-    newest = _ask_rank_0(access, lambda: next(reversed(access.run_dir.manifests().values()), None))
+    newest = _call_on_rank_0(access, lambda: next(reversed(access.run_dir.manifests().values()), None))
     if newest is None:
         return
     found = _faults(access, access.run_dir, newest)
@@ -91,14 +91,14 @@ def faults_of_share(access: RunAccess, run_dir: RunDir, manifest: Manifest) -> l
     """
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size, reverse=True)
     mine = by_size[dist.get_rank() :: dist.get_world_size()]
-    look = partial(verify, run_dir.checkpoint(manifest.step), manifest, mine)
+    check = partial(verify, run_dir.checkpoint(manifest.step), manifest, mine)
     try:
-        return _patiently(access, look)
+        return _patiently(access, check)
     except Exception as error:
         return error
 
 
-def _says_damage(access: RunAccess, error: Exception) -> bool:
+def _is_damage(access: RunAccess, error: Exception) -> bool:
     """Return whether an error is a local disk's I/O error; fsspec's packages use its errno for failed requests."""
     return getattr(error, "errno", None) == errno.EIO and not is_remote(access.run_dir.root)
 
@@ -134,12 +134,12 @@ def _patiently(access: RunAccess, call: Callable[[], T]) -> T:
     return patiently(call, seconds=access.patience, may_pass=storage_failed)
 
 
-def _ask_rank_0(access: RunAccess, question: Callable[[], T]) -> T:
-    """Call `question` on rank 0, and return its result or raise its error on every rank."""
+def _call_on_rank_0(access: RunAccess, call: Callable[[], T]) -> T:
+    """Run `call` on rank 0, and return its result or raise its error on every rank."""
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = _patiently(access, question)
+            answer[0] = _patiently(access, call)
         except Exception as error:
             # Send the error: the other ranks wait for an answer.
             answer[0] = error

@@ -97,7 +97,7 @@ def file_system(uri: str) -> FileSystem:
 def _read_range(file: File, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a remote file. Raises StorageUnavailable after five minutes of failures."""
     system, path = fsspec.core.url_to_fs(file.uri)
-    data: bytes = _ask(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
+    data: bytes = _call_storage(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
     return data
 
 
@@ -201,11 +201,11 @@ class _Remote:
         self._system.invalidate_cache()
 
     def glob(self, pattern: str) -> list[File]:
-        return self._described(_ask(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
+        return self._described(_call_storage(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
 
     def find(self, path: str) -> list[File]:
         try:
-            return self._described(_ask(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+            return self._described(_call_storage(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
         except FileNotFoundError:
             return []
 
@@ -228,7 +228,7 @@ def _version(info: dict[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest() if known is None else str(known)
 
 
-def _ask(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
+def _call_storage(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
     """Call with retries. Raises StorageUnavailable after `patience` seconds, DataError for a permanent error."""
     patience = min(patience, _longest.get())
     try:

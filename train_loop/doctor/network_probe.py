@@ -59,8 +59,8 @@ def _meet_all(nodes: Mapping[str, str], deadline: float) -> dict[str, str]:
     if seconds <= 0:
         return {}
     try:
-        asked = {node: on_node(free_port, node).remote() for node in nodes}
-        places = dict(zip(asked, ray.get(list(asked.values()), timeout=seconds), strict=True))
+        ports = {node: on_node(free_port, node).remote() for node in nodes}
+        places = dict(zip(ports, ray.get(list(ports.values()), timeout=seconds), strict=True))
         meetings = [
             on_node(meet, node).remote(
                 place, {other: there for other, there in places.items() if other != node}, seconds

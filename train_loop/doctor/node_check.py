@@ -55,13 +55,15 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in alive[:_MOST_NODES]}
     # First, because the tasks below may take resources.
     free, total = ray.available_resources(), ray.cluster_resources()
-    looks = {on_node(look, node).remote(folder, roots, node): node for node in nodes}
-    rounds = [_ask({on_node(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
-    sights = _collect(looks, deadline)
+    path_checks = {on_node(check_paths, node).remote(folder, roots, node): node for node in nodes}
+    rounds = [_call_all({on_node(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
+    sights = _collect(path_checks, deadline)
     network = check_network(nodes, deadline)
     return ClusterVisit(
         nodes=[
-            _tell(NodeReport(node=node, address=address), [answers.get(node) for answers in rounds], sights.get(node))
+            _complete_report(
+                NodeReport(node=node, address=address), [answers.get(node) for answers in rounds], sights.get(node)
+            )
             for node, address in nodes.items()
         ],
         cpus=total.get("CPU", 0.0),
@@ -84,7 +86,7 @@ def describe() -> Described:
     return Described(versions_here(), os.getuid(), time.time())
 
 
-def look(folder: str | None, roots: Sequence[str], node: str) -> PathCheck:
+def check_paths(folder: str | None, roots: Sequence[str], node: str) -> PathCheck:
     """Read the service's token, write the answer file in its folder and read the roots; runs on the node."""
     unreadable = {root: fault for root in roots if (fault := why_unreadable(root))}
     if folder is None:
@@ -114,18 +116,18 @@ TimedAnswer = tuple[Any, float, float]
 """A node's answer or exception, the Unix time of the request and that of the answer."""
 
 
-def _ask(tasks: Mapping[Any, str], deadline: float) -> dict[str, TimedAnswer]:
-    asked = dict[Any, tuple[str, float]]()
+def _call_all(tasks: Mapping[Any, str], deadline: float) -> dict[str, TimedAnswer]:
+    pending = dict[Any, tuple[str, float]]()
     for task, node in tasks.items():
         # Read before the call: a slow call then widens the bounds of the clock but keeps them correct.
         sent = time.time()
-        asked[task.remote()] = node, sent
+        pending[task.remote()] = node, sent
     answers = dict[str, TimedAnswer]()
-    while asked and (left := deadline - time.monotonic()) > 0:
-        ready, _ = ray.wait(list(asked), timeout=left)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        ready, _ = ray.wait(list(pending), timeout=left)
         for reference in ready:
             came = time.time()
-            node, sent = asked.pop(reference)
+            node, sent = pending.pop(reference)
             answers[node] = _result(reference), sent, came
     return answers
 
@@ -146,7 +148,7 @@ def _result(reference: Any) -> Any:
         return error
 
 
-def _tell(node: NodeReport, rounds: Sequence[TimedAnswer | None], sight: Any) -> NodeReport:
+def _complete_report(node: NodeReport, rounds: Sequence[TimedAnswer | None], sight: Any) -> NodeReport:
     described = [answer for answer in rounds if answer is not None and not isinstance(answer[0], Exception)]
     failures = [answer[0] for answer in rounds if answer is not None and isinstance(answer[0], Exception)]
     failures += [sight] if isinstance(sight, Exception) else []

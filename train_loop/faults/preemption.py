@@ -7,7 +7,7 @@ from collections.abc import Callable
 from train_loop.loop.session import Preemption, Session
 
 log = logging.getLogger(__name__)
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 _LAST_SAVE_SECONDS = 3.0
 """Seconds before the deadline at which the last checkpoint is due, if the group could not move."""
 _LATE_SECONDS = 1.0
@@ -25,11 +25,11 @@ class PreemptionWatch:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal = session.journal
-        self._ask = session.preemption
+        self._read_notice = session.preemption
         self._may_move = session.may_move
         self._clock, self._wall_clock = clock, wall_clock
-        self._asked = self._tried = clock()
-        self._looked: float | None = None
+        self._checked_at = self._tried = clock()
+        self._compared_at: float | None = None
         """Unix time of this rank's last comparison with the deadline, once before each step."""
         self._known: Preemption | None = None
         self._saved_last = False
@@ -37,12 +37,12 @@ class PreemptionWatch:
     @property
     def overdue(self) -> bool:
         """Return whether a check is due by this rank's clock."""
-        return self._ask is not None and self._clock() - self._asked >= _LOOK_SECONDS
+        return self._read_notice is not None and self._clock() - self._checked_at >= _POLL_SECONDS
 
     def sees_news(self) -> bool:
         """Return whether there is a new preemption notice, identical on all ranks. A collective call."""
-        assert self._ask is not None, "only ranks with a preemption source check for it"
-        self._asked, found = self._clock(), self._ask()
+        assert self._read_notice is not None, "only ranks with a preemption source check for it"
+        self._checked_at, found = self._clock(), self._read_notice()
         if found is None or found == self._known:
             return False
         self._known, self._saved_last = found, False
@@ -51,7 +51,7 @@ class PreemptionWatch:
 
     def wants_to_move(self) -> bool:
         """Return whether other hosts have room for all ranks; checked on this rank every 2 s after a notice."""
-        if self._known is None or self._may_move is None or self._clock() - self._tried < _LOOK_SECONDS:
+        if self._known is None or self._may_move is None or self._clock() - self._tried < _POLL_SECONDS:
             return False
         self._tried = self._clock()
         try:
@@ -67,8 +67,8 @@ class PreemptionWatch:
         Call it before each step; the save follows the step.
         """
         now = self._wall_clock()
-        step = 0.0 if self._looked is None else now - self._looked
-        self._looked = now
+        step = 0.0 if self._compared_at is None else now - self._compared_at
+        self._compared_at = now
         if self._known is None or self._known.deadline is None or self._saved_last:
             return False
         left = self._known.deadline - (now + step)

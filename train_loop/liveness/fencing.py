@@ -89,7 +89,7 @@ class FenceWatch:
         self._token = token
         self._poll_seconds = poll_seconds
         self._leave = leave
-        self._asked: float | None = None
+        self._checking_since: float | None = None
         """Monotonic time of the first storage check since the last success; None after a success."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
@@ -112,18 +112,18 @@ class FenceWatch:
 
     def _newer(self) -> Fence | None:
         """Return the fence if it is newer than the token. Storage that cannot be read is not a newer fence."""
-        if self._asked is None:
-            self._asked = time.monotonic()
-            heartbeat.mark_storage(self._asked)
+        if self._checking_since is None:
+            self._checking_since = time.monotonic()
+            heartbeat.mark_storage(self._checking_since)
         try:
             check_storage(self._run_dir.root)
             check_writable(self._run_dir.root)
             fence = self._run_dir.fence()
         except Exception as error:
             log.debug("the fence cannot be read: %s", error)
-            heartbeat.mark_storage(self._asked, getattr(error, "errno", None) or 0)
+            heartbeat.mark_storage(self._checking_since, getattr(error, "errno", None) or 0)
             return None
-        self._asked = None
+        self._checking_since = None
         heartbeat.mark_storage(None)
         return fence if fence > self._token else None
 

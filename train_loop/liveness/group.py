@@ -53,7 +53,7 @@ class Liveness:
     def __post_init__(self) -> None:
         self._ranks = {rank: _Rank(host) for rank, host in self.hosts.items()}
 
-    def hear(self, beat: Beat, now: float) -> None:
+    def record(self, beat: Beat, now: float) -> None:
         """Record a heartbeat. Ignore those of other groups."""
         rank = self._ranks.get(beat.rank)
         if rank is None or beat.epoch != self.epoch:

@@ -33,7 +33,7 @@ _STORAGE = struct.Struct("<dq")
 _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
-_LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
+_LONGEST_PAUSE_SECONDS = 2 * INTERVAL_SECONDS
 """A longer pause between two heartbeats means that this host was frozen."""
 _RECENT_BEATS = 4
 """An OOM kill within this number of heartbeats explains a rank's end: a large process exits slowly."""
@@ -195,7 +195,7 @@ class _Sender:
         self._parent = parent
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._failed_since = self._looked = self._failed_seconds = 0.0
+        self._failed_since = self._counted_at = self._failed_seconds = 0.0
         self._kills = deque[tuple[Path, int]](maxlen=_RECENT_BEATS)
         """Files with OOM kill counters, and the counts at the latest heartbeats."""
 
@@ -243,13 +243,13 @@ class _Sender:
 
         A process that is stopped during a storage check gets no answer although storage works.
         """
-        passed = min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        passed = min(now - self._counted_at, _LONGEST_PAUSE_SECONDS)
         if failed_since != self._failed_since:
-            passed = min(now - failed_since, _LONGEST_LOOK_SECONDS)
+            passed = min(now - failed_since, _LONGEST_PAUSE_SECONDS)
             self._failed_seconds = 0.0
         if failed_since and not stopped:
             self._failed_seconds += max(passed, 0.0)
-        self._failed_since, self._looked = failed_since, now
+        self._failed_since, self._counted_at = failed_since, now
 
     def _report_end(self, process: int | None) -> None:
         status = _exit_status(process) if process is not None else None

@@ -25,7 +25,7 @@ _limited = LimitedLog(logging.getLogger(__name__))
 # By urgency: the first requested one applies.
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
 _PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class RankRequests:
     """Request to stop before this step."""
     save: bool = False
     """A checkpoint is due by this rank's clock."""
-    look: bool = False
+    check_preemption: bool = False
     """A preemption check is due by this rank's clock."""
-    trouble: bool = False
+    fatal: bool = False
     """This rank has a fatal error, which must end the run."""
 
 
@@ -54,9 +54,9 @@ class Agreement:
     """Request to stop before this step; None to train it."""
     save: bool
     """Save a checkpoint after this step, in addition to the schedule."""
-    look: bool
+    check_preemption: bool
     """Check for preemptions after this step, on all ranks."""
-    trouble: bool
+    fatal: bool
     """At least one rank has a fatal error."""
 
 
@@ -86,21 +86,21 @@ class StopSignal:
         self._seen: Stop | None = None
         self._at_every_step = session.rank == 0 and not is_remote(session.run_dir.root)
         if session.rank == 0 and not self._at_every_step:
-            threading.Thread(target=self._keep_looking, name="stop", daemon=True).start()
+            threading.Thread(target=self._keep_polling, name="stop", daemon=True).start()
 
     @property
     def seen(self) -> Stop | None:
         """Return the stop request that this rank knows, or a pause after a signal."""
         if self._at_every_step:
-            self._look()
+            self._poll()
         return _PAUSE if self._session.stop_requested() else self._seen
 
-    def _keep_looking(self) -> None:
+    def _keep_polling(self) -> None:
         pause = threading.Event()
-        while not pause.wait(_LOOK_SECONDS):
-            self._look()
+        while not pause.wait(_POLL_SECONDS):
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         # Storage may come back. The service repeats its request, or kills the process.
         with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
@@ -120,14 +120,14 @@ def agree(
     stops = [0] * len(_STOPS)
     if mine.stop is not None:
         stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None, "attempt": None}))] = 1
-    words = torch.cat([counts, counts.new_tensor([mine.save, mine.look, mine.trouble, *stops])])
+    words = torch.cat([counts, counts.new_tensor([mine.save, mine.check_preemption, mine.fatal, *stops])])
     with clock.waiting():
         dist.all_reduce(words)
-        whole, tokens, save, look, trouble, *asked = words.tolist()
+        whole, tokens, save, check_preemption, fatal, *stop_counts = words.tolist()
         if ordered is not None and batch.weights is not None:
             whole = ordered.sum_weights(batch.weights).item()
-    stop = next((stop for stop, times in zip(_STOPS, asked, strict=True) if times), None)
-    return Agreement(whole, int(tokens), stop, bool(save), bool(look), bool(trouble))
+    stop = next((stop for stop, times in zip(_STOPS, stop_counts, strict=True) if times), None)
+    return Agreement(whole, int(tokens), stop, bool(save), bool(check_preemption), bool(fatal))
 
 
 def share_vitals(mine: RankStats, mesh: Mesh) -> list[RankStats]:

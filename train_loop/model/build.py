@@ -143,14 +143,14 @@ def check_rules(model: PreTrainedModel, stored: Collection[str] = ()) -> None:
     `stored` names the tensors that a folder holds. Checks the first of several modules of a kind, and leaves large
     modules to the run.
     """
-    asked = set[tuple[object, ...]]()
+    checked = set[tuple[object, ...]]()
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         leaves = [leaf for leaf in own if _join(name, leaf) not in stored]
         alike = (type(module), *leaves)
-        if not leaves or alike in asked or sum(tensor.numel() for tensor in own.values()) > _FEW_ELEMENTS:
+        if not leaves or alike in checked or sum(tensor.numel() for tensor in own.values()) > _FEW_ELEMENTS:
             continue
-        asked.add(alike)
+        checked.add(alike)
         with _initialised(model, name, seed=name):
             for leaf in leaves:
                 _set_by_a_rule(module, name, leaf)

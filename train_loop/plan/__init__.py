@@ -1,6 +1,7 @@
 """Planning by pure arithmetic: mesh, batches and steps, memory, and placement on nodes. Torch-free."""
 
 from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
+from train_loop.plan.data_facts import Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
@@ -16,7 +17,6 @@ from train_loop.plan.layout import (
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
-from train_loop.plan.preview import Preview, SampleCount
 from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape

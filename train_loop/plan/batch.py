@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train_loop.plan.preview import SampleCount
+from train_loop.plan.data_facts import SampleCount
 from train_loop.spec import Problem, TrainingSpec
 from train_loop.spec.schedule import check_steps
 

@@ -32,7 +32,7 @@ from train_loop.model.probe import ModelProbe, check_attention, check_head, chec
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
-from train_loop.preflight.fork_server import lacks_memory, looking_at, serve
+from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.preview import preview_data
 from train_loop.preflight.sample_count import count_samples
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
@@ -81,7 +81,7 @@ def check_model(
     with the checkpoint of the parent run.
     """
     shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
-    looking_at(pointer)
+    set_pointer(pointer)
     try:
         if spec.model.path is not None:
             check_folder(spec.model.path, policy)
@@ -152,7 +152,7 @@ def _source_problems(
     source: SourceSpec, columns: ColumnsSpec, policy: ReadPolicy, pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
     """Return the problems of one source; `pointers` are those of its path and its columns."""
-    looking_at(pointers[0])
+    set_pointer(pointers[0])
     try:
         for uri in source.paths:
             check_allowed(uri, policy)
@@ -171,7 +171,7 @@ def _source_problems(
 def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) -> list[Problem]:
     if not spec.data.reads_text:
         return []
-    looking_at("/model/tokenizer")
+    set_pointer("/model/tokenizer")
     try:
         if spec.model.tokenizer is not None:
             check_folder(spec.model.tokenizer, policy)
@@ -188,7 +188,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
 
 def _preview(spec: JobSpec) -> list[Preview]:
     """Return the effect of preparation on the first rows; empty for unreadable data, which the run reports."""
-    looking_at("/data/train")
+    set_pointer("/data/train")
     with suppress(ValueError, OSError):
         return preview_data(spec)
     return []

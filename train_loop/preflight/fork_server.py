@@ -21,7 +21,7 @@ _NO_MEMORY = b'{"limit": "memory"}'
 _subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - each fork replaces it
 
 
-def looking_at(pointer: str) -> None:
+def set_pointer(pointer: str) -> None:
     """Set the JSON pointer of the current check, at which the helper reports an exceeded limit."""
     _subject(pointer)
 

@@ -42,17 +42,17 @@ def _preview(spec: JobSpec, source: SourceSpec, folder: str) -> Preview:
     fit, bad = Fit.of(data, columns), [row for row in encoded if isinstance(row, BadRow)]
     fates = [fit(row)[1] for row in encoded if not isinstance(row, BadRow)]
     long = sum(len(row.input_ids) > fit.length for row in encoded if not isinstance(row, BadRow))
-    name, looked_at = ", ".join(source.paths), f"of the first {len(rows)} rows"
+    name, of_rows = ", ".join(source.paths), f"of the first {len(rows)} rows"
     fate = {"drop": "are dropped", "fail": "fail the job"}.get(fit.rule, "are truncated to it")
     notes = [
-        *([f"{name}: {len(bad)} {looked_at} cannot be trained on, the first because {bad[0].reason}"] if bad else []),
+        *([f"{name}: {len(bad)} {of_rows} cannot be trained on, the first because {bad[0].reason}"] if bad else []),
         *(
-            [f"{name}: {long} {looked_at} are longer than sequence_length={fit.length} and {fate}; see on_long_rows"]
+            [f"{name}: {long} {of_rows} are longer than sequence_length={fit.length} and {fate}; see on_long_rows"]
             if long and fit.rule != "split"
             else []
         ),
         *(
-            [f"{name}: {fates.count('untrained')} {looked_at} have no token that is trained and are dropped"]
+            [f"{name}: {fates.count('untrained')} {of_rows} have no token that is trained and are dropped"]
             if "untrained" in fates
             else []
         ),

@@ -139,12 +139,12 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._failed = False
         self._monitor.begin(token.epoch, hosts)
         settings = RankSettings(token.epoch, self._monitor.target)
-        asked = [
+        setups = [
             worker.execute_async(set_up_rank, settings, worker.distributed_context.world_rank, worker.metadata.node_ip)
             for worker in workers
         ]
         try:
-            self._placement_group = ray.get(asked, timeout=_SET_UP_SECONDS)[0]
+            self._placement_group = ray.get(setups, timeout=_SET_UP_SECONDS)[0]
         except ray.exceptions.GetTimeoutError as error:
             raise WorkerGroupStartupFailedError(f"a rank did not answer within {_SET_UP_SECONDS:.0f} s") from error
         self._report("group_started", epoch=token.epoch, hosts={str(rank): host for rank, host in hosts.items()})

@@ -113,7 +113,7 @@ def acknowledge(attempt: AttemptDir, journal: EventLog, outcome: Outcome) -> Non
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: EventLog) -> Outcome:
     """Prepare and train. Return an outcome in all cases, also after an exception."""
     try:
-        if (early := retry_storage(partial(_asked_early, run_dir, attempt))) is not None:
+        if (early := retry_storage(partial(_early_outcome, run_dir, attempt))) is not None:
             return early
         expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
         # Each rank has its own log file; the driver's log need not repeat it.
@@ -142,7 +142,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: EventLog) -> Outc
             journal.event("moving", ranks=ranks, hosts=left)
         raise AssertionError("unreachable")
     except KeyboardInterrupt:
-        stop = _asked(run_dir, attempt)
+        stop = _stop_request(run_dir, attempt)
         if stop is not None:
             return Outcome(result=stop.result, reason="stopped at the deadline without a last checkpoint")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
@@ -202,7 +202,7 @@ def _disconnect() -> None:
         log.warning("the driver could not disconnect from Ray: %s", error)
 
 
-def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
+def _early_outcome(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
     """Return the outcome of an attempt that was stopped or superseded before it began, else None."""
     newer = run_dir.fence().attempt
     if newer > attempt.number:
@@ -211,7 +211,7 @@ def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
     return Outcome(result=stop.result) if stop is not None else None
 
 
-def _asked(run_dir: RunDir, attempt: AttemptDir) -> Stop | None:
+def _stop_request(run_dir: RunDir, attempt: AttemptDir) -> Stop | None:
     """Return the service's stop request; None without one, or if storage is unavailable: there is no time to retry."""
     try:
         return run_dir.stop(attempt=attempt.number)

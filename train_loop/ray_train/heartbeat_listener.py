@@ -16,10 +16,10 @@ _ERROR_SECONDS = 10.0
 
 
 class HeartbeatListener:
-    """A thread that passes each heartbeat to `hear`, and calls `tick` every 0.25 s."""
+    """A thread that passes each heartbeat to `on_beat`, and calls `tick` every 0.25 s."""
 
     def __init__(
-        self, address: str, *, hear: Callable[[Beat], None], tick: Callable[[], None], clock: Callable[[], float]
+        self, address: str, *, on_beat: Callable[[Beat], None], tick: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -27,7 +27,7 @@ class HeartbeatListener:
         self._socket.settimeout(TICK_SECONDS)
         self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
         self.closed = threading.Event()
-        self._hear, self._tick, self._clock = hear, tick, clock
+        self._on_beat, self._tick, self._clock = on_beat, tick, clock
         self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
 
     def start(self) -> None:
@@ -63,4 +63,4 @@ class HeartbeatListener:
                 return
             beat = decode(data, self.target.token)
             if beat is not None:
-                self._hear(beat)
+                self._on_beat(beat)

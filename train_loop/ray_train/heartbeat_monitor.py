@@ -81,7 +81,7 @@ class GroupMonitor:
         self._lack: _Lack | None = None
         self._lock = threading.RLock()
         self._last_tick = clock()
-        self._listener = HeartbeatListener(address, hear=self.hear, tick=self.tick, clock=clock)
+        self._listener = HeartbeatListener(address, on_beat=self.record, tick=self.tick, clock=clock)
         self.target = self._listener.target
 
     def start(self) -> None:
@@ -155,13 +155,13 @@ class GroupMonitor:
                 return False
             self._listener.closed.wait(TICK_SECONDS)
 
-    def hear(self, beat: Beat) -> None:
+    def record(self, beat: Beat) -> None:
         """Record a heartbeat."""
         with self._lock:
             group = self._group
             if group is None:
                 return
-            group.liveness.hear(beat, self._clock())
+            group.liveness.record(beat, self._clock())
             ended = group.ended()
             for rank in sorted((group.liveness.out_of_memory() & ended.keys()) - group.out_of_memory):
                 group.out_of_memory.add(rank)

@@ -38,14 +38,14 @@ def read_inputs(
         found = cause(error)
         return is_transient(found) or (isinstance(found, UserError) and bool(missing_inputs(spec)))
 
-    def tell(error: BaseException) -> None:
+    def report_missing(error: BaseException) -> None:
         paths, found = ", ".join(missing_inputs(spec)), cause(error)
         log.warning("inputs are missing; the read is retried: %s", found)
         if on_first_failure is not None:
             on_first_failure(paths, found)
 
     try:
-        return retry_storage(read, may_pass=may_pass, on_first_failure=tell)
+        return retry_storage(read, may_pass=may_pass, on_first_failure=report_missing)
     except UserError:
         missing = missing_inputs(spec)
         if missing:

@@ -54,7 +54,7 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         Raises WorkerGroupStartupTimeoutError if the nodes have no room within the timeout.
         """
         for waited in _ticks():
-            total, free = self._look()
+            total, free = self._usable_nodes()
             doubtful = self.doubtful()
             trusted = {node: has for node, has in free.items() if node not in doubtful}
             if len(trusted) < len(free) and lay_out(scaling, list(trusted.values()), group=self._group) is not None:
@@ -88,7 +88,7 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         ranks = lay_out(scaling, list(total.values()), group=self._group)
         return 0 if ranks is None else splits(ranks, self._group)
 
-    def _look(self) -> tuple[Nodes, Nodes]:
+    def _usable_nodes(self) -> tuple[Nodes, Nodes]:
         """Return the total and the free resources of the usable nodes."""
         return raylet.usable(self.avoided())
 

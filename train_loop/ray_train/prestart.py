@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 _WORTH_IT = 20.0
 """Seconds after its start at which a run starts spares."""
-_LOOK_AGAIN = 30.0
+_IDLE_CHECK_SECONDS = 30.0
 """Seconds between two checks for idle nodes."""
-_LOOK_FOR_ROOM = 0.5
+_ROOM_CHECK_SECONDS = 0.5
 """Seconds between two checks for room."""
 _ASKING = 30.0
 """Timeout in seconds of a raylet's answer; without it there is no spare."""
@@ -53,7 +53,7 @@ class Standby:
         now = time.monotonic()
         if now < self._due:
             return
-        self._due = now + _LOOK_AGAIN
+        self._due = now + _IDLE_CHECK_SECONDS
         if self.count:
             _in_background(partial(_start_here, self.count))
             self.count = 0
@@ -98,7 +98,7 @@ def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1)
         if ranks is None:
             if time.monotonic() > give_up:
                 return
-            time.sleep(_LOOK_FOR_ROOM)
+            time.sleep(_ROOM_CHECK_SECONDS)
     counts = {nodes[place]: len(mine) for place, mine in ranks.items()}
     written = raylet.worker_group_environment(environment["env_vars"])
     raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ASKING)

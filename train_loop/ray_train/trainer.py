@@ -59,12 +59,12 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
         journal.warn(warning)
     away: list[str] = []
 
-    def tell(paths: str, error: BaseException) -> None:
+    def report_outage(paths: str, error: BaseException) -> None:
         away.append(paths or str(run_dir.root))
         journal.event("storage_unavailable", root=away[0], since=time.time(), error=str(error))
 
     # Ray wraps what its tasks raise.
-    read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, on_first_failure=tell)
+    read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, on_first_failure=report_outage)
     if away:
         journal.event("storage_available", root=away[0])
 

@@ -51,14 +51,14 @@ def storage_failed(error: BaseException) -> bool:
 
 
 @contextmanager
-def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
-    """Suppress storage errors and pass them to `tell`. Raises all other errors."""
+def storage_may_fail(on_error: Callable[[Exception], object]) -> Iterator[None]:
+    """Suppress storage errors and pass them to `on_error`. Raises all other errors."""
     try:
         yield
     except Exception as error:
         if not storage_failed(error):
             raise
-        tell(error)
+        on_error(error)
 
 
 def list_folder(folder: Path) -> list[str]:

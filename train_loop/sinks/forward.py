@@ -20,7 +20,7 @@ _MOST_SECONDS_AT_THE_END = 2.0
 _LATE = "its timeout passed before it had all metrics; the next attempt sends the rest, or send it by hand"
 
 
-class Tell(Protocol):
+class Reporter(Protocol):
     """Function that records an event, such as `EventLog.event`."""
 
     def __call__(self, name: str, **fields: str) -> None:
@@ -33,10 +33,10 @@ class Forwarder:
     The time between retries grows. Each sink has its own thread, so that one sink cannot block another.
     """
 
-    def __init__(self, handover: SinkCursor, tell: Tell) -> None:
+    def __init__(self, handover: SinkCursor, report: Reporter) -> None:
         self.name = handover.name
         self._handover = handover
-        self._tell = tell
+        self._report = report
         self._fails = False
         self._reported = False
         self._outcome: Outcome | None = None
@@ -107,7 +107,7 @@ class Forwarder:
 
     def _fail(self, error: str) -> None:
         log.warning("the sink %s: %s", self.name, error)
-        self._tell("sink_failed", sink=self.name, error=error)
+        self._report("sink_failed", sink=self.name, error=error)
 
 
 class Forwarders:
@@ -135,16 +135,16 @@ class Forwarders:
             forwarder.join(seconds=until - time.monotonic())
 
 
-def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str, str]) -> Forwarders:
+def forward(run_dir: RunDir, attempt: int, report: Reporter, environment: Mapping[str, str]) -> Forwarders:
     """Start to send the metrics of a run, up to this attempt, to the sinks that the environment names."""
     named = environment.get(SINKS_VARIABLE, format_sinks(DEFAULT_SINKS))
     sinks: tuple[SinkName, ...] = ()
     try:
         sinks = parse_sinks(named)
     except ValueError as error:
-        tell("sink_failed", sink=named, error=str(error))
+        report("sink_failed", sink=named, error=str(error))
     handovers = [SinkCursor(run_dir, name, partial(open_sink, name, run_dir), attempt=attempt) for name in sinks]
-    return Forwarders([Forwarder(handover, tell) for handover in handovers])
+    return Forwarders([Forwarder(handover, report) for handover in handovers])
 
 
 def _describe(error: Exception) -> str:

@@ -48,8 +48,8 @@ class ScalingSpec(SpecModel):
     @property
     def bounds(self) -> tuple[int, int]:
         """The minimum and maximum number of workers."""
-        asked = self.num_workers
-        return (asked.min, asked.max) if isinstance(asked, WorkerRange) else (asked, asked)
+        workers = self.num_workers
+        return (workers.min, workers.max) if isinstance(workers, WorkerRange) else (workers, workers)
 
     @property
     def world(self) -> int:

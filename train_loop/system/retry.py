@@ -26,7 +26,7 @@ def patiently(
     `on_first_failure` is called with the first error that is retried.
     """
 
-    def tell(state: RetryCallState) -> None:
+    def report_first_failure(state: RetryCallState) -> None:
         if on_first_failure is not None and state.attempt_number == 1 and state.outcome is not None:
             error = state.outcome.exception()
             assert error is not None, "only failures are retried"
@@ -36,7 +36,7 @@ def patiently(
         retry=retry_if_exception(may_pass),
         wait=wait_random_exponential(multiplier=0.5, max=15),
         stop=stop_after_delay(seconds),
-        before_sleep=tell,
+        before_sleep=report_first_failure,
         reraise=True,
     )
     return retrying(call)

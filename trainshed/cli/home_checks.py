@@ -88,6 +88,6 @@ def _port(host: str, port: int) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        remedy = "end what listens there (ss -ltnp tells), or set TRAINSHED_HOST and TRAINSHED_PORT"
+        remedy = "end what listens there (ss -ltnp shows it), or set TRAINSHED_HOST and TRAINSHED_PORT"
         return failed("home.port", f"{host}:{port}: {error.strerror}", remedy)
     return ok("home.port", f"{host}:{port} is free")

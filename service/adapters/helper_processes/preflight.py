@@ -105,18 +105,18 @@ class HelperPreflight:
         Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable.
         """
         if parent is not None:
-            return self._look(spec, parent)
-        return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
+            return self._run_check(spec, parent)
+        return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None))
 
     def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
-        return self._answers.cached(_what_is_looked_at(spec))
+        return self._answers.cached(_cache_key(spec))
 
     @property
     def _socket(self) -> Path:
         return Path(self._folder.name) / "preflight"
 
-    def _look(self, spec: JobSpec, parent: Parent | None) -> PreflightReport:
+    def _run_check(self, spec: JobSpec, parent: Parent | None) -> PreflightReport:
         limits = self._limits
         question = _Question(
             spec=spec,
@@ -127,7 +127,7 @@ class HelperPreflight:
             memory_bytes=limits.memory_bytes,
         )
         try:
-            answer = self._ask(question.model_dump_json().encode())
+            answer = self._request(question.model_dump_json().encode())
         except ConnectionError:
             answer = b""
         except (TimeoutError, RetryError) as error:
@@ -137,7 +137,7 @@ class HelperPreflight:
             ) from error
         return _parse(answer)
 
-    def _ask(self, question: bytes) -> bytes:
+    def _request(self, question: bytes) -> bytes:
         """Return the helper's answer; empty if the check crashed. Raises TimeoutError, and the errors of `_connect`."""
         # The helper ends the check at its timeout, and reports the cause.
         deadline = time.monotonic() + self._limits.seconds + _GRACE_SECONDS
@@ -191,8 +191,8 @@ class _Answers:
             return None
         return None if answer.result().problems else answer.result()
 
-    def get(self, key: str, ask: Callable[[], PreflightReport]) -> PreflightReport:
-        """Return the cached result, or call `ask`. Raises what `ask` raises."""
+    def get(self, key: str, check: Callable[[], PreflightReport]) -> PreflightReport:
+        """Return the cached result, or call `check`. Raises what `check` raises."""
         mine = Future[PreflightReport]()
         with self._lock:
             since, answer = self._known.get(key, (0.0, mine))
@@ -203,12 +203,12 @@ class _Answers:
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
         if answer is mine:
-            self._fill(key, mine, ask)
+            self._fill(key, mine, check)
         return answer.result()
 
-    def _fill(self, key: str, answer: "Future[PreflightReport]", ask: Callable[[], PreflightReport]) -> None:
+    def _fill(self, key: str, answer: "Future[PreflightReport]", check: Callable[[], PreflightReport]) -> None:
         try:
-            answer.set_result(ask())
+            answer.set_result(check())
         except BaseException as error:
             answer.set_exception(error)
         if answer.exception() or answer.result().problems:
@@ -217,7 +217,7 @@ class _Answers:
                 self._known.pop(key, None)
 
 
-def _what_is_looked_at(spec: JobSpec) -> str:
+def _cache_key(spec: JobSpec) -> str:
     """Return the cache key: all fields of a spec that `train_loop.preflight.checks` reads.
 
     The project is part of it, because projects may read different files.

@@ -29,11 +29,11 @@ class Breaker:
     """A circuit breaker, which passes calls on while the cluster answers.
 
     In a network that drops packets, each call waits for its whole timeout. So a call that fails after a second or more
-    opens the breaker. `ask` probes the cluster: it takes a timeout in seconds, and raises OSError if it gets no answer.
+    opens the breaker. `probe` checks the cluster: it takes a timeout in seconds, and raises OSError without an answer.
     """
 
-    def __init__(self, ask: Callable[[float], object]) -> None:
-        self._ask = ask
+    def __init__(self, probe: Callable[[float], object]) -> None:
+        self._probe = probe
         self._lock = threading.Lock()
         self._silent_since: float | None = None
         self._slow_until = self._called = float("-inf")
@@ -61,13 +61,13 @@ class Breaker:
             if self._silent_since is not None:
                 return
             self._silent_since = since
-        threading.Thread(target=self._ask_until_it_answers, name="cluster breaker", daemon=True).start()
+        threading.Thread(target=self._probe_until_answered, name="cluster breaker", daemon=True).start()
 
-    def _ask_until_it_answers(self) -> None:
+    def _probe_until_answered(self) -> None:
         while True:
             began = time.monotonic()
             try:
-                self._ask(LONG)
+                self._probe(LONG)
             except OSError:
                 time.sleep(_PAUSE)
                 with self._lock:

@@ -52,9 +52,9 @@ class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed 
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
         # Writes get the long timeout: after a timeout, Ray may still have executed them.
         seconds = None if method == "GET" else LONG
-        return self._breaker.call(partial(self.ask, method, endpoint, **arguments), seconds=seconds)
+        return self._breaker.call(partial(self.send_request, method, endpoint, **arguments), seconds=seconds)
 
-    def ask(self, method: str, endpoint: str, seconds: float, **arguments: Any) -> requests.Response:
+    def send_request(self, method: str, endpoint: str, seconds: float, **arguments: Any) -> requests.Response:
         """Send a request, even if the breaker is open."""
         timeout = (min(seconds, SHORT), seconds)
         answer: requests.Response = super()._do_request(method, endpoint, timeout=timeout, **arguments)
@@ -132,7 +132,7 @@ class RayJobs:
         """Return the status of a driver; UNKNOWN if the cluster does not answer. RUNNING may be two seconds old."""
         if time.monotonic() - self._ran.get(submission_id, -_RUNNING_SECONDS) < _RUNNING_SECONDS:
             return SubmissionStatus.RUNNING
-        found = self._ask_status(submission_id)
+        found = self._request_status(submission_id)
         if found is SubmissionStatus.RUNNING:
             self._ran[submission_id] = time.monotonic()
         else:
@@ -153,17 +153,17 @@ class RayJobs:
 
         Returns None if the cluster does not answer. The result may be two seconds old.
         """
-        asked, known = self._capacity
-        if time.monotonic() - asked >= _CAPACITY_SECONDS:
-            known = self._ask_capacity()
+        requested_at, known = self._capacity
+        if time.monotonic() - requested_at >= _CAPACITY_SECONDS:
+            known = self._request_capacity()
             self._capacity = (time.monotonic(), known)
         return known
 
     def nodes(self) -> list[Node] | None:
         """Return all nodes that Ray remembers, up to two seconds old; None if the cluster does not answer."""
         with self._nodes_lock:
-            asked, known = self._nodes
-            if time.monotonic() - asked >= _CAPACITY_SECONDS:
+            requested_at, known = self._nodes
+            if time.monotonic() - requested_at >= _CAPACITY_SECONDS:
                 try:
                     known = read_nodes(self._get, self._hosts)
                 except _FAULTS:
@@ -188,7 +188,7 @@ class RayJobs:
             return ProbeReply(Reachability.STARTING, "", "the embedded Ray is not up yet")
         try:
             client, before = self._connect(), time.time()
-            answer = client.ask("GET", _VERSION, LONG)
+            answer = client.send_request("GET", _VERSION, LONG)
             answer.raise_for_status()
             version = _VersionAnswer.model_validate_json(answer.text).ray_version
         except AuthenticationError as error:
@@ -226,18 +226,18 @@ class RayJobs:
         """Stop a Ray job that runs, or delete it from Ray's list if it has ended. Ignore errors."""
         self._ran.pop(submission_id, None)
         with suppress(*_FAULTS):
-            if self._ask_status(submission_id).alive:
+            if self._request_status(submission_id).alive:
                 self._connect().stop_job(submission_id)
             else:
                 self._connect().delete_job(submission_id)
 
-    def _ask_status(self, submission_id: str) -> SubmissionStatus:
+    def _request_status(self, submission_id: str) -> SubmissionStatus:
         try:
             return _STATUS[self._connect().get_job_status(submission_id)]
         except _FAULTS as error:
             return SubmissionStatus.MISSING if _does_not_exist(error) else SubmissionStatus.UNKNOWN
 
-    def _ask_capacity(self) -> Capacity | None:
+    def _request_capacity(self) -> Capacity | None:
         try:
             found = self._alive_nodes()
         except _FAULTS:

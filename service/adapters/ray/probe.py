@@ -10,7 +10,7 @@ from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _RAY_SECONDS, _NODE_SECONDS = 30.0, 20.0
 """Seconds to wait for an embedded Ray to start, and for its first node. So the doctor works right after
 `trainshed up`."""
@@ -30,26 +30,26 @@ class RayProbe:
         """Return how the dashboard answers. Wait up to 30 s for a cluster that is starting."""
         deadline = time.monotonic() + _RAY_SECONDS
         while (reply := self._jobs.greet()).reach is Reachability.STARTING and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return reply
 
     def nodes(self) -> int:
         """Return the number of live nodes. Wait up to 20 s for the first one. Raises ClusterError."""
         deadline = time.monotonic() + _NODE_SECONDS
         while not (count := self._jobs.count_nodes()) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return count
 
     def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
         """Return a report of each node, including whether it sees the files in `folder`. Raises ClusterError."""
         submission_id, deadline = f"doctor-{secrets.token_hex(8)}", time.monotonic() + seconds
-        asked = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
-        asked += ["--folder", folder] if folder is not None else []
-        asked += [word for root in self._roots for word in ("--root", root)]
-        self._jobs.run(submission_id, "train_loop.doctor.node_check", asked)
+        arguments = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
+        arguments += ["--folder", folder] if folder is not None else []
+        arguments += [word for root in self._roots for word in ("--root", root)]
+        self._jobs.run(submission_id, "train_loop.doctor.node_check", arguments)
         try:
             while (state := self._jobs.status(submission_id)) not in _ENDED and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             return _parse(self._jobs.output(submission_id), state, seconds)
         finally:
             self._jobs.forget(submission_id)

@@ -79,7 +79,7 @@ class DatabaseStatus:
         self._faults = FaultLog()
         self._lock = threading.Lock()
         self._away_since: float | None = None
-        self._looking = False
+        self._reconnecting = False
 
     def translate(self, context: ExceptionContext) -> None:
         """Raise NotReady in place of a driver's error if that is an outage. This is a listener of `handle_error`."""
@@ -104,9 +104,9 @@ class DatabaseStatus:
         """
         with self._lock:
             if self._away_since is not None:
-                if self._looking:
+                if self._reconnecting:
                     raise DatabaseUnreachable.because("the connection failed")
-                self._looking = True
+                self._reconnecting = True
         try:
             yield
         except BaseException:
@@ -116,14 +116,14 @@ class DatabaseStatus:
 
     def _set_away(self) -> None:
         with self._lock:
-            known, self._looking = self._away_since, False
+            known, self._reconnecting = self._away_since, False
             self._away_since = known or time.monotonic()
         if known is None:
             log.warning("database_away")
 
     def _set_back(self) -> None:
         with self._lock:
-            since, self._away_since, self._looking = self._away_since, None, False
+            since, self._away_since, self._reconnecting = self._away_since, None, False
         if since is not None:
             log.info("database_back", seconds=round(time.monotonic() - since, 1))
 

@@ -42,7 +42,7 @@ _TRAINING = {"training_started": WorkerStatus.YES, "workers_lost": WorkerStatus.
 _READY = {"workers_ready": True, "training_started": True, "workers_lost": False, "moving": False}
 _WINDOW = 1 << 18
 """Bytes per read. A longer line of a log is returned in parts."""
-_CHRONICLES = 1024
+_CACHED_READERS = 1024
 """Maximum number of runs whose summary is cached."""
 
 
@@ -53,7 +53,7 @@ class LocalRunDirs:
         self._roots = roots or StorageRoots()
         self._clock = clock
         self._lock = threading.Lock()
-        self._chronicles: dict[str, RunSummaryReader] = {}
+        self._readers: dict[str, RunSummaryReader] = {}
 
     def check(self, root: str) -> None:
         """Raise StorageUnavailable if a storage root that was used before is missing or was replaced."""
@@ -90,7 +90,7 @@ class LocalRunDirs:
         """Fence off every attempt older than this one."""
         self._begin(run_dir).write_fence(attempt)
 
-    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+    def request_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
         self._begin(run_dir).write_stop(stop)
 
@@ -128,13 +128,13 @@ class LocalRunDirs:
     def summary(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
         with self._lock:
-            chronicle = self._chronicles.pop(run_dir, None) or RunSummaryReader(RunDir.at(run_dir))
+            reader = self._readers.pop(run_dir, None) or RunSummaryReader(RunDir.at(run_dir))
             # The cache evicts the least recently used run.
-            self._chronicles[run_dir] = chronicle
-            if len(self._chronicles) > _CHRONICLES:
-                del self._chronicles[next(iter(self._chronicles))]
+            self._readers[run_dir] = reader
+            if len(self._readers) > _CACHED_READERS:
+                del self._readers[next(iter(self._readers))]
         self._roots.check(root_of(run_dir))
-        return chronicle.tell(partial(self.tail, run_dir), now=self._clock())
+        return reader.update(partial(self.tail, run_dir), now=self._clock())
 
     def latest_summary(self, run_dir: str) -> Reading:
         """Return the current summary, or the last one read with the error that prevents a newer one."""
@@ -147,8 +147,8 @@ class LocalRunDirs:
 
     def last_summary(self, run_dir: str) -> Reading:
         """Return the last summary that was read, without access to the storage."""
-        chronicle = self._chronicles.get(run_dir)
-        return Reading(EMPTY_SUMMARY, None) if chronicle is None else chronicle.last
+        reader = self._readers.get(run_dir)
+        return Reading(EMPTY_SUMMARY, None) if reader is None else reader.last
 
     def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""

@@ -41,9 +41,9 @@ class GuardedRunDirs:
         """Fence off every attempt older than this one."""
         self._write(run_dir, partial(self._inner.fence_off, run_dir, attempt=attempt))
 
-    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+    def request_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
-        self._write(run_dir, partial(self._inner.ask_to_stop, run_dir, stop))
+        self._write(run_dir, partial(self._inner.request_stop, run_dir, stop))
 
     def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         """Read the state of an attempt."""

@@ -40,7 +40,7 @@ class RunSummaryReader:
         self._conditions = Conditions()
         self._recent = deque[float](maxlen=_RECENT)
 
-    def tell(self, read: Read, *, now: float) -> RunSummary:
+    def update(self, read: Read, *, now: float) -> RunSummary:
         """Read the new lines, and return the updated summary."""
         with self._lock:
             for line in self._next(read):

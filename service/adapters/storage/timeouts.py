@@ -26,7 +26,7 @@ _RETRY_SECONDS = 1.0
 class _Outage:
     since: float
     error: str
-    next_look: float
+    next_check: float
 
 
 class StorageGuard:
@@ -67,10 +67,10 @@ class StorageGuard:
             if outage is None:
                 return
             now = time.monotonic()
-            if now < outage.next_look or self._hanging.get(root, 0) > 1:
+            if now < outage.next_check or self._hanging.get(root, 0) > 1:
                 raise StorageAway(root, outage.since, outage.error)
             # One caller checks the root; the others fail at once.
-            outage.next_look = now + _RETRY_SECONDS
+            outage.next_check = now + _RETRY_SECONDS
 
     def _within(self, root: str, act: Callable[[], T], seconds: float) -> T:
         if not self._places.acquire(timeout=seconds):

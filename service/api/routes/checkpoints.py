@@ -89,5 +89,5 @@ def exported(
     return export_out(actions.exported(caller, job_id, step, _wish(wish, job)), run_dir=job.run_dir)
 
 
-def _wish(asked: ExportIn, job: Job) -> ExportWish:
-    return ExportWish(dtype=asked.dtype or job.spec.model.dtype, weights=asked.weights)
+def _wish(body: ExportIn, job: Job) -> ExportWish:
+    return ExportWish(dtype=body.dtype or job.spec.model.dtype, weights=body.weights)

@@ -57,7 +57,7 @@ def request_resume(
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train from a checkpoint")
     sized = job
-    if scaling is not None and scaling != job.asked:
+    if scaling is not None and scaling != job.requested_scaling:
         # The attempt has the size that the job holds now. `granted` belongs to the previous size.
         sized = replace(job, scaling=scaling, sizes=sizes, granted=None)
     if job.state is JobState.PAUSED:

@@ -67,7 +67,7 @@ class Attempt:
     """Newest committed step at its end; None if there was none."""
 
 
-_ASKED = Reason(Code.USER, "a user asked for it")
+_USER_REQUEST = Reason(Code.USER, "a user asked for it")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StopRequest:
     checkpoint: bool
     deadline: float
     """Unix seconds after which the driver is stopped by force."""
-    reason: Reason = _ASKED
+    reason: Reason = _USER_REQUEST
     """Origin and cause of the request."""
     then_resume: bool = False
     """True if the job is queued again once it has stopped, e.g. after a resume request during a pause."""
@@ -146,14 +146,14 @@ class Job:
         return tuple(found)
 
     @property
-    def asked(self) -> ScalingSpec:
+    def requested_scaling(self) -> ScalingSpec:
         """Return the size that users requested, which may be a range."""
         return self.scaling or self.spec.scaling
 
     @property
     def size(self) -> ScalingSpec:
         """Return the size of the next attempt. An elastic job that is not admitted has its smallest size."""
-        return self.asked.at(self.granted or self.sizes[0]) if self.sizes else self.asked
+        return self.requested_scaling.at(self.granted or self.sizes[0]) if self.sizes else self.requested_scaling
 
     @property
     def waits_for(self) -> Reason | None:
@@ -165,7 +165,7 @@ class Job:
     @property
     def most_workers(self) -> int:
         """Return the largest number of workers that any attempt has had or may have."""
-        return max(self.asked.bounds[1], *(attempt.workers for attempt in self.attempts), 0)
+        return max(self.requested_scaling.bounds[1], *(attempt.workers for attempt in self.attempts), 0)
 
     @property
     def holds_resources(self) -> bool:

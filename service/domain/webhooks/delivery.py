@@ -128,8 +128,8 @@ def answered(status: int, headers: Mapping[str, str], *, now: float) -> Answer:
         error = "answered 410 Gone, so the webhook was disabled; a successful test call enables it again"
     else:
         error = f"answered {status}; expected a status from 200 to 299"
-    asked = _seconds(headers.get("retry-after"), now=now) if status in (429, 503) else None
-    return Answer(status, error, asked)
+    retry_after = _seconds(headers.get("retry-after"), now=now) if status in (429, 503) else None
+    return Answer(status, error, retry_after)
 
 
 def apply_answer(delivery: Delivery, answer: Answer, *, now: float, jitter: float) -> Delivery:
@@ -140,11 +140,11 @@ def apply_answer(delivery: Delivery, answer: Answer, *, now: float, jitter: floa
     return replace(tried, next_at=None if answer.gone else next_try(tried, answer.retry_after, now=now, jitter=jitter))
 
 
-def next_try(tried: Delivery, asked: float | None, *, now: float, jitter: float) -> float | None:
+def next_try(tried: Delivery, retry_after: float | None, *, now: float, jitter: float) -> float | None:
     """Return the time of the next attempt of a failed delivery; None if it is given up."""
     # The exponent is limited: 20 exceeds the longest pause, and a larger power may overflow a float.
     pause = min(FIRST_PAUSE * 2.0 ** min(tried.attempts - 1, 20), LONGEST_PAUSE) * (0.5 + 0.5 * jitter)
-    at = now + max(pause, min(asked or 0.0, LONGEST_PAUSE))
+    at = now + max(pause, min(retry_after or 0.0, LONGEST_PAUSE))
     return at if at <= tried.since + RETRY_SECONDS else None
 
 

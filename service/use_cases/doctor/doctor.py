@@ -21,7 +21,7 @@ _START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0
 visit's job, and the arrival of the nodes' files. Together one minute, or two if Ray is starting."""
 _TRIAL = 20.0
 """Timeout of each storage check in seconds; these run concurrently with the others."""
-_NOT_ASKED = ProbeFailure("not checked")
+_NOT_CHECKED = ProbeFailure("not checked")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Doctor:
         storage, begun = self._storage, time.monotonic()
         trials = [_in_thread(trial) for trial in (storage.read, storage.write, storage.replace)]
         reply = self._result_of(_in_thread(self._cluster.greet), _START + _QUESTION)
-        nodes: int | ProbeFailure = _NOT_ASKED
+        nodes: int | ProbeFailure = _NOT_CHECKED
         visited = _Visited()
         if isinstance(reply, ProbeReply) and reply.reach is Reachability.ANSWERS:
             nodes = self._result_of(_in_thread(self._cluster.nodes), _START)
@@ -109,7 +109,7 @@ class Doctor:
         left = None if isinstance(token, ProbeFailure) else folder
         visiting = _in_thread(lambda: self._cluster.visit(left, seconds=_VISIT * self._limit))
         visit = self._result_of(visiting, _VISIT + _ENDING)
-        arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
+        arrived: frozenset[str] | ProbeFailure = _NOT_CHECKED
         if isinstance(token, str) and not isinstance(visit, ProbeFailure):
             nodes = [node.node for node in visit.nodes if node.sight is not None and node.sight.token == token]
             arrived = self._result_of(_in_thread(lambda: self._storage.answers(folder, token, nodes)), _ARRIVAL)
@@ -127,9 +127,9 @@ class Doctor:
 
 @dataclass(frozen=True)
 class _Visited:
-    visit: ClusterVisit | ProbeFailure = _NOT_ASKED
-    token: str | ProbeFailure = _NOT_ASKED
-    arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
+    visit: ClusterVisit | ProbeFailure = _NOT_CHECKED
+    token: str | ProbeFailure = _NOT_CHECKED
+    arrived: frozenset[str] | ProbeFailure = _NOT_CHECKED
 
 
 def _in_thread(call: Callable[[], T]) -> "Future[T | ProbeFailure]":

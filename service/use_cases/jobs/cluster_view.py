@@ -23,30 +23,30 @@ class ClusterView:
     clock: Callable[[], float]
     silent_since: float | None = None
     """Start of the outage (Unix seconds); None if the cluster answers."""
-    _asked: float = 0.0
+    _requested_at: float = 0.0
     """Time of the last request (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """Draining hosts of each job, with the time of the notice (Unix seconds)."""
 
     def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver, and record whether the cluster answers."""
-        asked = self.clock()
+        requested_at = self.clock()
         found = self.cluster.status(submission_id)
-        self._note_answer(asked, answered=found is not SubmissionStatus.UNKNOWN)
+        self._note_answer(requested_at, answered=found is not SubmissionStatus.UNKNOWN)
         return found
 
-    def look(self) -> None:
+    def probe(self) -> None:
         """Check that the cluster answers, unless a request was sent in the last ten seconds."""
-        if abs(self.clock() - self._asked) >= _SILENT_SECONDS:
+        if abs(self.clock() - self._requested_at) >= _SILENT_SECONDS:
             self.capacity()
 
-    def _note_answer(self, asked: float, *, answered: bool) -> None:
-        self._asked = asked
+    def _note_answer(self, requested_at: float, *, answered: bool) -> None:
+        self._requested_at = requested_at
         if answered:
             self.silent_since = None
         elif self.silent_since is None:
             # The outage begins when the request is sent, not when it times out.
-            self.silent_since = asked
+            self.silent_since = requested_at
 
     def unreachable(self) -> Reason | None:
         """Return the reason for jobs if the cluster has not answered for ten seconds."""
@@ -69,9 +69,9 @@ class ClusterView:
 
     def capacity(self) -> Capacity | None:
         """Return the capacity without draining nodes, which must get no new workers."""
-        asked = self.clock()
+        requested_at = self.clock()
         found = self.cluster.capacity()
-        self._note_answer(asked, answered=found is not None)
+        self._note_answer(requested_at, answered=found is not None)
         if found is None or not found.nodes or not self._draining:
             return found
         nodes = self.cluster.nodes()

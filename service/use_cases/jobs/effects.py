@@ -24,7 +24,7 @@ class Effects:
                 self._submit(job)
             case Effect.ASK_TO_STOP:
                 if job.stop_request is not None:
-                    self.run_dirs.ask_to_stop(job.run_dir, wanted_stop(job.stop_request, job.attempts[-1]))
+                    self.run_dirs.request_stop(job.run_dir, wanted_stop(job.stop_request, job.attempts[-1]))
             case Effect.STOP_NOW:
                 self.cluster.stop(job.attempts[-1].submission_id)
             case Effect.STOP_PREVIOUS:

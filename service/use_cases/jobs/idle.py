@@ -8,7 +8,7 @@ from service.domain.jobs.job import Job
 from service.domain.jobs.reason import Code, Reason
 from service.ports import AttemptObservation
 
-_LONGEST_LOOK = 60.0
+_MOST_IDLE_SECONDS = 60.0
 """Maximum idle seconds that one reconcile pass adds."""
 _STALL_SECONDS = 10.0
 _UNUSUAL = 3.0
@@ -47,7 +47,7 @@ class IdleTimers:
             found = _Idle(size, now, now, longest=longest, pauses=before.pauses + 1)
         else:
             # Bounded, because a suspended machine or a changed clock does not mean a hang.
-            seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
+            seconds = before.seconds + min(max(now - before.seen, 0.0), _MOST_IDLE_SECONDS)
             found = _Idle(size, now, before.since, seconds, before.longest, before.pauses)
         self._known[job.id] = found
         return found.seconds

@@ -101,11 +101,11 @@ class Reconciler:
         """Run one pass: take the due steps of every job. An error of one job does not delay the others."""
         try:
             # Finished jobs first: they free capacity for queued ones.
-            self._look_after(self.store.active(), stopped)
-            self._look_after(self._admit(stopped), stopped)
+            self._reconcile_all(self.store.active(), stopped)
+            self._reconcile_all(self._admit(stopped), stopped)
         finally:
             # Metrics and alerts need the cluster's status also without jobs and without the database.
-            self.view.look()
+            self.view.probe()
             self.queue.silent_since = self.view.silent_since
             self.queue.unreachable = self.view.unreachable() is not None
 
@@ -115,16 +115,16 @@ class Reconciler:
         Called before embedded Ray is stopped, after the last reconcile pass.
         """
         end, deadline = time.monotonic() + seconds, self.clock() + seconds
-        asked = [job_id for job_id in self.store.active() if self._ask_to_stop(job_id, deadline)]
-        if asked:
-            log.info("jobs_asked_to_save", jobs=len(asked), seconds=seconds)
-        while (left := set(asked) & set(self.store.active())) and time.monotonic() < end:
-            self._look_after(sorted(left), None)
+        stopping = [job_id for job_id in self.store.active() if self._request_stop(job_id, deadline)]
+        if stopping:
+            log.info("jobs_asked_to_save", jobs=len(stopping), seconds=seconds)
+        while (left := set(stopping) & set(self.store.active())) and time.monotonic() < end:
+            self._reconcile_all(sorted(left), None)
             time.sleep(_STOP_PAUSE_SECONDS)
         if left:
             log.warning("jobs_did_not_save_in_time", jobs=sorted(left), seconds=seconds)
 
-    def _ask_to_stop(self, job_id: str, deadline: float) -> bool:
+    def _request_stop(self, job_id: str, deadline: float) -> bool:
         """Ask a job to stop, unless it is stopping already; return whether it is stopping."""
         for _ in range(_TRIES):
             job = self.store.claim(job_id, self._lease())
@@ -136,7 +136,7 @@ class Reconciler:
                 return True
         return False
 
-    def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
+    def _reconcile_all(self, job_ids: list[str], stopped: threading.Event | None) -> None:
         for job_id in job_ids:
             try:
                 with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
@@ -152,7 +152,7 @@ class Reconciler:
         if _is_over(stopped):
             return []
         leads, now = self.store.lead(self._lease()), self.clock()
-        admission, entries = self._look_at_queue(now), self.queue.entries
+        admission, entries = self._decide_queue(now), self.queue.entries
         if not leads:
             return []
         for job_id, whom in admission.preempts.items():
@@ -166,7 +166,7 @@ class Reconciler:
             if self._change(entries[job_id], partial(start, now=now, workers=admission.workers.get(job_id)))
         ]
 
-    def _look_at_queue(self, now: float) -> Admission:
+    def _decide_queue(self, now: float) -> Admission:
         """Return the decisions about the queue; the previous ones if their inputs are unchanged."""
         queue, version = self.queue, self.store.queue_version()
         if changed := version != queue.version:

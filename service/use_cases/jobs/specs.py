@@ -53,7 +53,7 @@ def positions_in(body: bytes) -> Iterator[None]:
 def apply_overrides(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
     """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
     try:
-        spec = override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
+        spec = override(job.spec.model_copy(update={"scaling": job.requested_scaling}), overrides)
         # Only new labels: older jobs may have labels from before the rule.
         _check_labels(spec.labels.items() - job.spec.labels.items())
         return spec

@@ -29,7 +29,7 @@ class Signal(Enum):
     """End of stream: the job has finished, and all lines were read."""
 
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _WINDOWS = 64
 """Maximum number of file windows that one read scans for matching lines."""
 _END_SECONDS = 2.0
@@ -125,13 +125,13 @@ class ReadCache:
     def __init__(self) -> None:
         self._answers: dict[Hashable, tuple[float, Any]] = {}
 
-    async def ask(self, key: Hashable, call: Callable[[], T], *, seconds: float) -> T:
+    async def get(self, key: Hashable, call: Callable[[], T], *, seconds: float) -> T:
         """Return the result of a call, cached for `seconds`. While it is refreshed, others get the previous result."""
         if len(self._answers) > _MOST_ANSWERS:
             self._answers.clear()
         now = anyio.current_time()
-        asked, answer = self._answers.get(key, (-math.inf, None))
-        if now - asked >= seconds:
+        called_at, answer = self._answers.get(key, (-math.inf, None))
+        if now - called_at >= seconds:
             if key in self._answers:
                 self._answers[key] = now, answer
             answer = await run_in_threadpool(call)
@@ -175,7 +175,7 @@ class LogStream:
             batch = Batch((), place, more=False)
             try:
                 # Taken before the read, so that a line written meanwhile changes it.
-                mark = await self.read_cache.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
+                mark = await self.read_cache.get((run_dir, what), self.reader.mark, seconds=_POLL_SECONDS / 2)
                 if mark != read or over:
                     batch = await run_in_threadpool(self.reader.read, place)
             except StorageAway:
@@ -196,9 +196,9 @@ class LogStream:
                 yield Signal.STILL_HERE
                 last_sent = now
             # After the job has finished, one more read gets its last lines.
-            over = await self.read_cache.ask(run_dir, self.ended, seconds=_END_SECONDS)
+            over = await self.read_cache.get(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
-                await anyio.sleep(_LOOK_SECONDS)
+                await anyio.sleep(_POLL_SECONDS)
 
     async def _may_stay(self) -> bool:
-        return await self.read_cache.ask(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)
+        return await self.read_cache.get(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)

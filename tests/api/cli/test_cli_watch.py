@@ -142,9 +142,9 @@ def test_watch_on_a_terminal_draws_progress_bars(job_id: str, home: Path, servic
     step(service, job_id)
     with Client(json.loads((home / "service.json").read_text())["url"], KEY) as client:
         jobs = [client.api.job(job_id), client.api.job(other)]
-    with display(console, as_json=False) as look:
-        look(jobs)
-        look(jobs)
+    with display(console, as_json=False) as show:
+        show(jobs)
+        show(jobs)
     drawn = screen.getvalue()
     for part in (job_id, other, "RUNNING", "5/20 loss 2.5000", "1,234 tok/s", "━", "1. in the queue"):
         assert part in drawn
@@ -165,8 +165,8 @@ def test_closed_stdout_ends_the_command_without_an_error(job_id: str, service: F
 def test_help_imports_no_heavy_library() -> None:
     """Check that the help imports no heavy library."""
     heavy = "{'fastapi', 'starlette', 'sqlalchemy', 'ray', 'torch', 'transformers', 'pyarrow'}"
-    look = "from trainshed.cli.main import app; app(['--help'], standalone_mode=False); import sys"
-    command = [sys.executable, "-c", f"{look}; print({heavy} & sys.modules.keys())"]
+    script = "from trainshed.cli.main import app; app(['--help'], standalone_mode=False); import sys"
+    command = [sys.executable, "-c", f"{script}; print({heavy} & sys.modules.keys())"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     assert "130: interrupted; the job continues" in done.stdout

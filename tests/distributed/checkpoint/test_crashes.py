@@ -74,7 +74,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
             fault = saver.wait()
         assert (fault is None) == (step > 0), fault
         if fault is None and dist.get_rank() == 0:
-            trace.tell(step)
+            trace.report_durable(step)
     return trace.ops
 
 

@@ -97,11 +97,11 @@ def test_weight_average_can_be_exported(trained: Trained) -> None:
 def test_export_reports_its_status_and_pins_the_checkpoint(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, pinned = trained.run_dir, ExportWish(dtype="fp16"), list[set[int]]()
 
-    def look_and_build(model: ModelSpec) -> PreTrainedModel:
+    def record_pins_and_build(model: ModelSpec) -> PreTrainedModel:
         pinned.append(run_dir.pins())
         return build_model(model)
 
-    monkeypatch.setattr(exporting, "build_model", look_and_build)
+    monkeypatch.setattr(exporting, "build_model", record_pins_and_build)
     folder = export(run_dir, 3, wish)
     assert pinned == [{3}]
     assert run_dir.pins() == set()
@@ -136,13 +136,13 @@ def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.M
         made.append(None)
         return build_model(model)
 
-    def ask() -> Path:
+    def request_export() -> Path:
         both.wait()
         return export(run_dir, 3, wish)
 
     monkeypatch.setattr(exporting, "build_model", build_and_count)
     with ThreadPoolExecutor(2) as pool:
-        folders = {future.result() for future in [pool.submit(ask), pool.submit(ask)]}
+        folders = {future.result() for future in [pool.submit(request_export), pool.submit(request_export)]}
     assert folders == {run_dir.exports.folder(3, wish)}
     assert len(made) == 1
 
@@ -235,10 +235,10 @@ def test_full_state_dict_by_dtensor_equals_that_by_dcp(trained: Trained) -> None
 MEASURED = """
 import atexit, runpy, sys
 from pathlib import Path
-def tell():
+def print_peak():
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print("peak KiB", peak.split()[1])
-atexit.register(tell)
+atexit.register(print_peak)
 runpy.run_module("train_loop.checkpoint.export", run_name="__main__")
 """
 

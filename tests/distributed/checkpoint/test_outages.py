@@ -39,14 +39,14 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def after_delay_event(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
     """Fix the fault as soon as an event reports the delayed save."""
 
-    def look_and_mend() -> None:
+    def mend_after_event() -> None:
         wait_for(
             lambda: any(event["event"] == "checkpoint_delayed" for event in events(folder)),
             "an event that reports the delay",
         )
         mend()
 
-    thread = threading.Thread(target=look_and_mend)
+    thread = threading.Thread(target=mend_after_event)
     thread.start()
     yield
     thread.join()

@@ -103,7 +103,7 @@ def all_runs(folder: Path) -> dict[str, Any]:
     for mode in ("sync", "thread", "process"):
         run(data, folder / mode, strategy={"async_save_ckpt": mode})
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(preemption, "_LOOK_SECONDS", 0.0)
+        context.setattr(preemption, "_POLL_SECONDS", 0.0)
         notices = iter([None, *[Preemption((1,), DEADLINE)] * 99])
         never = {"every_steps": None, "save_final": False, "keep_last": 10}
         run(data, folder / "preempted", checkpoint=never, place={"preemption": lambda: next(notices)})

@@ -131,9 +131,9 @@ def test_outage_does_not_make_a_checkpoint_invalid(folder: Path, server: S3Serve
     on_ranks(2, train, folder, run_dir, "thread")
     manifest = run_dir.manifests()[STEPS]
     with server.refuse():
-        for ask in (run_dir.manifests, partial(verify, run_dir.checkpoint(STEPS), manifest)):
+        for read in (run_dir.manifests, partial(verify, run_dir.checkpoint(STEPS), manifest)):
             with pytest.raises(Exception, match=r"reduce your request rate|Service Unavailable") as refused:
-                ask()
+                read()
             assert storage_failed(refused.value)
     outage = threading.Thread(target=refuse_for, args=(server, 4))
     outage.start()
@@ -172,14 +172,14 @@ def test_damaged_checkpoint_is_skipped_with_an_event(folder: Path, place: Place)
 def test_stop_request_ends_the_run(folder: Path, place: Place) -> None:
     run_dir = place("stopped")
 
-    def ask() -> None:
+    def request_stop() -> None:
         wait_for(lambda: any(line["step"] >= 4 for line in read_lines(run_dir.attempt(1).metrics)), "step 4")
         run_dir.write_stop(Stop(mode="cancel"))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    requester = threading.Thread(target=request_stop)
+    requester.start()
     on_ranks(2, train, folder, run_dir, "thread", 100_000)
-    asking.join()
+    requester.join()
     (end,) = events(run_dir, "training_ended")
     assert end["result"] == "cancelled"
     assert max(run_dir.manifests()) == end["step"]

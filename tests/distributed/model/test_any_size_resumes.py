@@ -21,18 +21,18 @@ SAVING = Case(training=CASE.training, checkpoint=CASE.checkpoint | {"every_steps
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Callable[..., Any]]:
-    with ranks_of_any_number(4) as ask:
-        yield ask
+def call_ranks() -> Iterator[Callable[..., Any]]:
+    with ranks_of_any_number(4) as call:
+        yield call
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ask: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(call_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the data and an undisturbed run per mesh, with a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("runs")
     write_data(folder)
     for mesh, (world, _) in MESHES.items():
-        ask(world, train_case, folder, SAVING, mesh, RunDir(folder / mesh), 1, (STEPS, True))
+        call_ranks(world, train_case, folder, SAVING, mesh, RunDir(folder / mesh), 1, (STEPS, True))
         assert sorted(RunDir(folder / mesh).manifests()) == list(range(1, STEPS + 1))
     return folder
 
@@ -41,10 +41,10 @@ def undisturbed(ask: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("after", MESHES)
 @pytest.mark.parametrize("before", MESHES)
 def test_resume_of_any_mesh_on_any_mesh_has_the_bits_of_one_rank(
-    ask: Callable[..., Any], undisturbed: Path, before: str, after: str, step: int
+    call_ranks: Callable[..., Any], undisturbed: Path, before: str, after: str, step: int
 ) -> None:
     resumed = RunDir(undisturbed / f"{before} to {after} after {step}")
     shutil.copytree(RunDir(undisturbed / before).checkpoint(step), resumed.checkpoint(step))
-    ask(MESHES[after][0], train_case, undisturbed, CASE, after, resumed, 1, (STEPS, True))
+    call_ranks(MESHES[after][0], train_case, undisturbed, CASE, after, resumed, 1, (STEPS, True))
     assert numbers(resumed.root) == numbers(undisturbed / "1")[step:]
     assert differing(resumed.root, undisturbed / "1", STEPS) == []

@@ -31,8 +31,8 @@ Result = tuple[float, Gradients]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Callable[..., Any]]:
-    with ranks_that_stay(4) as ask:
-        yield ask
+    with ranks_that_stay(4) as call:
+        yield call
 
 
 def a_job(*, world: int = 4, per_device: int = 1, **parts: dict[str, Any]) -> JobSpec:

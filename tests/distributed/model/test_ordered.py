@@ -22,14 +22,14 @@ from train_loop.parallel.ordered import OrderedReduction
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.state import seed_generators
 
-Ask = Callable[..., Any]
+CallRanks = Callable[..., Any]
 DEFAULT = {"reproducible": "same_size", "reduction_tree": None}
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
-    with ranks_of_any_number(4) as ask:
-        yield ask
+def call_ranks() -> Iterator[CallRanks]:
+    with ranks_of_any_number(4) as call:
+        yield call
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(ask: Ask, folder: Path, case: str, mesh: str) -> Path:
+def trained(call_ranks: CallRanks, folder: Path, case: str, mesh: str) -> Path:
     """Return the folder of a case's undisturbed run on a mesh."""
     run_dir = folder / f"{case} on {mesh}"
     if not run_dir.exists():
-        ask(MESHES[mesh][0], train_case, folder, CASES[case], mesh, RunDir(run_dir), 1, (STEPS, True))
+        call_ranks(MESHES[mesh][0], train_case, folder, CASES[case], mesh, RunDir(run_dir), 1, (STEPS, True))
     return run_dir
 
 
 @pytest.mark.parametrize(("case", "mesh"), [(name, mesh) for name, case in CASES.items() for mesh in case.meshes])
-def test_every_mesh_has_the_bits_of_one_rank(ask: Ask, folder: Path, case: str, mesh: str) -> None:
-    alone, found = trained(ask, folder, case, "1"), trained(ask, folder, case, mesh)
+def test_every_mesh_has_the_bits_of_one_rank(call_ranks: CallRanks, folder: Path, case: str, mesh: str) -> None:
+    alone, found = trained(call_ranks, folder, case, "1"), trained(call_ranks, folder, case, mesh)
     assert len(numbers(alone)) == STEPS
     assert str(numbers(found)) == str(numbers(alone))
     assert differing(found, alone) == []
@@ -57,19 +57,19 @@ def test_every_mesh_has_the_bits_of_one_rank(ask: Ask, folder: Path, case: str, 
 
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 @pytest.mark.parametrize("case", ["qwen3 fp32", "qwen3 tied bf16", "muon"])
-def test_digests_do_not_depend_on_the_mesh(ask: Ask, folder: Path, case: str, mesh: str) -> None:
-    alone, found = (digest_step(RunDir(trained(ask, folder, case, name)), STEPS) for name in ("1", mesh))
+def test_digests_do_not_depend_on_the_mesh(call_ranks: CallRanks, folder: Path, case: str, mesh: str) -> None:
+    alone, found = (digest_step(RunDir(trained(call_ranks, folder, case, name)), STEPS) for name in ("1", mesh))
     assert alone is not None
     assert found == alone
     names = {name.partition(".")[0] for name in alone.tensors}
     assert names == {"model", "optimizer", *({"ema"} if "ema_decay" in CASES[case].training else ())}
 
 
-def test_digests_of_another_step_differ(ask: Ask, folder: Path) -> None:
+def test_digests_of_another_step_differ(call_ranks: CallRanks, folder: Path) -> None:
     short = folder / "qwen3 fp32 for one step less"
-    ask(2, train_case, folder, CASES["qwen3 fp32"], "2", RunDir(short), 1, (STEPS - 1, True))
+    call_ranks(2, train_case, folder, CASES["qwen3 fp32"], "2", RunDir(short), 1, (STEPS - 1, True))
     found, other = (
-        digest_step(RunDir(trained(ask, folder, "qwen3 fp32", "2")), STEPS),
+        digest_step(RunDir(trained(call_ranks, folder, "qwen3 fp32", "2")), STEPS),
         digest_step(RunDir(short), STEPS - 1),
     )
     assert found is not None
@@ -78,46 +78,48 @@ def test_digests_of_another_step_differ(ask: Ask, folder: Path) -> None:
     assert found.sha256 != other.sha256
 
 
-def test_the_case_that_is_not_finite_skips_steps(ask: Ask, folder: Path) -> None:
-    events = read_lines(RunDir(trained(ask, folder, "not finite", "2x2")).attempt(1).events)
+def test_the_case_that_is_not_finite_skips_steps(call_ranks: CallRanks, folder: Path) -> None:
+    events = read_lines(RunDir(trained(call_ranks, folder, "not finite", "2x2")).attempt(1).events)
     assert [event["step"] for event in events if event["event"] == "step_skipped"]
 
 
 ULYSSES = {"2": (2, {}), "4": (4, {}), "2x2": (4, {"fsdp_size": 2})}
 
 
-def test_ulysses_keeps_the_bits_at_a_fixed_size(ask: Ask, folder: Path) -> None:
+def test_ulysses_keeps_the_bits_at_a_fixed_size(call_ranks: CallRanks, folder: Path) -> None:
     """Check two ranks per sequence; two ranks are one data-parallel rank."""
     case = Case(strategy={"ulysses_size": 2}, training={"reduction_tree": {"max_shards": 2, "max_replicas": 2}})
     runs = {}
     for name, (world, _) in ULYSSES.items():
         runs[name] = folder / f"ulysses on {name}"
-        ask(world, train_case, folder, case, name, RunDir(runs[name]), 1, (STEPS, True))
+        call_ranks(world, train_case, folder, case, name, RunDir(runs[name]), 1, (STEPS, True))
     for name in ("4", "2x2"):
         assert numbers(runs[name]) == numbers(runs["2"])
         assert differing(runs[name], runs["2"]) == []
 
 
-def test_unsharded_runs_have_the_same_bits_at_every_number_of_replicas(ask: Ask, folder: Path) -> None:
+def test_unsharded_runs_have_the_same_bits_at_every_number_of_replicas(call_ranks: CallRanks, folder: Path) -> None:
     tree = {"max_shards": 1, "max_replicas": 4}
     case = Case(strategy={"sharding_strategy": "NO_SHARD"}, training={"reduction_tree": tree})
     runs = {name: folder / f"unsharded on {name}" for name in ("1", "2", "4")}
     for name, run_dir in runs.items():
-        ask(MESHES[name][0], train_case, folder, case, name, RunDir(run_dir), 1, (STEPS, True))
+        call_ranks(MESHES[name][0], train_case, folder, case, name, RunDir(run_dir), 1, (STEPS, True))
     for name in ("2", "4"):
         assert numbers(runs[name]) == numbers(runs["1"])
         assert differing(runs[name], runs["1"]) == []
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SCHEDULES", "4"))))
-def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(ask: Ask, folder: Path, seed: int) -> None:
+def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(
+    call_ranks: CallRanks, folder: Path, seed: int
+) -> None:
     """Check random schedules: each leg has a mesh and ends with a checkpoint, or without one as if it were killed.
 
     `SCHEDULES=200` tries 200 of them, which takes some ten minutes.
     """
     draw = random.Random(seed)
     case = draw.choice(("qwen3 fp32", "qwen3 tied bf16", "muon", "weighted"))
-    alone, run_dir = trained(ask, folder, case, "1"), RunDir(folder / f"{case} by schedule {seed}")
+    alone, run_dir = trained(call_ranks, folder, case, "1"), RunDir(folder / f"{case} by schedule {seed}")
     attempt = done = 0
     while done < STEPS:
         attempt += 1
@@ -125,7 +127,7 @@ def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(ask: Ask, 
         stop = draw.randint(done + 1, STEPS) if attempt < 5 else STEPS
         checkpoint = draw.random() < 0.6
         run_dir.write_fence(attempt)
-        ask(MESHES[mesh][0], train_case, folder, CASES[case], mesh, run_dir, attempt, (stop, checkpoint))
+        call_ranks(MESHES[mesh][0], train_case, folder, CASES[case], mesh, run_dir, attempt, (stop, checkpoint))
         run_dir.stop_file.unlink(missing_ok=True)
         done = stop if checkpoint or stop == STEPS else done
     expected = {line["step"]: line for line in numbers(alone)}
@@ -141,10 +143,10 @@ def train_by_default(folder: Path, mesh: str, run_dir: RunDir) -> None:
     train_case(folder, case, mesh, run_dir, 1, (STEPS, True))
 
 
-def test_by_default_the_bits_depend_on_the_mesh(ask: Ask, folder: Path) -> None:
+def test_by_default_the_bits_depend_on_the_mesh(call_ranks: CallRanks, folder: Path) -> None:
     alone, found = (folder / f"by default on {mesh}" for mesh in ("1", "4"))
     for mesh, run_dir in (("1", alone), ("4", found)):
-        ask(MESHES[mesh][0], train_by_default, folder, mesh, RunDir(run_dir))
+        call_ranks(MESHES[mesh][0], train_by_default, folder, mesh, RunDir(run_dir))
     assert differing(found, alone)
 
 
@@ -206,8 +208,8 @@ ABLATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("ingredient", ABLATIONS)
-def test_without_any_part_the_bits_depend_on_the_mesh(ask: Ask, folder: Path, ingredient: str) -> None:
+def test_without_any_part_the_bits_depend_on_the_mesh(call_ranks: CallRanks, folder: Path, ingredient: str) -> None:
     alone, found = (folder / f"without {ingredient} on {mesh}" for mesh in ("1", "4"))
     for mesh, run_dir in (("1", alone), ("4", found)):
-        ask(MESHES[mesh][0], train_without, folder, ingredient, mesh, RunDir(run_dir))
+        call_ranks(MESHES[mesh][0], train_without, folder, ingredient, mesh, RunDir(run_dir))
     assert numbers(found) != numbers(alone) or differing(found, alone)

@@ -109,9 +109,9 @@ def job_of(case: Case, data: Path, world: int, mesh: dict[str, Any]) -> JobSpec:
 
 
 def train_case(folder: Path, case: Case, name: str, run_dir: RunDir, attempt: int, stop: tuple[int, bool]) -> str:
-    """Train a case on a mesh, up to a step at which it is told to stop with or without a checkpoint.
+    """Train a case on a mesh until a stop request at a given step, with or without a last checkpoint.
 
-    Rank n uses GPU n where there are GPUs.
+    Rank n uses GPU n if there are GPUs.
     """
     world, mesh = MESHES[name]
     job = job_of(case, folder / "data.parquet", world, mesh)

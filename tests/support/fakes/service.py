@@ -1,4 +1,4 @@
-"""What tests of the service share: a small spec, a clock that is told the time, and a service on fakes."""
+"""Shared parts of the service's tests: a small spec, a manual clock, and a service on fakes."""
 
 import copy
 import hashlib
@@ -65,7 +65,7 @@ _SPEC: dict[str, Any] = {
 
 
 def raw_spec(**parts: Any) -> dict[str, Any]:
-    """A spec as plain data; each part is merged into the field of its name."""
+    """Return a spec as plain data; each part is merged into the field of its name."""
     raw = copy.deepcopy(_SPEC)
     for name, value in parts.items():
         raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
@@ -73,23 +73,23 @@ def raw_spec(**parts: Any) -> dict[str, Any]:
 
 
 def spec_body(**parts: Any) -> str:
-    """The same as JSON text."""
+    """Return the spec of `raw_spec` as JSON text."""
     return json.dumps(raw_spec(**parts))
 
 
 def a_spec(**parts: Any) -> JobSpec:
-    """The same, parsed."""
+    """Return the parsed spec of `raw_spec`."""
     return parse(raw_spec(**parts))
 
 
 def a_job(job_id: str = "job-1", *, run_dir: str = "file:///nowhere", now: float = 0.0, **parts: Any) -> Job:
-    """A queued job."""
+    """Return a queued job."""
     return Job(job_id, a_spec(**parts), run_dir, created_at=now, updated_at=now)
 
 
 @dataclass
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock whose time a test sets."""
 
     now: float = 1000.0
 
@@ -99,7 +99,7 @@ class Clock:
 
 @dataclass
 class FakeService:
-    """The service with a cluster and a preflight that do what the test says; run directories are real."""
+    """The service with a scripted cluster and preflight; run directories are real."""
 
     root: Path
     store: JobStore = field(default_factory=MemoryJobStore)
@@ -125,18 +125,18 @@ class FakeService:
 
     @property
     def access(self) -> Access:
-        """The use cases of keys."""
+        """Return the use cases of keys."""
         operator = hashlib.sha256(KEY.encode()).hexdigest()
         return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}", self.tokens)
 
     @property
     def webhooks(self) -> Webhooks:
-        """The use cases of webhooks."""
+        """Return the use cases of webhooks."""
         return Webhooks(self.hooks, self.sender, AllowList(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
 
     @property
     def jobs(self) -> Jobs:
-        """The use cases."""
+        """Return the use cases of jobs."""
         return Jobs(
             store=self.store,
             cluster=self.cluster,
@@ -149,25 +149,25 @@ class FakeService:
 
     @property
     def submitter(self) -> Submitter:
-        """The use cases of new jobs."""
+        """Return the use cases of new jobs."""
         return Submitter(self.jobs, self.root.as_uri(), new_id=lambda: f"job-{next(self.ids):04d}")
 
     @property
     def service_metrics(self) -> ServiceMetrics:
-        """The use case of service metrics."""
+        """Return the use case of service metrics."""
         return ServiceMetrics(self.counts, self.store, self.run_dirs, self.metrics, self.clock, self.queue)
 
     @property
     def doctor(self) -> Doctor:
-        """One who finds all in order."""
+        """Return a doctor whose checks all pass."""
         return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
 
     def app(self, *, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> FastAPI:
-        """The HTTP side."""
+        """Return the HTTP API."""
         return build_api(self.parts(max_body_bytes, startup))
 
     def parts(self, max_body_bytes: int = 1 << 16, startup: DatabaseStartup | None = None) -> Parts:
-        """What the HTTP side is made of."""
+        """Return the parts of the HTTP API."""
         submitter, tools = self.submitter, HelperTools(timeout=60.0)
         checkpoints = CheckpointActions(submitter.jobs, self.run_dirs, tools, self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
@@ -182,13 +182,13 @@ class FakeService:
         )
 
     def client(self, **headers: str) -> TestClient:
-        """A caller with the key; `client(authorization="")` is one without."""
+        """Return a client with the key; `client(authorization="")` sends none."""
         return TestClient(self.app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"} | headers)
 
     def reconciler(
         self, *, store: JobStore | None = None, cluster: Cluster | None = None, traces: Tracer | None = None
     ) -> Reconciler:
-        """A reconciler as it is after a restart."""
+        """Return a new reconciler, as after a restart of the service."""
         return Reconciler(
             store or self.store,
             cluster or self.cluster,
@@ -207,23 +207,23 @@ class FakeService:
         return self.submitter.submit(JobRequest(OPERATOR, spec_body(**parts).encode())).view.job
 
     def get(self, job_id: str) -> Job:
-        """The job as it is stored."""
+        """Return the stored job."""
         return self.jobs.find(OPERATOR, job_id)
 
     def run_dir(self, job_id: str) -> RunDir:
-        """The job's run directory."""
+        """Return the job's run directory."""
         return RunDir.at(self.get(job_id).run_dir)
 
     def event(self, job_id: str, event: str, *, attempt: int = 1, **fields: Any) -> None:
-        """Let the workers write an event."""
+        """Write an event as the workers do."""
         JsonLines(self.run_dir(job_id).attempt(attempt).events, attempt=attempt).append(event=event, **fields)
 
     def metric(self, job_id: str, *, attempt: int = 1, **fields: Any) -> None:
-        """Let the workers write a metrics line."""
+        """Write a metrics line as the workers do."""
         JsonLines(self.run_dir(job_id).attempt(attempt).metrics, attempt=attempt).append(**fields)
 
     def end(self, job_id: str, outcome: Outcome, *, attempt: int = 1) -> None:
-        """Let the driver say how it ended."""
+        """Write the outcome as the driver does."""
         self.run_dir(job_id).attempt(attempt).write_outcome(outcome)
 
 

@@ -25,7 +25,7 @@ class Op(NamedTuple):
     at: int
     """Nanoseconds of a clock that all processes share."""
     kind: str
-    """mkdir, create, sync, rename, unlink or rmdir; or `told`, the report that a step is durable."""
+    """mkdir, create, sync, rename, unlink or rmdir; or `durable`, the report that a step is durable."""
     path: str
     target: str = ""
     content: bytes = b""
@@ -38,15 +38,15 @@ class Trace:
         self.ops: list[Op] = []
         self._root = os.path.realpath(root)
         self._sync = os.fsync
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._record_event)
         # The only relevant disk write that Python does not report to audit hooks.
-        os.fsync = self._hear_sync  # type: ignore[assignment]
+        os.fsync = self._sync_and_record  # type: ignore[assignment]
 
-    def tell(self, step: int) -> None:
+    def report_durable(self, step: int) -> None:
         """Record that a step was reported as durable."""
-        self._add("told", str(step))
+        self._add("durable", str(step))
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _record_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         match event, arguments:
             case "open", (str() | os.PathLike() as path, _, int() as flags) if flags & WRITES:
                 self._add("create", self._place(path))
@@ -61,7 +61,7 @@ class Trace:
             case "os.truncate" | "os.link" | "os.symlink", (path, *_) if self._place(path):
                 raise AssertionError(f"the model of the disk knows no {event}")
 
-    def _hear_sync(self, descriptor: int) -> None:
+    def _sync_and_record(self, descriptor: int) -> None:
         path = self._place(os.readlink(f"/proc/self/fd/{descriptor}"))
         regular = path and stat.S_ISREG(os.fstat(descriptor).st_mode)
         content = Path(self._root, path).read_bytes() if regular else b""
@@ -138,7 +138,7 @@ class Disk:
 
     def do(self, op: Op, final: bytes | None) -> None:
         """Apply an operation; `final` is the content of a created file once it is synced."""
-        if op.kind == "told":
+        if op.kind == "durable":
             self.promised.add(op.path)
             return
         folder, name = self._find(os.path.dirname(op.path)), os.path.basename(op.path)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ASKED, CHANGED = ("stat", "listdir", "scandir", "open"), ("mkdir", "rename", "unlink", "rmdir")
+READS, CHANGES = ("stat", "listdir", "scandir", "open"), ("mkdir", "rename", "unlink", "rmdir")
 _AGAIN = {"mkdir": errno.EEXIST, "rename": errno.ENOENT, "unlink": errno.ENOENT, "rmdir": errno.ENOENT}
 """The error of a change that is already done."""
 
@@ -28,15 +28,15 @@ def act_like_nfs(below: Path, *, seed: int, share: float = 0.08) -> None:
             return chance.random() < share
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(path: Any = ".", *rest: Any, **options: Any) -> Any:
+        def flaky(path: Any = ".", *rest: Any, **options: Any) -> Any:
             if not strikes(path):
                 return call(path, *rest, **options)
-            if name in CHANGED:
+            if name in CHANGES:
                 call(path, *rest, **options)
                 raise OSError(_AGAIN[name], os.strerror(_AGAIN[name]), str(path))
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
-        return ask
+        return flaky
 
-    for name in (*ASKED, *CHANGED):
+    for name in (*READS, *CHANGES):
         setattr(os, name, wrapped(name, getattr(os, name)))

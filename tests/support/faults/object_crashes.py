@@ -1,7 +1,7 @@
-"""What a crash can leave on object storage: the requests of a real program, cut where it may have been killed.
+"""Crash states of object storage: the requests of a real program, cut at every instant.
 
-A request is done or it is not, and what one process has asked for is there before its next request. So at any instant
-there is what was answered by then, and of each process perhaps the one request that was under way.
+Requests are atomic, and each process sends one at a time. So a crash leaves the effects of all answered requests, with
+or without the effect of the one request that each process had in flight.
 """
 
 import itertools
@@ -20,7 +20,7 @@ class Request(NamedTuple):
     at: int
     """Nanoseconds of a clock that all processes share, when the request was answered."""
     kind: str
-    """put or delete; or `told`, the report that a step is durable."""
+    """put or delete; or `durable`, the report that a step is durable."""
     key: str
     content: bytes = b""
 
@@ -33,28 +33,28 @@ class RequestTrace:
         self._prefix = prefix
         call = S3FileSystem._call_s3
 
-        async def call_and_tell(system: S3FileSystem, method: str, *parts: dict[str, Any], **rest: Any) -> Any:
+        async def call_and_record(system: S3FileSystem, method: str, *parts: dict[str, Any], **rest: Any) -> Any:
             answer = await call(system, method, *parts, **rest)
-            asked = {name: value for part in parts for name, value in part.items()} | rest
-            self._hear(method, asked)
+            parameters = {name: value for part in parts for name, value in part.items()} | rest
+            self._record(method, parameters)
             return answer
 
-        patch.setattr(S3FileSystem, "_call_s3", call_and_tell)
+        patch.setattr(S3FileSystem, "_call_s3", call_and_record)
         # Opened files call this one.
-        patch.setattr(S3FileSystem, "call_s3", sync_wrapper(call_and_tell))
+        patch.setattr(S3FileSystem, "call_s3", sync_wrapper(call_and_record))
 
-    def tell(self, step: int) -> None:
+    def report_durable(self, step: int) -> None:
         """Record that a step was reported as durable."""
-        self.requests.append(Request(time.monotonic_ns(), "told", str(step)))
+        self.requests.append(Request(time.monotonic_ns(), "durable", str(step)))
 
-    def _hear(self, method: str, asked: dict[str, Any]) -> None:
+    def _record(self, method: str, parameters: dict[str, Any]) -> None:
         match method:
             case "put_object":
-                self._add("put", asked["Key"], bytes(asked.get("Body", b"")))
+                self._add("put", parameters["Key"], bytes(parameters.get("Body", b"")))
             case "delete_object":
-                self._add("delete", asked["Key"])
+                self._add("delete", parameters["Key"])
             case "delete_objects":
-                for thing in asked["Delete"]["Objects"]:
+                for thing in parameters["Delete"]["Objects"]:
                     self._add("delete", thing["Key"])
             case "create_multipart_upload" | "copy_object":
                 raise AssertionError(f"the model of the storage knows no {method}")
@@ -78,7 +78,7 @@ def found_after_crashes(traces: Sequence[Sequence[Request]]) -> Iterator[Found]:
     seen = set[tuple[object, ...]]()
     objects, promised = dict[str, bytes](), frozenset[int]()
     for count, (request, _) in enumerate(order, start=1):
-        if request.kind == "told":
+        if request.kind == "durable":
             promised |= {int(request.key)}
         else:
             _do(objects, request)
@@ -96,7 +96,7 @@ def found_after_crashes(traces: Sequence[Sequence[Request]]) -> Iterator[Found]:
 def _next(ahead: Sequence[tuple[Request, int]], process: int) -> Request | None:
     """Return the next request of a process, whose answer it cannot have received."""
     following = next((request for request, number in ahead if number == process), None)
-    return None if following is None or following.kind == "told" else following
+    return None if following is None or following.kind == "durable" else following
 
 
 def _do(objects: dict[str, bytes], request: Request) -> None:

@@ -1,6 +1,6 @@
-"""`python -m tests.support.replica URL FOLDER OWNER`: one replica of the service's engine, on a cluster made of files.
+"""`python -m tests.support.faults.replica URL FOLDER OWNER`: one replica of the reconciler, on a cluster made of files.
 
-A submission is a file, made once; whoever would make it again is told that it is there.
+A submission is a file. A second submission with the same id changes nothing.
 """
 
 import os
@@ -25,16 +25,16 @@ CPUS = 24.0
 
 
 class FileCluster:
-    """Submissions as files in a folder; whoever runs them leaves another beside each that is done."""
+    """Submissions as files in a folder. The test that runs them adds a `.done` file for each finished one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def submit(self, launch: SubmitRequest) -> None:
-        """Make the file, and a line in a list of all that were asked for."""
-        with (self._folder / "asked").open("a") as asked:
-            asked.write(f"{launch.submission_id}\n")
-        # Whole or not at all: whoever makes it may be killed at any moment.
+        """Create the file of a submission, and append the request to the file `requests`."""
+        with (self._folder / "requests").open("a") as requests:
+            requests.write(f"{launch.submission_id}\n")
+        # A link creates the file atomically: this process may be killed at any moment.
         with NamedTemporaryFile("w", dir=self._folder) as file:
             file.write(launch.run_dir)
             file.flush()
@@ -42,7 +42,7 @@ class FileCluster:
                 os.link(file.name, self._folder / f"{launch.submission_id}.new")
 
     def status(self, submission_id: str) -> SubmissionStatus:
-        """What its files say."""
+        """Return the status of a submission by its files."""
         if (self._folder / f"{submission_id}.done").exists():
             return SubmissionStatus.SUCCEEDED
         return (
@@ -50,23 +50,23 @@ class FileCluster:
         )
 
     def stop(self, submission_id: str) -> None:
-        """Nothing here runs on."""
+        """Do nothing: there is no driver to stop."""
 
     def capacity(self) -> Capacity | None:
-        """What there is."""
+        """Return the fixed capacity."""
         return Capacity({"CPU": CPUS})
 
     def nodes(self) -> list[Node] | None:
-        """Return None: nobody knows them."""
+        """Return None: the nodes are unknown."""
         return None
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """There is none."""
+        """Return None: there is no dashboard."""
         return None
 
 
 def main() -> None:
-    """Reconcile until it is killed."""
+    """Reconcile until the process is killed."""
     url, folder, owner = sys.argv[1:]
     store = SqlJobStore(open_database(url))
     pace = ReconcileTimings(lease=LEASE, retry=Retry(base=0.2, cap=1.0))

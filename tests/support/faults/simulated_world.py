@@ -1,4 +1,4 @@
-"""A cluster, storage and users in simulated time, that fail as a seed says, and the rules that must hold."""
+"""A cluster, storage and users in simulated time, with seeded faults, and the invariants that must hold."""
 
 import random
 from collections.abc import Callable
@@ -23,32 +23,32 @@ from train_loop.spec.scaling import WorkerRange
 CPUS = 8.0
 QUOTAS = {"small": Quota(jobs=1)}
 STEPS = 6
-"""Of each job, each with a commit."""
+"""Steps of each job; each step commits a checkpoint."""
 PEACE = 60.0
-"""From then on nothing fails any more (seconds)."""
+"""Time after which no more faults happen (seconds)."""
 
 
 class DatabaseError(Exception):
-    """The database did not answer, or answered too late."""
+    """The error of a database call without an answer in time."""
 
 
 class RuleBroken(BaseException):
-    """Something happened that never may. No Exception, which the reconciler would log before it goes on."""
+    """The violation of an invariant. Not an Exception, because the reconciler would log that and continue."""
 
 
 EXPECTED = (DatabaseError, ClusterError, OSError, StaleAttempt)
-"""What is made to fail."""
+"""Exceptions of simulated faults."""
 
 
 def hold(rule: object, otherwise: str) -> None:
-    """Raise RuleBroken where a rule does not hold."""
+    """Raise RuleBroken with the message `otherwise` if a rule does not hold."""
     if not rule:
         raise RuleBroken(otherwise)
 
 
 @cache
 def spec(fewest: int, most: int, priority: int, project: str) -> JobSpec:
-    """A job's spec; parsed once for all worlds."""
+    """Return a job's spec; it is parsed once for all worlds."""
     workers: Any = {"min": fewest, "max": most} if fewest < most else most
     training = {"global_batch_size": 60}
     return a_spec(scaling={"num_workers": workers}, training=training, priority=priority, project=project)
@@ -69,20 +69,20 @@ class Disk:
 
 @dataclass
 class Driver:
-    """A submission, and how far it is."""
+    """A submission and its state."""
 
     job_id: str
     attempt: int
     state: SubmissionStatus = SubmissionStatus.PENDING
     ends_as: SubmissionStatus | None = None
-    """It has said how it ended, and its process is still there."""
+    """Final state of a driver that has written its outcome; its process still runs. None before that."""
     late: bool = False
-    """Its attempt was over before it began: somebody had stood still who wanted to start it. The fence will end it."""
+    """The attempt had ended before the driver started: a paused replica submitted it late. The fence will end it."""
 
 
 @dataclass
 class World:
-    """All of it. Raises RuleBroken as soon as something happens that never may."""
+    """The simulated world. Raises RuleBroken as soon as an invariant is violated."""
 
     seed: int
     now: float = 0.0
@@ -90,33 +90,33 @@ class World:
     disks: dict[str, Disk] = field(default_factory=dict)
     drivers: dict[str, Driver] = field(default_factory=dict)
     late: list[SubmitRequest] = field(default_factory=list)
-    """Requests on their way to the cluster."""
+    """Submissions that have not reached the cluster yet."""
     cpus: float = CPUS
-    """What the cluster has: less while nodes are gone."""
+    """CPUs of the cluster: fewer while nodes are lost."""
     silent_until: float = 0.0
-    """The cluster answers nobody until then."""
+    """Time until which the cluster does not answer."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
 
     def roll(self, share: float) -> bool:
-        """Whether something that goes wrong so often goes wrong now."""
+        """Return True if a fault with this probability happens now."""
         return self.now < PEACE and self.chance.random() < share
 
     def clock(self) -> float:
-        """Simulated seconds."""
+        """Return the simulated time in seconds."""
         return self.now
 
     # ------------------------------------------------------------------------------------------------- the cluster
 
     def submit(self, launch: SubmitRequest) -> None:
-        """Start a driver, or have the request arrive later and say that it failed."""
+        """Start a driver, or raise ClusterError and deliver the request later."""
         self._answer()
         if self.roll(0.1):
             self.late.append(launch)
             raise ClusterError("timed out")
         others = [one for one in self._drivers_of(launch.job_id) if one.state.alive]
-        # Whoever stood still may submit an attempt that is over; it finds the fence and ends.
+        # A replica that was paused may submit an attempt that has ended; its driver finds the fence and ends.
         over = self.disks[launch.job_id].fence > launch.attempt
         hold(over or all(one.attempt == launch.attempt for one in others), f"{launch.job_id} has two drivers")
         self.begin(launch)
@@ -125,19 +125,19 @@ class World:
         return [one for one in self.drivers.values() if one.job_id == job_id and not one.late]
 
     def begin(self, launch: SubmitRequest) -> None:
-        """The request arrives; a second one with its id is the same."""
+        """Start the driver of a submission. A second request with the same id changes nothing."""
         late = self.store.jobs[launch.job_id].attempts[launch.attempt - 1].ended_at is not None
         self.drivers.setdefault(launch.submission_id, Driver(launch.job_id, launch.attempt, late=late))
 
     def status(self, submission_id: str) -> SubmissionStatus:
-        """What became of a driver."""
+        """Return the status of a driver."""
         if self.now < self.silent_until:
             return SubmissionStatus.UNKNOWN
         driver = self.drivers.get(submission_id)
         return driver.state if driver else SubmissionStatus.MISSING
 
     def stop(self, submission_id: str) -> None:
-        """End a driver now."""
+        """Stop a driver now."""
         self._answer()
         driver = self.drivers.get(submission_id)
         if driver is not None and driver.state.alive:
@@ -147,15 +147,15 @@ class World:
             driver.state = SubmissionStatus.STOPPED
 
     def capacity(self) -> Capacity | None:
-        """What there is."""
+        """Return the current capacity; None while the cluster does not answer."""
         return None if self.now < self.silent_until else Capacity({"CPU": self.cpus})
 
     def nodes(self) -> list[Node] | None:
-        """Return None: nobody knows them."""
+        """Return None: the nodes are unknown."""
         return None
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """Return None: there is no page."""
+        """Return None: there is no dashboard."""
         return None
 
     def _answer(self) -> None:
@@ -165,51 +165,51 @@ class World:
     # ------------------------------------------------------------------------------------------ the run directories
 
     def prepare(self, run_dir: str, spec: JobSpec, size: Any, *, attempt: int) -> None:
-        """Shut out older attempts, unless this is one."""
+        """Fence off older attempts. Raises StaleAttempt if a newer one has fenced off this one."""
         self.fence_off(run_dir, attempt=attempt)
         self.disks[run_dir].prepared = max(self.disks[run_dir].prepared, attempt)
         if self.disks[run_dir].fence > attempt:
             raise StaleAttempt(run_dir, attempt)
 
     def fence_off(self, run_dir: str, *, attempt: int) -> None:
-        """Shut out older attempts."""
+        """Fence off older attempts."""
         disk = self.disks.setdefault(run_dir, Disk())
         disk.fence = max(disk.fence, attempt)
 
-    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
-        """Write control/stop.json."""
+    def request_stop(self, run_dir: str, stop: Stop) -> None:
+        """Store a stop request."""
         self.disks.setdefault(run_dir, Disk()).stop = stop
 
     def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
-        """What an attempt says of itself."""
+        """Return the state of an attempt."""
         disk = self.disks.get(run_dir, Disk())
         training = disk.started.get(attempt, WorkerStatus.NOT_YET)
         return AttemptObservation(training, disk.outcomes.get(attempt), disk.stop, ready=training is WorkerStatus.YES)
 
     def latest(self, run_dir: str) -> LatestAttempt:
-        """The newest attempt that was prepared or shut out."""
+        """Return the newest attempt that was prepared or fenced off."""
         disk = self.disks.get(run_dir, Disk())
         number = max(disk.prepared, disk.fence - 1)
         return LatestAttempt(number, fenced=disk.fence > number)
 
     def committed(self, run_dir: str) -> int | None:
-        """The newest committed step."""
+        """Return the newest committed step; None if there is none."""
         return self.disks.get(run_dir, Disk()).committed or None
 
     # ------------------------------------------------------------------------------------------------- what happens
 
     def drive(self, driver: Driver) -> None:
-        """One moment in the life of a driver."""
+        """Advance a driver by one step: it trains, ends or fails."""
         disk = self.disks[driver.job_id]
-        asked = disk.stop if disk.stop is not None and disk.stop.attempt == driver.attempt else None
+        stop = disk.stop if disk.stop is not None and disk.stop.attempt == driver.attempt else None
         if driver.ends_as is not None:
             driver.state = driver.ends_as
         elif disk.fence > driver.attempt:
             self._end(driver, Outcome(result="failed", code="fenced"))
         elif self.roll(0.03):
             driver.state = SubmissionStatus.FAILED
-        elif asked is not None:
-            self._end(driver, Outcome(result=asked.result))
+        elif stop is not None:
+            self._end(driver, Outcome(result=stop.result))
         elif self.roll(0.02):
             retryable = self.chance.random() < 0.7
             self._end(driver, Outcome(result="failed", code="worker_failure", reason="it fails", retryable=retryable))
@@ -221,7 +221,7 @@ class World:
             self._train(driver, disk)
 
     def _too_many(self, driver: Driver) -> bool:
-        """Whether the cluster has lost the room for its workers."""
+        """Return True if the driver and its workers no longer fit the cluster."""
         return self.store.jobs[driver.job_id].attempts[driver.attempt - 1].workers + 1 > self.cpus
 
     def _train(self, driver: Driver, disk: Disk) -> None:
@@ -241,7 +241,7 @@ class World:
         driver.ends_as = SubmissionStatus.FAILED if outcome.result == "failed" else SubmissionStatus.SUCCEEDED
 
     def user(self, job_id: str) -> None:
-        """A user wants something of a job."""
+        """Request a random change of a job: pause, resume or cancel."""
         job, now = self.store.jobs[job_id], self.now
         wishes: list[Callable[[], Job]] = [
             lambda: request_pause(job, deadline=now + 10, now=now),
@@ -259,13 +259,14 @@ class World:
     def _another_size(self, job: Job) -> tuple[ScalingSpec, tuple[int, ...]]:
         most = self.chance.randint(1, 6)
         if self.chance.random() < 0.5:
-            return job.asked.model_copy(update={"num_workers": WorkerRange(min=1, max=most)}), tuple(range(1, most + 1))
-        return job.asked.at(most), ()
+            workers = WorkerRange(min=1, max=most)
+            return job.requested_scaling.model_copy(update={"num_workers": workers}), tuple(range(1, most + 1))
+        return job.requested_scaling.at(most), ()
 
     # ----------------------------------------------------------------------------------------------- what must hold
 
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
-        """Store a change, and hold all that must be true against it."""
+        """Store a change, and check all invariants."""
         before = self.store.jobs[job.id]
         if not self.store.save(job, owner=owner, leads=leads):
             return False
@@ -288,7 +289,7 @@ class World:
 
 @cache
 def _reachable(state: JobState) -> frozenset[JobState]:
-    """Where one change may lead: itself, a transition, or through the queue, which a change may pass."""
+    """Return the states that one change may reach: the same, a transition's, or one beyond the queue."""
     direct = {state, *TRANSITIONS[state]}
     if state is JobState.PAUSED:
         direct |= TRANSITIONS[JobState.QUEUED]

@@ -1,8 +1,8 @@
-"""Replicas of the reconciler in a simulated world, until every job has ended.
+"""Replicas of the reconciler in a simulated world, which run until every job has ended.
 
-Each replica runs in a greenlet that hands over at every call of a port. Between two of its calls all can happen: the
-other replicas and the users go on, drivers train or die, calls fail before or after they took effect, requests arrive
-late, a replica dies, or stands still until its leases are over.
+Each replica runs in a greenlet that yields at every call of a port. Between two of its calls, other replicas, users and
+drivers run. Calls fail before or after their effect, requests arrive late, and replicas die or pause until their leases
+expire.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ END = 600.0
 """Simulated seconds after which every job must have ended."""
 
 _UNKNOWN: dict[str, Any] = {"capacity": None, "nodes": None, "dashboard": None, "status": SubmissionStatus.UNKNOWN}
-"""What a cluster that does not answer is taken to say."""
+"""Results of calls to a cluster that does not answer."""
 
 
 class Port:
-    """What a replica sees of the world: every call hands over first, and may fail before or after it took effect."""
+    """A replica's access to the world. Every call yields first, and may fail before or after its effect."""
 
     def __init__(self, target: Any, world: World, fault: type[Exception], *, faults: float) -> None:
         self._target, self._world, self._fault, self._faults = target, world, fault, faults
@@ -56,7 +56,7 @@ class Port:
 
 
 class Store:
-    """The store, with its saves held against what must be true."""
+    """A store that checks all invariants at every save."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -65,7 +65,7 @@ class Store:
         return getattr(self._world.store, name)
 
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
-        """Store a change, and hold all that must be true against it."""
+        """Store a change, and check all invariants."""
         return self._world.save(job, owner=owner, leads=leads)
 
 
@@ -75,12 +75,12 @@ class Replica:
 
     world: World
     owner: str
-    still_until: float = 0.0
+    paused_until: float = 0.0
     body: greenlet | None = None
 
-    def go_on(self) -> None:
-        """To its next call; or it dies and is started again, or stands still for longer than its leases."""
-        if self.world.now < self.still_until:
+    def advance(self) -> None:
+        """Run the replica to its next call; at random, kill it for a restart or pause it for longer than its leases."""
+        if self.world.now < self.paused_until:
             return
         if self.body is None:
             self.body = greenlet(self._run)
@@ -89,12 +89,12 @@ class Replica:
             self.body = None
             return
         elif self.world.roll(0.015):
-            self.still_until = self.world.now + 12.0
+            self.paused_until = self.world.now + 12.0
             return
         self.body.switch()
 
-    def leave(self) -> None:
-        """End it."""
+    def stop(self) -> None:
+        """Stop the replica."""
         if self.body is not None:
             self.body.throw(GreenletExit)
 
@@ -118,7 +118,7 @@ class Replica:
 
 
 def simulate(seed: int) -> World:
-    """Let a world go on until every job has ended. Raises RuleBroken where one does not."""
+    """Run a world until every job has ended. Raises RuleBroken if a job does not end in time."""
     world = World(seed)
     replicas = [Replica(world, f"replica-{number}") for number in range(world.chance.choice((1, 2, 2, 3)))]
     jobs = list(_jobs(world))
@@ -131,11 +131,11 @@ def simulate(seed: int) -> World:
                 world.store.add(NewJob(replace(jobs.pop(0), created_at=world.now)))
             for replica in replicas:
                 for _ in range(world.chance.randint(0, 12)):
-                    replica.go_on()
+                    replica.advance()
             _happen(world)
     finally:
         for replica in replicas:
-            replica.leave()
+            replica.stop()
     return world
 
 
@@ -150,7 +150,7 @@ def _jobs(world: World) -> Iterator[Job]:
 
 
 def _happen(world: World) -> None:
-    """What nobody of the service does."""
+    """Advance drivers, users and faults: all that the service does not do itself."""
     for driver in list(world.drivers.values()):
         if driver.state.alive and world.chance.random() < 0.5:
             world.drive(driver)
@@ -163,12 +163,12 @@ def _happen(world: World) -> None:
     if world.roll(0.01):
         world.cpus = world.chance.choice((3.0, 5.0, CPUS, CPUS))
     if world.roll(0.003):
-        # Another cluster in its place knows nothing, and nobody's request reaches the one that was.
+        # The cluster is replaced: the new one has no submissions, and pending requests are lost.
         world.drivers.clear()
         world.late.clear()
     if world.now >= PEACE:
         world.cpus = CPUS
-        # Whoever paused a job wants it to go on after all.
+        # Users resume their paused jobs, so that every job can end.
         for job in list(world.store.jobs.values()):
             if job.state is JobState.PAUSED:
                 world.save(request_resume(job, None, deadline=world.now, now=world.now))

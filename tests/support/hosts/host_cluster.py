@@ -188,7 +188,9 @@ class HostCluster:
 
         def reached() -> JobOut | None:
             job = self.client.job(job_id)
-            assert job.state in states or not job.state.terminal, f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            assert job.state in states or not job.state.terminal, (
+                f"{job.state}: {job.reason}\n{self.debug_report(job_id)}"
+            )
             return job if job.state in states else None
 
         return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
@@ -199,7 +201,7 @@ class HostCluster:
         def done() -> bool:
             job = self.client.job(job_id)
             assert not job.state.terminal or job.state is JobState.SUCCEEDED, (
-                f"{job.state}: {job.reason}\n{self.story(job_id)}"
+                f"{job.state}: {job.reason}\n{self.debug_report(job_id)}"
             )
             return any(line["step"] >= step for line in self.metrics(job_id))
 
@@ -302,7 +304,7 @@ class HostCluster:
         """Return the metrics lines of all attempts."""
         return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
 
-    def story(self, job_id: str) -> str:
+    def debug_report(self, job_id: str) -> str:
         """Return events and the ends of all logs."""
         logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
         return "\n".join(

@@ -1,4 +1,4 @@
-"""What ranks of tests have imported before they are forked, and never look through for garbage."""
+"""Modules that ranks of tests import before they are forked; the garbage collector never scans them."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Run functions on real gloo ranks, each a process of its own."""
+"""Run functions on real gloo ranks, each in a separate process."""
 
 import gc
 import os
@@ -31,12 +31,12 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 @contextmanager
 def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
-    """Ranks that answer one call after another, for tests that draw their cases as they go; rank 0's answers count."""
+    """Start ranks for many calls, for tests that draw their cases. Yields a function that returns rank 0's result."""
     context = get_context("forkserver")
-    asked, answers = [context.Queue() for _ in range(world)], context.Queue()
+    requests, answers = [context.Queue() for _ in range(world)], context.Queue()
 
-    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-        for queue in asked:
+    def call_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
+        for queue in requests:
             queue.put((function, arguments))
         error, answer = answers.get(timeout=120)
         if error:
@@ -44,25 +44,26 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
         return answer
 
     with tempfile.TemporaryDirectory() as folder:
-        ranks = _start(_answer, world, (dict(os.environ), world, folder, asked, answers))
-        yield ask
-        for queue in asked:
+        ranks = _start(_answer, world, (dict(os.environ), world, folder, requests, answers))
+        yield call_ranks
+        for queue in requests:
             queue.put(None)
         _join(ranks)
 
 
 @contextmanager
 def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callable[..., Any]]:
-    """Ranks that stay, of which each call uses the first `world` in a new group: `ask(world, function, *arguments)`.
+    """Start ranks for many calls, for tests that change the number of ranks often.
 
-    Returns rank 0's result. For tests that change the number of ranks often.
+    Yields `call_ranks(world, function, *arguments)`. It runs the function on the first `world` ranks, in a new group,
+    and returns rank 0's result.
     """
     context = get_context("forkserver")
-    asked, answers = [context.Queue() for _ in range(most)], context.Queue()
+    requests, answers = [context.Queue() for _ in range(most)], context.Queue()
 
-    def ask(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
         with tempfile.TemporaryDirectory() as group:
-            for queue in asked[:world]:
+            for queue in requests[:world]:
                 queue.put((world, group, function, arguments))
             found = [answers.get(timeout=120) for _ in range(world)]
         for _, error, _ in found:
@@ -70,9 +71,9 @@ def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callabl
                 raise AssertionError(error)
         return next(answer for rank, _, answer in found if rank == 0)
 
-    ranks = _start(_answer_in_groups, most, (dict(os.environ), backend, asked, answers))
-    yield ask
-    for queue in asked:
+    ranks = _start(_answer_in_groups, most, (dict(os.environ), backend, requests, answers))
+    yield call_ranks
+    for queue in requests:
         queue.put(None)
     _join(ranks)
 
@@ -115,11 +116,11 @@ def _rank(
 
 
 def _answer(
-    rank: int, environment: dict[str, str], world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
+    rank: int, environment: dict[str, str], world: int, folder: str, requests: "list[Queue[Any]]", answers: "Queue[Any]"
 ) -> None:
     with _group(rank, environment, world, folder):
-        while (question := asked[rank].get()) is not None:
-            function, arguments = question
+        while (request := requests[rank].get()) is not None:
+            function, arguments = request
             try:
                 answer: tuple[str | None, Any] = (None, function(*arguments))
             except Exception:
@@ -132,12 +133,12 @@ def _answer(
 
 
 def _answer_in_groups(
-    rank: int, environment: dict[str, str], backend: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
+    rank: int, environment: dict[str, str], backend: str, requests: "list[Queue[Any]]", answers: "Queue[Any]"
 ) -> None:
     # A run freezes its model, because its process ends after it. Frozen groups would keep their threads here.
     gc.freeze = lambda: None  # type: ignore[assignment]
-    while (question := asked[rank].get()) is not None:
-        world, folder, function, arguments = question
+    while (request := requests[rank].get()) is not None:
+        world, folder, function, arguments = request
         try:
             with _group(rank, environment, world, folder, backend):
                 answers.put((rank, None, function(*arguments)))

@@ -100,7 +100,7 @@ class LiveService:
         def reached() -> JobOut | None:
             job = self.client.job(job_id)
             why = job.reason.message if job.reason else None
-            assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.story(job_id)}"
+            assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.debug_report(job_id)}"
             return job if job.state in states else None
 
         return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
@@ -122,7 +122,7 @@ class LiveService:
         """Return the metrics lines of all attempts."""
         return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
 
-    def story(self, job_id: str) -> str:
+    def debug_report(self, job_id: str) -> str:
         """Return the information that a person needs to debug a failed job."""
         logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in logs]

@@ -1,4 +1,4 @@
-"""Receivers of webhooks on loopback: real sockets that answer, or do worse, as a test says."""
+"""Receivers of webhooks on loopback: real sockets that answer or misbehave as a test requires."""
 
 import ssl
 import threading
@@ -49,17 +49,17 @@ def answer(status: int, **headers: str) -> Act:
 RECEIVED = answer(200)
 
 
-def say_nothing(handler: BaseHTTPRequestHandler) -> None:
+def never_answer(handler: BaseHTTPRequestHandler) -> None:
     """Keep the connection open without an answer, until the client disconnects."""
     handler.rfile.read(1)
 
 
-def talk_garbage(handler: BaseHTTPRequestHandler) -> None:
+def send_garbage(handler: BaseHTTPRequestHandler) -> None:
     """Send bytes that are not HTTP."""
     handler.wfile.write(b"\x00\xff hello\r\n\r\n")
 
 
-def talk_for_ever(handler: BaseHTTPRequestHandler) -> None:
+def send_endless_body(handler: BaseHTTPRequestHandler) -> None:
     """Send an endless body."""
     handler.send_response(200)
     handler.end_headers()
@@ -67,7 +67,7 @@ def talk_for_ever(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b"x" * 65536)
 
 
-def drip(handler: BaseHTTPRequestHandler) -> None:
+def send_slow_headers(handler: BaseHTTPRequestHandler) -> None:
     """Send endless headers, one byte at a time."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nx: ")
     for _ in range(600):

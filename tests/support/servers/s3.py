@@ -1,6 +1,7 @@
-"""A real S3 server for the length of a test: moto's, in a process of its own, that refuses requests when it is told to.
+"""A real S3 server for tests: moto's, in a separate process, which refuses requests on demand.
 
-`python -m tests.support.s3 FOLDER` serves; what it and its client say to each other lies in FOLDER.
+`python -m tests.support.servers.s3 FOLDER` serves. Server and test exchange the port, the log of requests and the
+switch for refusals as files in FOLDER.
 """
 
 import argparse
@@ -98,7 +99,7 @@ class S3Server:
         command = [sys.executable, "-m", "tests.support.servers.s3", str(self._folder), "--port", str(self._port)]
         with _log(self._folder).open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[3])
-        self._port = wait_for(self._told_port, "an S3 server")
+        self._port = wait_for(self._reported_port, "an S3 server")
 
     def stop(self) -> None:
         """Stop the process."""
@@ -106,7 +107,7 @@ class S3Server:
             self._process.kill()  # the process holds no data that could be lost
             self._process.wait(timeout=30)
 
-    def _told_port(self) -> int | None:
+    def _reported_port(self) -> int | None:
         assert self._process is not None
         assert self._process.poll() is None, _log(self._folder).read_text()[-4000:]
         file = _port_file(self._folder)
@@ -157,25 +158,29 @@ class ReadinessGate:
     def __call__(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         """Answer one request."""
 
-        def start_and_tell(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+        def start_and_log(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             # Log before the answer is sent, so that a client with the answer finds the log line.
-            self._tell(environ, int(status.split()[0]))
+            self._log_request(environ, int(status.split()[0]))
             return start_response(status, headers, *rest)
 
         if "HTTP_X_NEVER_REFUSED" in environ or not _flag(self.folder).exists():
-            return self.application(environ, start_and_tell)
-        start_and_tell("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_SLOW_DOWN)))])
+            return self.application(environ, start_and_log)
+        start_and_log("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_SLOW_DOWN)))])
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [_SLOW_DOWN]
 
-    def _tell(self, environ: "WSGIEnvironment", status: int) -> None:
-        asked = {"method": environ["REQUEST_METHOD"], "path": environ["PATH_INFO"], "range": environ.get("HTTP_RANGE")}
+    def _log_request(self, environ: "WSGIEnvironment", status: int) -> None:
+        request = {
+            "method": environ["REQUEST_METHOD"],
+            "path": environ["PATH_INFO"],
+            "range": environ.get("HTTP_RANGE"),
+        }
         with self._writing, _requests(self.folder).open("a") as file:
-            file.write(json.dumps(asked | {"status": status}) + "\n")
+            file.write(json.dumps(request | {"status": status}) + "\n")
 
 
 def main() -> None:
     """Serve until killed; write the port to a file once requests are accepted."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.s3", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.servers.s3", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses")
     parser.add_argument("--host", default=_HOST, help="address to listen on")

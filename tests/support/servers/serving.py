@@ -14,7 +14,7 @@ from tests.support.waiting import wait_for
 
 Answer = Iterator[bytes]
 Fault = Callable[[socket.socket, Answer], None]
-"""Gets the caller and what the service would answer, which it is asked for only once that is read."""
+"""Function of the client's socket and the service's answer; the request is sent when the answer is first read."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tools.docs.events import page
 from train_loop.telemetry.events import EVENTS
 
 LOOP = Path("train_loop")
-WRITERS = {"event", "event_of_any_rank", "report", "_report", "tell", "_tell"}
+WRITERS = {"event", "event_of_any_rank", "report", "_report"}
 # The states of an export, which are not events.
 EXCLUDED = LOOP / "checkpoint" / "export"
 

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from train_loop.data.prepare.progress import Report
 from train_loop.run_dir import make_folder, sync
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _ABANDONED_SECONDS = 6 * 3600.0
 """Seconds without a change after which a temporary folder of another host counts as abandoned."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -53,7 +53,7 @@ def _locked(folder: Path, report: Report) -> Iterator[bool]:
             lock.acquire(timeout=0)
         except Timeout:
             report("waiting_for_preparation", folder=str(folder))
-            lock.acquire(poll_interval=_LOOK_SECONDS)
+            lock.acquire(poll_interval=_POLL_SECONDS)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

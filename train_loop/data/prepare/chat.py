@@ -148,7 +148,7 @@ class ChatTemplate:
     def _takes_over(self, text: str, messages: list[Message], turn: int, start: int) -> int:
         """Return the index after the generation prompt, from which the model writes; `start` without a prompt."""
         try:
-            before, prompt = (self._text(messages[:turn], prompt=asked) for asked in (False, True))
+            before, prompt = (self._text(messages[:turn], prompt=with_prompt) for with_prompt in (False, True))
             header = prompt.removeprefix(before)
             if header and text.startswith(prompt):
                 return len(prompt)

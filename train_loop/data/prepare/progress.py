@@ -33,7 +33,7 @@ class Progress:
         self.rows += rows
         self.tokens += tokens
         if monotonic() - self._reported_at >= _EVERY_SECONDS:
-            self._tell(self._before[task] + read)
+            self._report_progress(self._before[task] + read)
 
     def skipped(self, file: SourceFile, place: int, reason: str) -> None:
         """Count a row that cannot be trained on, and list it for `finish`."""
@@ -59,13 +59,13 @@ class Progress:
 
     def finish(self) -> None:
         """Report the end of preparation, and the rows that were skipped."""
-        self._tell(self._before[-1])
+        self._report_progress(self._before[-1])
         if self.bad_rows:
             places = locate([(file, place) for file, place, _ in self._listed])
             rows = [f"{where}: {reason}" for where, (_, _, reason) in zip(places, self._listed, strict=True)]
             self._report("bad_rows_skipped", count=self.bad_rows, rows=rows)
 
-    def _tell(self, done: int) -> None:
+    def _report_progress(self, done: int) -> None:
         self._reported_at = now = monotonic()
         total = max(self._before[-1], 1)
         left = (now - self._started) * (total - done) / done if done else None

@@ -30,7 +30,7 @@ from train_loop.spec import Problem
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
-    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import looking_at, serve\n"
+    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import set_pointer, serve\n"
     command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
@@ -88,7 +88,7 @@ def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Pat
 
 
 def test_hanging_check_is_killed_after_timeout() -> None:
-    hangs = "looking_at('/data/train') or time.sleep(3600)"
+    hangs = "set_pointer('/data/train') or time.sleep(3600)"
     with preflight(f"{hangs} if request['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
         assert helper.check(a_spec()).problems
         helper._limits = Limits(0.2)
@@ -120,7 +120,7 @@ _SMALL = Limits(60.0, cpu_seconds=1.0, memory_bytes=64 << 20)
     ],
 )
 def test_check_exceeding_a_limit_is_a_problem_of_its_field(answer: str, rule: str) -> None:
-    hostile = f"looking_at('/data/train/path') or looking_at('/model') or {answer}"
+    hostile = f"set_pointer('/data/train/path') or set_pointer('/model') or {answer}"
     with preflight(f"{hostile} if request['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
         ((problem,),) = [helper.check(a_spec(name="bad")).problems]
         assert problem.pointer == "/model"
@@ -232,7 +232,7 @@ def test_chat_template_exceeding_a_limit_is_a_problem_of_its_field(
 
 
 def test_check_exceeding_its_timeout_is_a_problem_of_its_field() -> None:
-    with preflight("looking_at('/model') or sum(iter(int, 1))", limits=Limits(1.0)) as helper:
+    with preflight("set_pointer('/model') or sum(iter(int, 1))", limits=Limits(1.0)) as helper:
         (problem,) = helper.check(a_spec()).problems
         assert problem.pointer == "/model"
         assert "took over 1 s; choose a smaller config" in problem.message

@@ -29,7 +29,7 @@ class ScriptedRayJobs(RayJobs):
         super().__init__(lambda: None, python="python")
         self.answers: Iterator[SubmissionStatus] = iter(answers)
 
-    def _ask_status(self, submission_id: str) -> SubmissionStatus:
+    def _request_status(self, submission_id: str) -> SubmissionStatus:
         return next(self.answers)
 
 

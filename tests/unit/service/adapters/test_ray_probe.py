@@ -98,8 +98,8 @@ def test_greet_distinguishes_refused_connection_from_starting_cluster(monkeypatc
 
 def test_greet_waits_for_the_address_of_a_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    looks = iter([None, None])
-    starting = RayProbe(RayJobs(lambda: next(looks, RayAddress("http://127.0.0.1:9", token=None)), python="python"))
+    addresses = iter([None, None])
+    starting = RayProbe(RayJobs(lambda: next(addresses, RayAddress("http://127.0.0.1:9", token=None)), python="python"))
     assert starting.greet().reach is Reachability.NOBODY
 
 
@@ -150,7 +150,7 @@ def test_visit_without_result_reports_state_and_last_log_line(state: SubmissionS
 
 
 def test_nodes_waits_for_a_head_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_probe, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(ray_probe, "_POLL_SECONDS", 0.0)
     assert (
         RayProbe(FakeJobs("", SubmissionStatus.PENDING, SubmissionStatus.PENDING, SubmissionStatus.RUNNING)).nodes()
         == 1

@@ -84,10 +84,10 @@ def test_lines_written_during_a_read_are_applied_in_order(run_dir: RunDir, quiet
 
     script, reads, dirs, reader = lines(), count(), LocalRunDirs(), RunSummaryReader(run_dir)
     for _ in range(40):
-        progress = reader.tell(read, now=0.0).progress
+        progress = reader.update(read, now=0.0).progress
         assert progress is None or progress.of == 10
     assert next(script, None) is None, "some lines are not written"
-    assert reader.tell(read, now=0.0) == LocalRunDirs().summary(uri(run_dir))
+    assert reader.update(read, now=0.0) == LocalRunDirs().summary(uri(run_dir))
 
 
 def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
@@ -103,7 +103,7 @@ def test_lines_are_kept_if_a_later_read_fails(run_dir: RunDir) -> None:
             return LocalRunDirs().tail(uri(run_dir), what, place)
 
         with suppress(OSError):
-            reader.tell(read, now=0.0)
+            reader.update(read, now=0.0)
     assert reader.last.summary == LocalRunDirs().summary(uri(run_dir))
 
 

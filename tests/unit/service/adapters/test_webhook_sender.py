@@ -18,11 +18,11 @@ from tests.support.servers.receivers import (
     Act,
     Receiver,
     answer,
-    drip,
+    never_answer,
     receiving,
-    say_nothing,
-    talk_for_ever,
-    talk_garbage,
+    send_endless_body,
+    send_garbage,
+    send_slow_headers,
 )
 from tests.support.waiting import wait_for
 
@@ -75,8 +75,8 @@ def test_rotated_secret_and_previous_secret_verify_until_it_expires() -> None:
         (answer(404, retry_after="7"), 404, None, "answered 404"),
         (answer(503, retry_after="7"), 503, 7.0, "answered 503"),
         (answer(410), 410, None, "410 Gone"),
-        (talk_garbage, None, None, "RemoteProtocolError"),
-        (talk_for_ever, 200, None, None),
+        (send_garbage, None, None, "RemoteProtocolError"),
+        (send_endless_body, 200, None, None),
     ],
 )
 def test_answer_gives_status_retry_after_and_error(
@@ -101,7 +101,7 @@ def test_redirect_is_reported_and_not_followed(status: int) -> None:
     assert str(inside.port) not in (found.error or ""), "the error does not contain the redirect target"
 
 
-@pytest.mark.parametrize("act", [say_nothing, drip])
+@pytest.mark.parametrize("act", [never_answer, send_slow_headers])
 def test_slow_receiver_times_out(act: Act) -> None:
     with receiving(act) as receiver:
         assert send(receiver, seconds=0.5) == Answer(None, "no answer within 0.5 s")
@@ -212,7 +212,7 @@ def test_tls_verifies_the_name_when_connecting_to_an_address(certificate: tuple[
 
 def test_close_aborts_in_flight_requests() -> None:
     sender, found = WebhookSender(LOOPBACK, seconds=600.0), list[Answer | None]()
-    with receiving(say_nothing) as receiver:
+    with receiving(never_answer) as receiver:
         webhook = a_webhook(receiver.url())
         thread = threading.Thread(target=lambda: found.append(sender.send(webhook, MESSAGE, now=1.0)))
         thread.start()

@@ -87,7 +87,7 @@ def test_elastic_job_grows_only_to_size_that_nodes_can_place() -> None:
     pair = replace(
         job,
         spec=job.spec.model_copy(
-            update={"scaling": job.asked.model_copy(update={"resources_per_worker": {"GPU": 2.0}})}
+            update={"scaling": job.requested_scaling.model_copy(update={"resources_per_worker": {"GPU": 2.0}})}
         ),
     )
     total = {"CPU": 9.0, "GPU": 6.0}
@@ -188,7 +188,7 @@ def test_resume_with_other_scaling_resizes_running_job() -> None:
     assert (resized.state, resized.stop_request and resized.stop_request.mode) == (JobState.PAUSING, "resize")
     assert QueueEntry.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
     assert request_resume(resized, requested, deadline=99.0, now=51.0) == resized
-    assert request_resume(job, job.asked, deadline=90.0, now=50.0) == job
+    assert request_resume(job, job.requested_scaling, deadline=90.0, now=50.0) == job
     seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)

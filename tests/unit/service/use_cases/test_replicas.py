@@ -113,6 +113,6 @@ def test_killed_and_frozen_replicas_lose_no_job_and_submit_none_twice(
     assert not odd, odd
     made = sorted(path.stem for path in tmp_path.glob("*.new"))
     assert made == [f"job-{number:04d}-1" for number in range(JOBS)]
-    requests = len((tmp_path / "asked").read_text().split())
+    requests = len((tmp_path / "requests").read_text().split())
     print(f"{dict(replicas.done)}, {requests} requests for {JOBS} submissions")  # noqa: T201
     assert min(replicas.done[what] for what in ("killed", "frozen")) >= 3

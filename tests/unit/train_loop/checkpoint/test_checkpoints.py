@@ -148,7 +148,7 @@ def test_attempt_superseded_after_its_fence_check_cannot_commit(
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, attempt=1, weights=b"old")
 
-    def look_and_be_overtaken(*_: object) -> None:
+    def lose_the_race(*_: object) -> None:
         monkeypatch.undo()
         run_dir.write_fence(2)
         FolderStore(run_dir, Fence(2)).clear()
@@ -156,7 +156,7 @@ def test_attempt_superseded_after_its_fence_check_cannot_commit(
             newer = unfinished(run_dir, 10, attempt=2, weights=b"new")
             FolderStore(run_dir, Fence(2)).commit(newer)
 
-    monkeypatch.setattr("train_loop.checkpoint.store.folder.check_fence", look_and_be_overtaken)
+    monkeypatch.setattr("train_loop.checkpoint.store.folder.check_fence", lose_the_race)
     with pytest.raises(FileNotFoundError, match="have been removed"):
         FolderStore(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again

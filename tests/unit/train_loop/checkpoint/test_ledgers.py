@@ -73,14 +73,14 @@ def test_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
     assert run_dir.fence() == Fence(3)
 
 
-def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) -> None:
+def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_check: int, meanwhile: Any) -> None:
     """Run an action when an attempt checks the fence for the n-th time."""
-    looks = iter(range(1, 100))
+    checks = iter(range(1, 100))
 
-    def look_and_be_overtaken(run_dir: RunDir, token: Fence) -> None:
-        if next(looks) == at_look:
+    def check_then_lose_the_race(run_dir: RunDir, token: Fence) -> None:
+        if next(checks) == at_check:
             monkeypatch.undo()
-            if at_look == 1:
+            if at_check == 1:
                 check_fence(run_dir, token)
                 meanwhile()
                 return
@@ -88,7 +88,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) ->
         check_fence(run_dir, token)
 
     for module in MODULES:
-        monkeypatch.setattr(module, "check_fence", look_and_be_overtaken)
+        monkeypatch.setattr(module, "check_fence", check_then_lose_the_race)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
@@ -103,7 +103,7 @@ def test_attempt_superseded_after_its_fence_check_replaces_nothing(
         if again:
             checkpoint(run_dir, 10, attempt=2, new=b"new")
 
-    hold_up(monkeypatch, at_look=1, meanwhile=take_over)
+    hold_up(monkeypatch, at_check=1, meanwhile=take_over)
     with pytest.raises((FileNotFoundError, FencedError)):
         open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
@@ -122,7 +122,7 @@ def test_superseded_commit_between_manifest_and_second_check_keeps_the_successor
         run_dir.write_fence(2)
         checkpoint(run_dir, 10, attempt=2, new=b"new")
 
-    hold_up(monkeypatch, at_look=2, meanwhile=take_over)
+    hold_up(monkeypatch, at_check=2, meanwhile=take_over)
     with pytest.raises(FencedError):
         open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2]
@@ -262,9 +262,9 @@ def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", fail)
         patch.setattr(MemoryFileSystem, "ls", fail)
-        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
+        for call in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
             with pytest.raises(OSError, match="Stale"):
-                ask()
+                call()
     with monkeypatch.context() as patch:
         patch.setattr("os.stat", fail)
         patch.setattr(MemoryFileSystem, "info", fail)

@@ -184,16 +184,16 @@ def test_text_of_the_generation_prompt_is_not_trained() -> None:
 def test_tool_calls_are_trained_and_tool_results_are_not(call: dict[str, Any]) -> None:
     turns = [user("1+1"), {"role": "assistant", "tool_calls": CALL, **call}, {"role": "tool", "content": "2"}]
     turns += [assistant("two")]
-    asked = '{"name": "sum", "arguments": {"a": 1}}'
+    tool_call = '{"name": "sum", "arguments": {"a": 1}}'
     assert shown("qwen", turns) == (
         "<|im_start|>user\n1+1<|im_end|>\n"
-        f"<|im_start|>assistant\n⟦<tool_call>\n{asked}\n</tool_call><|im_end|>⟧\n"
+        f"<|im_start|>assistant\n⟦<tool_call>\n{tool_call}\n</tool_call><|im_end|>⟧\n"
         "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n⟦<think>\n\n</think>\n\ntwo<|im_end|>⟧\n"
     )
     # This template rejects a conversation without the call.
     assert shown("mistral", turns) == (
-        f'<s>[INST] 1+1 [/INST]⟦[TOOL_CALLS] [{{"type": "function", "function": {asked}}}]</s>⟧'
+        f'<s>[INST] 1+1 [/INST]⟦[TOOL_CALLS] [{{"type": "function", "function": {tool_call}}}]</s>⟧'
         "[TOOL_RESULTS] 2[/TOOL_RESULTS] ⟦two</s>⟧"
     )
 

@@ -49,8 +49,8 @@ def test_any_sample_is_read_from_any_shard(
         part = write_part(samples, folder)
     assert part.samples == len(samples)
     assert part.tokens == sum(map(sum, sizes))
-    asked = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=10))
-    for cells, sample in zip(read_shards(part, np.array(asked, np.int64)), asked, strict=True):
+    indices = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=10))
+    for cells, sample in zip(read_shards(part, np.array(indices, np.int64)), indices, strict=True):
         assert_same(cells, samples[sample])
 
 
@@ -73,6 +73,6 @@ def test_shuffled_read_has_little_amplification(tmp_path: Path, monkeypatch: pyt
         return pread(descriptor, count, place)
 
     monkeypatch.setattr(os, "pread", counting)
-    asked = np.random.default_rng(0).permutation(4000)[:300]
-    own = sum(cells.input_ids.nbytes for cells in read_shards(part, asked))
+    indices = np.random.default_rng(0).permutation(4000)[:300]
+    own = sum(cells.input_ids.nbytes for cells in read_shards(part, indices))
     assert sum(read) <= 1.2 * own

@@ -52,7 +52,7 @@ class World:
     logged: list[tuple[Fence, int]] = field(default_factory=list)
     """Steps whose lines the newest group of that time wrote."""
 
-    def look(self, token: Fence) -> None:
+    def record_listing(self, token: Fence) -> None:
         """Record that a group now lists the checkpoints."""
         with self.schedule.unpaused():
             self.known[token] = {one.digest for one in self.valid()}
@@ -150,7 +150,7 @@ def resume(world: World, ledger: CheckpointStore, token: Fence) -> int:
     check_fence(world.run_dir, token)
     for step in again(ledger.clear):
         again(partial(ledger.put_aside, step))
-    world.look(token)
+    world.record_listing(token)
     for step, one in sorted(world.run_dir.manifests().items(), reverse=True):
         if not verify(world.run_dir.checkpoint(step), one):
             return step
@@ -201,7 +201,7 @@ def storage(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], World]]:
     # Greenlets stay in their thread, and the lock of a paused holder blocks no greenlet.
-    monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
+    monkeypatch.setattr(manifest_module, "_check_each", lambda names, check: [check(name) for name in names])
     monkeypatch.setattr("train_loop.run_dir.segments.threading.Thread", Mock())
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
     memory = Path("/dev/shm")

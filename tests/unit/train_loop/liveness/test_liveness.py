@@ -16,13 +16,13 @@ def beat(rank: int, *, step: int = 1, phase: Phase = Phase.TRAIN, epoch: int = 1
 def group(*, at: float = 0.0, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Liveness:
     found = Liveness(1, HOSTS)
     for rank in ranks:
-        found.hear(beat(rank), at)
+        found.record(beat(rank), at)
     return found
 
 
 def test_host_silence_is_that_of_its_last_rank() -> None:
     found = group()
-    found.hear(beat(2), 6.0)
+    found.record(beat(2), 6.0)
     assert found.silence(10.0) == {"node1": 10.0, "node2": 4.0}
     assert found.late_hosts(10.0, seconds=3.0) == {"node1", "node2"}
 
@@ -33,7 +33,7 @@ def test_host_silence_is_unknown_if_a_rank_sent_no_heartbeat() -> None:
 
 def test_heartbeats_of_another_group_are_ignored() -> None:
     found = group()
-    found.hear(beat(0, epoch=2), 9.0)
+    found.record(beat(0, epoch=2), 9.0)
     assert found.silence(10.0)["node1"] == 10.0
 
 
@@ -47,7 +47,7 @@ def test_stall_names_the_stopped_rank_that_blocks_others() -> None:
     found = group()
     for second in range(1, 13):
         for rank in HOSTS:
-            found.hear(beat(rank, stopped=rank == 3), float(second))
+            found.record(beat(rank, stopped=rank == 3), float(second))
     stall = found.stall(12.0, seconds=10.0)
     assert stall is not None
     assert (stall.waiting, stall.behind, stall.step) == ((0, 1, 2), (3,), 1)
@@ -59,7 +59,7 @@ def test_stall_names_the_rank_that_still_reads_data() -> None:
     for second in range(1, 13):
         for rank in HOSTS:
             phase = Phase.DATA if rank == 0 else Phase.AGREE
-            found.hear(beat(rank, step=2, phase=phase), float(second))
+            found.record(beat(rank, step=2, phase=phase), float(second))
     stall = found.stall(12.0, seconds=10.0)
     assert stall is not None
     assert (stall.behind, stall.reason) == ((0,), "rank 0 on node1 is reading data")
@@ -69,7 +69,7 @@ def test_stall_names_the_silent_host() -> None:
     found = group()
     for second in range(1, 13):
         for rank in (0, 1):
-            found.hear(beat(rank), float(second))
+            found.record(beat(rank), float(second))
     stall = found.stall(12.0, seconds=10.0)
     assert stall is not None
     assert stall.behind == (2, 3)
@@ -80,7 +80,7 @@ def test_ranks_that_all_compute_are_not_stalled() -> None:
     found = group()
     for second in range(1, 60):
         for rank in HOSTS:
-            found.hear(beat(rank), float(second))
+            found.record(beat(rank), float(second))
     assert found.stall(59.0, seconds=10.0) is None
 
 
@@ -88,7 +88,7 @@ def test_ranks_are_not_stalled_if_one_makes_progress() -> None:
     found = group()
     for second in range(1, 13):
         for rank in HOSTS:
-            found.hear(beat(rank, step=second if rank == 0 else 1), float(second))
+            found.record(beat(rank, step=second if rank == 0 else 1), float(second))
     assert found.stall(12.0, seconds=10.0) is None
 
 

@@ -41,7 +41,7 @@ def test_ranks_are_numbered_node_by_node(
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "message"),
+    ("requested", "nodes", "message"),
     [
         (
             scaling(1, GPU=6.0),
@@ -68,9 +68,9 @@ def test_ranks_are_numbered_node_by_node(
         ),
     ],
 )
-def test_missing_places_are_explained(asked: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
-    assert lay_out(asked, nodes) is None
-    assert no_place(asked, nodes) == message
+def test_missing_places_are_explained(requested: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
+    assert lay_out(requested, nodes) is None
+    assert no_place(requested, nodes) == message
 
 
 def test_unknown_nodes_block_nothing() -> None:
@@ -129,7 +129,7 @@ def test_lay_out_starves_ray_data_only_if_every_layout_does(
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "message"),
+    ("requested", "nodes", "message"),
     [
         (
             scaling(4, CPU=1.0),
@@ -146,15 +146,15 @@ def test_lay_out_starves_ray_data_only_if_every_layout_does(
         ),
     ],
 )
-def test_why_split_names_what_avoids_it(asked: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
-    assert why_split(asked, nodes, group=2) == message
+def test_why_split_names_what_avoids_it(requested: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
+    assert why_split(requested, nodes, group=2) == message
 
 
 def test_missing_places_counts_the_free_capacity() -> None:
     nodes = [{"CPU": 1.0}, {"CPU": 3.0}]
-    asked = {strategy: missing_places(scaling(6, strategy, CPU=1.0), nodes) for strategy in ("PACK", "STRICT_PACK")}
-    assert asked["PACK"] == "6 workers with 1 CPU each; the nodes have room for 4"
-    assert asked["STRICT_PACK"] == "6 workers with 1 CPU each on one node; the largest room is for 3"
+    missing = {strategy: missing_places(scaling(6, strategy, CPU=1.0), nodes) for strategy in ("PACK", "STRICT_PACK")}
+    assert missing["PACK"] == "6 workers with 1 CPU each; the nodes have room for 4"
+    assert missing["STRICT_PACK"] == "6 workers with 1 CPU each on one node; the largest room is for 3"
     spread = missing_places(scaling(6, "STRICT_SPREAD", CPU=1.0), nodes)
     assert spread == "a node each for 6 workers with 1 CPU; 2 nodes have room for one"
 

@@ -42,7 +42,7 @@ class World:
         for _ in range(int(seconds * 2)):
             self.now += 0.5
             for rank in HOSTS.keys() - set(silent):
-                self.monitor.hear(Beat(rank, 1, 7, Phase.TRAIN, 0.0, stopped=rank == stopped))
+                self.monitor.record(Beat(rank, 1, 7, Phase.TRAIN, 0.0, stopped=rank == stopped))
             self.monitor.tick()
 
     def run_without_storage(self, seconds: float, *ranks: int) -> None:
@@ -51,7 +51,7 @@ class World:
             self.now += 0.5
             for rank in HOSTS:
                 away = number / 2 if rank in ranks else 0.0
-                self.monitor.hear(Beat(rank, 1, 7, Phase.SAVE, 0.0, storage_seconds=away, storage_errno=errno.EROFS))
+                self.monitor.record(Beat(rank, 1, 7, Phase.SAVE, 0.0, storage_seconds=away, storage_errno=errno.EROFS))
             self.monitor.tick()
 
     def names(self) -> list[str]:
@@ -158,26 +158,26 @@ def test_own_host_is_never_declared_lost() -> None:
     made = World()
     made.monitor.begin(1, {0: "head", 1: "node1"})
     for rank in (0, 1):
-        made.monitor.hear(Beat(rank, 1, 7, Phase.TRAIN, 0.0))
+        made.monitor.record(Beat(rank, 1, 7, Phase.TRAIN, 0.0))
     for _ in range(40):
         made.now += 0.5
-        made.monitor.hear(Beat(1, 1, 7, Phase.TRAIN, 0.0))
+        made.monitor.record(Beat(1, 1, 7, Phase.TRAIN, 0.0))
         made.monitor.tick()
     made.monitor.close()
     assert (made.lost, made.names()) == ([], ["stalled"])
 
 
 def test_rank_death_is_reported_at_once(world: World) -> None:
-    world.monitor.hear(Beat(2, 1, 7, Phase.START, 0.0, ended=True, status=9))
+    world.monitor.record(Beat(2, 1, 7, Phase.START, 0.0, ended=True, status=9))
     assert world.monitor.died(0.0)
 
 
 def test_failure_names_the_rank_that_ended_before_the_group_closed(world: World) -> None:
-    world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
+    world.monitor.record(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
     # Ray terminates the survivors, which is not reported.
-    world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
+    world.monitor.record(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
     world.run(1, 0, 2)
     (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
     assert (loss["ranks"], loss["error"]) == ((2,), "rank 2 on node2 was killed by signal 9 (SIGKILL)")
@@ -186,7 +186,7 @@ def test_failure_names_the_rank_that_ended_before_the_group_closed(world: World)
 def test_cause_is_known_if_ray_finds_a_dead_rank_before_its_last_heartbeat(world: World) -> None:
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
-    world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+    world.monitor.record(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
     world.monitor.await_cause(0.0)
     world.monitor.begin(2, HOSTS)
     assert world.names() == ["out_of_memory", "workers_lost"]
@@ -195,13 +195,13 @@ def test_cause_is_known_if_ray_finds_a_dead_rank_before_its_last_heartbeat(world
 
 def test_oom_killed_rank_is_reported_at_once_and_once(world: World) -> None:
     for _ in range(3):
-        world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+        world.monitor.record(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
     (event,) = world.events
     assert event[0] == "out_of_memory"
     assert (event[1]["rank"], event[1]["host"], event[1]["memory"]) == (2, "node2", "host")
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
-    world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+    world.monitor.record(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
     world.run(1, 0, 2)
     (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
     assert (loss["ranks"], loss["cause"]) == ((2,), "out_of_memory")

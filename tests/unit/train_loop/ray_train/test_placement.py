@@ -24,12 +24,12 @@ class Cluster(Placement):
     def waiting(self, missing: str) -> None:
         self.reported.append(missing)
 
-    def _look(self) -> tuple[Nodes, Nodes]:
+    def _usable_nodes(self) -> tuple[Nodes, Nodes]:
         return TWO_HOSTS, self.free.pop(0) if len(self.free) > 1 else self.free[0]
 
 
 @pytest.fixture(autouse=True)
-def one_second_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_second_per_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_ticks", lambda: iter(range(1000)))
 
 

@@ -37,27 +37,27 @@ def test_spare_assigned_during_its_imports_has_complete_modules() -> None:
 
 
 def test_new_idle_nodes_get_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Mapping[str, int]]()
+    requested = list[Mapping[str, int]]()
     idle = dict[str, Mapping[str, float]]()
     monkeypatch.setattr(raylet, "idle_nodes", lambda: idle)
     monkeypatch.setattr(raylet, "own_environment", lambda: "")
-    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(dict(counts)))
+    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: requested.append(dict(counts)))
     monkeypatch.setattr(prestart, "_WORTH_IT", 0.0)
-    monkeypatch.setattr(prestart, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(prestart, "_IDLE_CHECK_SECONDS", 0.0)
     scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
     spares = prestart.Standby(0, elsewhere=(scaling, {"first": 2, "second": 2}))
 
-    def look() -> Mapping[str, int]:
-        looks = len(asked)
+    def next_request() -> Mapping[str, int]:
+        before = len(requested)
         spares.keep()
-        wait_for(lambda: len(asked) > looks, "a look")
-        return asked[-1]
+        wait_for(lambda: len(requested) > before, "a check for idle nodes")
+        return requested[-1]
 
     idle["third"] = {"CPU": 1.0}
-    assert look() == {}, "expected none: only one of two ranks fits"
+    assert next_request() == {}, "expected none: only one of two ranks fits"
     idle["third"] = {"CPU": 2.0}
-    assert look() == {"third": 2}
-    assert look() == {}, "expected none: the spares exist"
+    assert next_request() == {"third": 2}
+    assert next_request() == {}, "expected none: the spares exist"
     idle.clear()
     idle["fourth"] = {"CPU": 2.0}
-    assert look() == {"fourth": 2}
+    assert next_request() == {"fourth": 2}
