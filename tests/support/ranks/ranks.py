@@ -136,7 +136,7 @@ def _answer_in_groups(
     rank: int, environment: dict[str, str], backend: str, requests: "list[Queue[Any]]", answers: "Queue[Any]"
 ) -> None:
     # A run freezes its model, because its process ends after it. Frozen groups would keep their threads here.
-    gc.freeze = lambda: None  # type: ignore[assignment]
+    gc.freeze = lambda: None
     while (request := requests[rank].get()) is not None:
         world, folder, function, arguments = request
         try:
