@@ -18,7 +18,7 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import parse
 from train_loop.train import train
 
-STEPS = 10
+STEPS = 16
 
 
 def quickstart(*, world: int) -> dict[str, Any]:
@@ -48,5 +48,5 @@ def test_quickstart_learns_as_on_one_rank(tmp_path: Path) -> None:
     assert packed.utilisation >= 0.97, "expected padded samples"
     expected, found = on_ranks(1, learn, tmp_path)[0], on_ranks(4, learn, tmp_path)[0]
     assert len(found) == STEPS
-    assert expected[-1] < expected[0] - 0.5, "expected a lower loss"
+    assert expected[-1] < expected[0] - 1, "expected a lower loss"
     assert found == pytest.approx(expected, rel=0.01)
