@@ -137,6 +137,7 @@ def test_call_for_missing_checkpoint_returns_404(client: TestClient, url: str, m
     assert client.request(method, f"/jobs/job-9/checkpoints/10/{path}").json()["code"] == "job_not_found"
 
 
+@pytest.mark.slow
 def test_failed_export_reports_its_reason_and_can_be_retried(client: TestClient, url: str) -> None:
     """Export a fake checkpoint; the tests of the export cover real ones."""
     answer = client.post(f"{url}/20/export", json={"dtype": "bf16"})

@@ -175,6 +175,7 @@ def make(client: httpx.Client, receiver: Receiver) -> tuple[str, str]:
     return found["webhook"]["id"], found["secret"]
 
 
+@pytest.mark.slow
 def test_no_message_is_lost_when_the_service_is_killed(home: Path, receiver: Receiver) -> None:
     with serving(home) as (process, client):
         webhook_id, secret = make(client, receiver)

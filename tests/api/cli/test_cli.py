@@ -72,6 +72,7 @@ def test_control_characters_are_shown_escaped(home: Path, service: FakeService) 
         )
 
 
+@pytest.mark.slow
 def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeService) -> None:
     job_id = run("submit", str(home / "spec.json")).stdout.strip()
     job = service.get(job_id)

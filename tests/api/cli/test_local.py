@@ -46,6 +46,7 @@ def run(environment: dict[str, str], *arguments: str) -> Done:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_up_doctor_and_down_work_and_can_be_repeated(environment: dict[str, str], home: Path) -> None:
     first = run(environment, "up", "--json")
     assert first.returncode == 0, first.stderr

@@ -162,6 +162,7 @@ def write(service: FakeService, job_id: str, attempt: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_followed_lines_come_once_despite_disconnects(client: Client, proxy: Proxy, service: FakeService) -> None:
     job = client.submit(spec_body())
     start(service, job.id)
@@ -305,6 +306,7 @@ def test_newest_checkpoint_is_exported(client: Client, service: FakeService) -> 
         is_exported(failed)
 
 
+@pytest.mark.slow
 def test_digests_are_those_of_the_newest_checkpoint(client: Client, service: FakeService) -> None:
     job = client.submit(spec_body())
     with pytest.raises(LookupError, match=f"{job.id} has no checkpoint yet"):

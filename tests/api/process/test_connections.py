@@ -95,6 +95,7 @@ def test_slow_head_is_closed_after_its_timeout(service: Served) -> None:
         assert time.monotonic() - begun < 15
 
 
+@pytest.mark.slow
 def test_incomplete_body_is_closed_after_its_timeout(service: Served) -> None:
     key = service.client.headers["authorization"]
     head = f"POST /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {key}\r\nContent-Length: 100\r\n\r\n"

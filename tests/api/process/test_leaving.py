@@ -102,6 +102,7 @@ def lists_jobs_blocked(connection: "psycopg.Connection[tuple[str]]") -> bool:
     return connection.execute(query).fetchone() is not None
 
 
+@pytest.mark.slow
 def test_replicas_take_over_at_once_and_end_although_the_database_hangs(postgres: str, tmp_path: Path) -> None:
     engine = open_database(postgres)
     SqlJobStore(engine).add(NewJob(start(a_job("job-1", run_dir=(tmp_path / "run").as_uri()), now=time.time())))

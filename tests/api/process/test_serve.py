@@ -18,6 +18,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_job_survives_a_killed_service(home: Path) -> None:
     with served(home, real=True) as service:
         process, client = service.process, service.client

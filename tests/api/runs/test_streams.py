@@ -157,6 +157,7 @@ class LogStream(threading.Thread):
             self.lines.extend(line for line in answer.iter_lines() if line)
 
 
+@pytest.mark.slow
 def test_stream_ends_with_its_key_on_every_replica_and_others_continue(tmp_path: Path) -> None:
     claims: dict[str, Claims] = {"t.o.ken": {"sub": "carol", "exp": 5000.0, "groups": ["all"]}}
     tokens = Tokens(MemoryTokens(claims), TokenRules("groups", {"all": {"default": Role.VIEWER}}))

@@ -251,6 +251,7 @@ def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: 
     assert "MiB" in problem.message
 
 
+@pytest.mark.slow
 def test_data_on_unavailable_storage_raises_storage_away_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server() as s3:
         for variable, value in s3.environment().items():

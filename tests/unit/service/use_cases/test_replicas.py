@@ -86,6 +86,7 @@ def store(postgres: str) -> Iterator[SqlJobStore]:
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_killed_and_frozen_replicas_lose_no_job_and_submit_none_twice(
     store: SqlJobStore, postgres: str, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_checkpoint_that_retention_removes_has_no_digests(run_dir: RunDir, monke
     assert digest_step(run_dir, 10) is None
 
 
+@pytest.mark.slow
 def test_module_prints_json(run_dir: RunDir) -> None:
     command = [sys.executable, "-m", "train_loop.checkpoint.digest", str(run_dir.root), "--step"]
     printed = json.loads(subprocess.run([*command, "10"], capture_output=True, text=True, check=True).stdout)

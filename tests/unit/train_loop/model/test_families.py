@@ -52,6 +52,7 @@ def fault(family: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_weights_of_every_family_are_initialised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # This covers modules that are large in real models and small here.
     monkeypatch.setattr(module, "_FEW_ELEMENTS", 50_000_000)
