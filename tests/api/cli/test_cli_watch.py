@@ -56,6 +56,7 @@ def test_watch_prints_changes_and_ends_with_the_job(job_id: str, service: FakeSe
         assert process.stderr.read() == f"next: trainshed checkpoints {job_id}\n"
 
 
+@pytest.mark.slow
 def test_watch_without_names_ends_when_no_job_is_active(job_id: str, service: FakeService) -> None:
     with running("watch", "--json") as process:
         assert json.loads(read(process, job_id))["state"] == "QUEUED"
@@ -117,6 +118,7 @@ def test_ctrl_c_exits_130_and_does_not_stop_the_job(job_id: str, service: FakeSe
     assert service.get(job_id).state == "QUEUED"
 
 
+@pytest.mark.slow
 def test_follow_prints_new_lines_until_the_end(job_id: str, service: FakeService) -> None:
     step(service, job_id)
     log = service.run_dir(job_id).attempt(1).driver_log

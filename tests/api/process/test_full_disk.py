@@ -51,6 +51,7 @@ def _webhook(service: Served, number: int) -> int:
     return service.client.post("/webhooks", json={"project": "nlp", "url": url}).status_code
 
 
+@pytest.mark.slow
 def test_full_disk_returns_507_and_logs_no_secret(small_disk: Path) -> None:
     with served(small_disk, TRAINSHED_DATABASE_CALL_SECONDS="0.5") as service:
         service.takes_jobs()

@@ -76,6 +76,7 @@ def test_service_is_not_ready_until_preflight_has_started(tmp_path: Path) -> Non
         assert client.get("/readyz").status_code == 200
 
 
+@pytest.mark.slow
 def test_locked_database_is_retried(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with closing(sqlite3.connect(tmp_path / "home" / "trainshed.db", isolation_level=None)) as connection:

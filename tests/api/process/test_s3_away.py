@@ -87,6 +87,7 @@ def _outage(s3: S3Server, fault: str) -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])
+@pytest.mark.slow
 def test_job_is_answered_with_its_age_and_its_files_return_503(
     service: FakeService, s3: S3Server, job_id: str, fault: str
 ) -> None:

@@ -60,6 +60,7 @@ def test_second_service_on_one_home_is_rejected(home: Path) -> None:
     assert second.stderr == f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n"
 
 
+@pytest.mark.slow
 def test_second_service_on_one_sqlite_database_is_rejected(home: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}"
     other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=url)

@@ -91,6 +91,7 @@ def write(service: FakeService, job_id: str, attempt: int, restart: threading.Ev
         time.sleep(chance.random() * 0.06)
 
 
+@pytest.mark.slow
 def test_stream_over_restarts_misses_and_repeats_nothing(service: FakeService) -> None:
     job_id = service.submit(scaling={"num_workers": RANKS, "resources_per_worker": {"CPU": 0.5}}).id
     address, restart, done = Address(service), threading.Event(), threading.Event()

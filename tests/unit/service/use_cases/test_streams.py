@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 import anyio
+import pytest
 
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import LogChunk, LogLine, LogOffset, LogSource
@@ -32,6 +33,7 @@ class CountingRunDirs(LocalRunDirs):
         return super().tail(run_dir, what, place)
 
 
+@pytest.mark.slow
 def test_waiting_followers_share_disk_reads_and_receive_every_line(tmp_path: Path) -> None:
     dirs, recent, ended = CountingRunDirs(), ReadCache(), threading.Event()
     lines = JsonLines(RunDir(tmp_path).attempt(1).events, attempt=1)

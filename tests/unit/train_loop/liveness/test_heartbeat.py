@@ -79,6 +79,7 @@ def test_heartbeat_of_a_stopped_process_reports_the_stop() -> None:
         assert listener.next(lambda beat: not beat.stopped)
 
 
+@pytest.mark.slow
 def test_storage_is_not_reported_while_its_process_is_stopped() -> None:
     with rank() as (listener, process):
         listener.next(lambda beat: beat.storage_seconds > 0)
