@@ -18,6 +18,7 @@ from benchmarks import (
     gpu,
     memory,
     open_streams,
+    ordered,
     prepare,
     recover,
     reshard,
@@ -91,6 +92,13 @@ def test_both_loops_alternate_in_the_same_ranks(run: Run) -> None:
     result = run(turns.main, "--quick")
     assert agreed(result) == {turns.BARE, turns.OURS}
     assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2]
+
+
+def test_any_size_has_a_ratio_on_each_number_of_ranks(run: Run) -> None:
+    result = run(ordered.main, "--quick", "--rounds", "1")
+    assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2, 4, 4]
+    assert {sample["variant"] for sample in result["data"]} == {ordered.DEFAULT, ordered.ORDERED}
+    assert all(sample["value"] > 0 for sample in result["data"])
 
 
 def test_ulysses_trains_the_same_and_reports_its_share(run: Run) -> None:

@@ -113,9 +113,9 @@ def test_unsharded_runs_have_the_same_bits_at_every_number_of_replicas(call_rank
 def test_resized_and_killed_runs_have_the_bits_of_the_undisturbed_run(
     call_ranks: CallRanks, folder: Path, seed: int
 ) -> None:
-    """Check random schedules: each leg has a mesh and ends with a checkpoint, or without one as if it were killed.
+    """Check random schedules in one run directory: each leg is stopped, with a checkpoint or without one.
 
-    `SCHEDULES=200` tries 200 of them, which takes some ten minutes.
+    `SCHEDULES=200` tries 200 of them, which takes about five minutes. test_any_size_schedules.py shares their legs.
     """
     draw = random.Random(seed)
     case = draw.choice(("qwen3 fp32", "qwen3 tied bf16", "muon", "weighted"))
