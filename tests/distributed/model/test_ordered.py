@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.support.builders.any_size import CASES, MESHES, STEPS, Case, differing, numbers, train_case, write_data
+from tests.support.builders.any_size import CASES, MESHES, SPECIAL, STEPS, differing, numbers, train_case, write_data
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.checkpoint.digest import digest_step
 from train_loop.data.order import StepOrder
@@ -83,30 +83,15 @@ def test_the_case_that_is_not_finite_skips_steps(call_ranks: CallRanks, folder: 
     assert [event["step"] for event in events if event["event"] == "step_skipped"]
 
 
-ULYSSES = {"2": (2, {}), "4": (4, {}), "2x2": (4, {"fsdp_size": 2})}
-
-
-def test_ulysses_keeps_the_bits_at_a_fixed_size(call_ranks: CallRanks, folder: Path) -> None:
-    """Check two ranks per sequence; two ranks are one data-parallel rank."""
-    case = Case(strategy={"ulysses_size": 2}, training={"reduction_tree": {"max_shards": 2, "max_replicas": 2}})
-    runs = {}
-    for name, (world, _) in ULYSSES.items():
-        runs[name] = folder / f"ulysses on {name}"
-        call_ranks(world, train_case, folder, case, name, RunDir(runs[name]), 1, (STEPS, True))
-    for name in ("4", "2x2"):
-        assert numbers(runs[name]) == numbers(runs["2"])
-        assert differing(runs[name], runs["2"]) == []
-
-
-def test_unsharded_runs_have_the_same_bits_at_every_number_of_replicas(call_ranks: CallRanks, folder: Path) -> None:
-    tree = {"max_shards": 1, "max_replicas": 4}
-    case = Case(strategy={"sharding_strategy": "NO_SHARD"}, training={"reduction_tree": tree})
-    runs = {name: folder / f"unsharded on {name}" for name in ("1", "2", "4")}
-    for name, run_dir in runs.items():
-        call_ranks(MESHES[name][0], train_case, folder, case, name, RunDir(run_dir), 1, (STEPS, True))
-    for name in ("2", "4"):
-        assert numbers(runs[name]) == numbers(runs["1"])
-        assert differing(runs[name], runs["1"]) == []
+@pytest.mark.parametrize("name", SPECIAL)
+def test_other_meshes_have_the_same_bits(call_ranks: CallRanks, folder: Path, name: str) -> None:
+    case, (first, *others) = SPECIAL[name]
+    for mesh in (first, *others):
+        run_dir = RunDir(folder / f"{name} on {mesh}")
+        call_ranks(MESHES[mesh][0], train_case, folder, case, mesh, run_dir, 1, (STEPS, True))
+    for mesh in others:
+        assert numbers(folder / f"{name} on {mesh}") == numbers(folder / f"{name} on {first}")
+        assert differing(folder / f"{name} on {mesh}", folder / f"{name} on {first}") == []
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SCHEDULES", "4"))))

@@ -82,6 +82,20 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "4": (4, {}),
     "2x2": (4, {"fsdp_size": 2}),
 }
+SPECIAL: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "two ranks per sequence": (
+        Case(strategy={"ulysses_size": 2}, training={"reduction_tree": {"max_shards": 2, "max_replicas": 2}}),
+        ("2", "4", "2x2"),
+    ),
+    "unsharded": (
+        Case(
+            strategy={"sharding_strategy": "NO_SHARD"},
+            training={"reduction_tree": {"max_shards": 1, "max_replicas": 4}},
+        ),
+        ("1", "2", "4"),
+    ),
+}
+"""Jobs that fit other meshes; the first mesh is what the others are compared with."""
 
 
 def job_of(case: Case, data: Path, world: int, mesh: dict[str, Any]) -> JobSpec:
