@@ -22,7 +22,8 @@ def call_ranks() -> Iterator[Callable[..., Any]]:
         yield call
 
 
-@pytest.mark.parametrize("case", CASES)
+# Compiled kernels may have other bits in another process on GPUs, so such jobs are refused.
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.model.get("compile")])
 def test_every_mesh_of_gpus_has_the_bits_of_one_gpu(call_ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
     write_data(tmp_path)
     for name, (world, _) in FITTING.items():

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from train_loop.spec import Problem, ScalingSpec
+from train_loop.spec import JobSpec, Problem, ScalingSpec
 
 _HONOURED = ("CPU", "GPU", "memory")
 _ACCELERATOR = re.compile(r"(tpu|npu|hpu|xpu|mlu|ipu|fpga|rbln|neuron|furiosa|metax|rocm|mps)", re.IGNORECASE)
@@ -12,13 +12,13 @@ _ACCELERATOR = re.compile(r"(tpu|npu|hpu|xpu|mlu|ipu|fpga|rbln|neuron|furiosa|me
 _ALIKE = 0.6
 
 
-def device_problems(scaling: ScalingSpec) -> list[Problem]:
-    """Return the problems of requested resources on which a worker would not train.
+def device_problems(spec: JobSpec) -> list[Problem]:
+    """Return the problems of requested resources on which a worker would not train, or not as the spec requires.
 
     Other names are custom resources of the cluster's nodes, as in Ray.
     """
-    found = list[str]()
-    for name, amount in scaling.resources_per_worker.items():
+    found, requested = list[str](), spec.scaling.resources_per_worker
+    for name, amount in requested.items():
         if _ACCELERATOR.match(name):
             found.append(f"training on {name} is not supported; choose GPU, or only CPU")
         elif name not in _HONOURED and (meant := _meant(name)):
@@ -28,7 +28,17 @@ def device_problems(scaling: ScalingSpec) -> list[Problem]:
                 f"GPU: {amount:g} per worker is not supported: each worker is one rank with one device; set GPU: 1 and "
                 "num_workers to the number of GPUs"
             )
-    return [Problem("/scaling/resources_per_worker", message) for message in found]
+    problems = [Problem("/scaling/resources_per_worker", message) for message in found]
+    if requested.get("GPU") and spec.model.compile and spec.training.reproducible == "any_size":
+        # Seen on an H200 with torch 2.11: Inductor's kernels of two processes gave different bits.
+        problems.append(
+            Problem(
+                "/model/compile",
+                "kernels that torch.compile makes for GPUs may give other bits in another process, so "
+                "reproducible=any_size does not hold; remove compile, or choose training.reproducible=same_size",
+            )
+        )
+    return problems
 
 
 def _meant(name: str) -> str | None:

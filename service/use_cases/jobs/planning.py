@@ -69,7 +69,7 @@ class Planner:
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
         _, unfit = _schedule(spec, plans, found)
-        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *unfit, *found.problems]
+        problems = [*([starves] if starves else []), *device_problems(spec), *broken, *unfit, *found.problems]
         if problems or not plans:
             raise InvalidSpec(problems)
         return plans

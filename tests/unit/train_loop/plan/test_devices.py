@@ -12,7 +12,7 @@ from train_loop.spec import ScalingSpec
 
 
 def problems(each: dict[str, Any]) -> list[str]:
-    found = device_problems(ScalingSpec(resources_per_worker=each))
+    found = device_problems(spec(scaling={"resources_per_worker": each}))
     assert all(problem.pointer == "/scaling/resources_per_worker" for problem in found)
     return [problem.message for problem in found]
 
@@ -43,6 +43,19 @@ def test_unsupported_device_is_rejected_by_name(each: dict[str, Any], message: s
 )
 def test_gpus_cpus_memory_and_custom_resources_are_accepted(each: dict[str, Any]) -> None:
     assert problems({"CPU": 0.5} | each) == []
+
+
+@pytest.mark.parametrize("gpu", [0.0, 1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reproducible", ["same_size", "any_size"])
+def test_any_size_does_not_compile_on_gpus(gpu: float, compiled: bool, reproducible: str) -> None:
+    job = spec(
+        model={"compile": compiled},
+        training={"reproducible": reproducible, "global_batch_size": 8},
+        scaling={"resources_per_worker": {"CPU": 1.0, "GPU": gpu}},
+    )
+    found = [problem.pointer for problem in device_problems(job)]
+    assert found == (["/model/compile"] if gpu and compiled and reproducible == "any_size" else [])
 
 
 def test_job_without_gpus_gets_a_warning_on_a_cluster_with_gpus() -> None:
