@@ -63,11 +63,13 @@ def needs(package: str) -> None:
 
 
 def needs_time() -> None:
+    """Skip a test where no benchmarks are run: it starts processes that train, and takes 5 to 40 s."""
     if find_spec("accelerate") is None:
-        pytest.skip("takes half a minute and more: it runs where the extra `bench` is installed, which make bench does")
+        pytest.skip("it runs where the extra `bench` is installed, which make bench does")
 
 
 def test_bare_loop_and_trainshed_train_the_same(run: Run) -> None:
+    needs_time()
     result = run(step_overhead.main, "--quick", "--only", step_overhead.OURS)
     assert agreed(result) == {step_overhead.BARE, step_overhead.OURS}
 
@@ -95,6 +97,7 @@ def test_both_loops_alternate_in_the_same_ranks(run: Run) -> None:
 
 
 def test_any_size_has_a_ratio_on_each_number_of_ranks(run: Run) -> None:
+    needs_time()
     result = run(ordered.main, "--quick", "--rounds", "1")
     assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2, 4, 4]
     assert {sample["variant"] for sample in result["data"]} == {ordered.DEFAULT, ordered.ORDERED}
@@ -102,6 +105,7 @@ def test_any_size_has_a_ratio_on_each_number_of_ranks(run: Run) -> None:
 
 
 def test_ulysses_trains_the_same_and_reports_its_share(run: Run) -> None:
+    needs_time()
     result = run(ulysses.main, "--quick")
     assert agreed(result) == set(ulysses.VARIANTS)
     shares = {sample["variant"]: sample["raw"]["all_to_all_share"] for sample in result["data"]}
@@ -143,12 +147,14 @@ def test_every_save_method_adds_time(run: Run) -> None:
 
 
 def test_every_save_method_has_a_speed(run: Run) -> None:
+    needs_time()
     result = run(commits.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
     assert all(sample["value"] > 0 for sample in result["data"])
 
 
 def test_checkpoint_is_loaded_plainly_and_by_a_resume(run: Run) -> None:
+    needs_time()
     result = run(reshard.main, "--quick")
     found = [one["sample"] for one in result["data"]]
     assert [sample["variant"] for sample in found] == [*reshard_run.WAYS] * len(reshard_run.PLACES)
@@ -182,12 +188,14 @@ def test_method_rejected_by_the_spec_is_reported_with_its_message() -> None:
 # The test below measures speed.
 @pytest.mark.parametrize("what", ["save", "kill"])
 def test_gpu_benchmark_runs_a_toy_on_the_cpu(run: Run, what: str) -> None:
+    needs_time()
     (record,) = run(gpu.main, what, "toy")["data"]
     assert "note" not in record
     assert record["raw"]["metrics"]
 
 
 def test_gpu_benchmark_separates_packed_documents(tmp_path: Path) -> None:
+    needs_time()
     whole, packed = (gpu.measured("speed", case, str(tmp_path), 540)["raw"] for case in ("toy", "toy-packed"))
     assert whole["metrics"][0]["tokens"] == packed["metrics"][0]["tokens"] == 128
     assert whole["metrics"][0]["loss"] != packed["metrics"][0]["loss"]
@@ -200,6 +208,7 @@ def test_unknown_case_is_rejected_with_the_known_ones(run: Run, capsys: pytest.C
 
 
 def test_jobs_are_accepted_and_none_is_lost(run: Run) -> None:
+    needs_time()
     result = run(accepts.main, "--quick")
     found = {sample["variant"]: sample for sample in result["data"]}
     assert not [sample for sample in found.values() if sample["error"]]

@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 from service.domain.jobs.job import JobState
 from tests.support.clients.command import run
 from tests.support.servers.live import LiveService
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 
@@ -28,6 +29,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
+    with worker_forks(os.environ) as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield from _cluster()
+
+
+def _cluster() -> Iterator[Cluster]:
     # Another Ray on this machine may use the default ports of the dashboard and of the agent that starts drivers.
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": None, "dashboard_agent_listen_port": None}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from service.config.address import ServiceAddress
 from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY, raw_spec
 from tests.support.ranks.torchrun import write_tokens
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
@@ -23,7 +25,8 @@ from trainshed import Api, Client
 class LiveService:
     """The service on a separate home, with optional environment variables and storage roots.
 
-    With `quick`, its preflight helper starts at once and accepts every spec. Its Ray survives `kill` and not `stop`.
+    Ray's workers are forked from a process that has done their imports. With `quick`, its preflight helper starts at
+    once and accepts every spec. Its Ray survives `kill` and not `stop`.
     """
 
     def __init__(
@@ -40,6 +43,9 @@ class LiveService:
         self._module = "tests.support.servers.quick_service" if quick else "service.serve"
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
+        self._forks = ExitStack()
+        self._variables: dict[str, str] = {}
+        """Variables with which Ray's workers are forked."""
 
     @property
     def client(self) -> Api:
@@ -61,6 +67,9 @@ class LiveService:
             "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
         } | self._environment
+        if not self._variables:
+            self._variables = self._forks.enter_context(worker_forks(environment))
+        environment |= self._variables
         with (self.home / "service.log").open("ab") as log:
             command = [sys.executable, "-m", self._module]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -80,6 +89,8 @@ class LiveService:
     def stop(self) -> None:
         """Stop the service and its Ray as an operator would."""
         self._end(signal.SIGTERM)
+        self._forks.close()
+        self._variables = {}
 
     def _end(self, number: signal.Signals) -> None:
         if self._client is not None:

@@ -1,0 +1,155 @@
+"""`python -m tests.support.servers.worker_forks SOCKET`: forks Ray's worker processes, which need no imports then.
+
+A worker of Ray imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. The server
+ends with its standard input.
+"""
+
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.forks.sitecustomize import FORKS_VARIABLE
+from train_loop.system.gc import keep_what_is_there
+
+FORKS = Path(__file__).parents[1] / "forks"
+MODULES = (
+    "jsonschema",
+    "pandas",
+    "psutil",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "requests",
+    "torch.distributed.fsdp",
+    "train_loop.checkpoint.restore",
+    "train_loop.train",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What a worker imports except Ray, which reads a process's own variables when it is imported."""
+
+
+@contextmanager
+def worker_forks(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the variables with which a Ray that starts with this environment has its workers forked."""
+    with tempfile.TemporaryDirectory(prefix="forks-") as folder:
+        path = Path(folder, "socket")
+        command = [sys.executable, "-m", "tests.support.servers.worker_forks", str(path)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True) as server:
+            assert server.stdout is not None
+            # Its socket is there.
+            server.stdout.readline()
+            found = os.pathsep.join(filter(None, [str(FORKS), environment.get("PYTHONPATH")]))
+            yield {FORKS_VARIABLE: str(path), "PYTHONPATH": found}
+
+
+class Forks:
+    """A server of one thread: it forks a process for each connection and writes its exit code to it."""
+
+    def __init__(self, path: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._ready = selectors.DefaultSelector()
+        self._connections: dict[int, socket.socket] = {}
+        """Connections by the ids of their processes."""
+        self._wakes = os.pipe2(os.O_NONBLOCK)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork until standard input ends. Return a request in the process that was forked for it."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes[1])
+        for source in (self._listener, sys.stdin, self._wakes[0]):
+            self._ready.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is sys.stdin:
+                    return None
+                if key.fileobj is self._listener:
+                    request = self._fork()
+                    if request is not None:
+                        return request
+                elif key.fileobj == self._wakes[0]:
+                    os.read(self._wakes[0], 512)
+                    self._reap()
+                else:
+                    # The process that handed itself over was killed.
+                    with suppress(ProcessLookupError):
+                        os.kill(key.data, signal.SIGKILL)
+                    self._ready.unregister(key.fileobj)
+
+    def _fork(self) -> dict[str, Any] | None:
+        connection, _ = self._listener.accept()
+        size, files, _, _ = socket.recv_fds(connection, 4, 3)
+        with connection.makefile("rb") as reader:
+            request: dict[str, Any] = json.loads(reader.read(int.from_bytes(size, "big")))
+        assert threading.active_count() == 1
+        process = os.fork()
+        if process:
+            for file in files:
+                os.close(file)
+            self._connections[process] = connection
+            self._ready.register(connection, selectors.EVENT_READ, process)
+            return None
+        # Ray kills the whole group of a lost worker.
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._ready.close()
+        self._listener.close()
+        for other in self._connections.values():
+            other.close()
+        connection.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        return request
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                process, status = found
+                connection = self._connections.pop(process)
+                with suppress(KeyError):
+                    self._ready.unregister(connection)
+                with suppress(OSError):
+                    connection.sendall(str(os.waitstatus_to_exitcode(status) & 0xFF).encode())
+                connection.close()
+
+
+def main() -> None:
+    """Serve, and run the requested program in each forked process."""
+    forks = Forks(sys.argv[1])
+    # Workers that start before the imports are done wait here.
+    os.write(sys.stdout.fileno(), b"\n")
+    for module in MODULES:
+        import_module(module)
+    assert "ray" not in sys.modules
+    keep_what_is_there()
+    request = forks.serve()
+    if request is None:
+        return
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # The forks would all have the same state.
+    np.random.seed()
+    sys.argv = request["argv"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
