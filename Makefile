@@ -11,7 +11,9 @@ long_first = $(filter $(LONG),$(1)) $(filter-out $(LONG),$(1))
 FAST := -n 3 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/unit tests/contract tests/kubernetes
 RANKS := -n 2 $(BY_FILE) tests/distributed
-RAY := tests/e2e tests/hosts tests/benchmarks
+# One of these files waits for its hosts while the other starts its processes.
+RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py \
+	tests/hosts/test_compose.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 .PHONY: setup demo demo-elastic test test-fast hosts images bench serve client check format docs docs-serve
@@ -37,7 +39,7 @@ demo-elastic: $(INSTALLED)
 test-fast: $(INSTALLED)
 	QUICK=1 $(BIN)/python -m pytest -m "not slow" $(FAST)
 
-# Tests that start real Ray take all cores, and one file compares times of ranks: they run one at a time.
+# One file compares times of ranks, so it runs alone.
 test: $(INSTALLED)
 	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
 	$(BIN)/python -m pytest $(RANKS) --ignore $(TIMED) || failed=1; \
