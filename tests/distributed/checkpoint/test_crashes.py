@@ -36,8 +36,8 @@ from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
 from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
-ENOUGH = 1000
-"""Number of distinct states that crashes can leave."""
+ENOUGH = 500
+"""Number of distinct states that crashes can leave. Each of three missing fsyncs was found within the first 71."""
 
 
 def a_run(folder: Path, run_dir: RunDir, attempt: int) -> Run:
