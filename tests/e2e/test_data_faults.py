@@ -15,6 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from ray._private.internal_api import memory_summary
 
@@ -195,7 +196,9 @@ def test_slow_and_killed_data_worker_costs_no_sample(s3: S3Server, numbered: Dat
 
 def plasma_bytes() -> float:
     """Return the size of the objects in Ray's object store, in bytes."""
-    (line,) = [line for line in memory_summary(stats_only=True).splitlines() if line.startswith("Plasma memory usage")]
+    # Another Ray may run on this machine.
+    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    (line,) = [line for line in summary.splitlines() if line.startswith("Plasma memory usage")]
     return float(line.split()[3]) * 2**20
 
 

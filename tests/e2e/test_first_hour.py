@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.clients.typed import Shell, typed_in
+from tests.support.servers.worker_forks import worker_forks
+from train_loop.run_dir import read_lines
 
 PAGE = Path("docs/get-started/first-hour.md")
 
@@ -24,7 +26,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
-    with Shell(environment) as shell:
+    with worker_forks({**os.environ, **environment}) as variables, Shell(environment | variables) as shell:
         # The folder contains only the examples, so that no output ends up in the source tree.
         (tmp_path / "examples").symlink_to(Path("examples").absolute())
         shell.type(f"cd {tmp_path}; unset TRAINSHED_URL TRAINSHED_KEY")
@@ -33,7 +35,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(900)
-def test_first_hour_matches_its_page(shell: Shell) -> None:
+def test_first_hour_matches_its_page_and_the_quickstart_learns(shell: Shell, tmp_path: Path) -> None:
     commands = typed_in(PAGE)
     verbs = {one.command.split("trainshed ")[1].split()[0] for one in commands if "trainshed " in one.command}
     assert verbs >= {"up", "submit", "watch", "pause", "resume", "clone", "export", "doctor"}
@@ -41,3 +43,13 @@ def test_first_hour_matches_its_page(shell: Shell) -> None:
         output, code = shell.type(one.command)
         assert code == 0, f"$ {one.command}\n{output}"
         assert one.fits(output), f"$ {one.command}\n{output}\n--- the page says\n{one.answer}"
+    (events,) = (path for path in tmp_path.glob("home/runs/default/*/attempts/1/events.jsonl") if is_quickstart(path))
+    (prepared,) = (line for line in read_lines(events) if line["event"] == "prepared")
+    assert prepared["utilisation"] >= 0.97, "expected samples without padding"
+    first, last = (list(read_lines(events.parents[1] / attempt / "metrics.jsonl")) for attempt in ("1", "2"))
+    assert last[-1]["loss"] < first[0]["loss"] - 1, "expected a lower loss"
+
+
+def is_quickstart(events: Path) -> bool:
+    """Return True for the first job of the page, which was paused."""
+    return events.parents[1].joinpath("2").is_dir()

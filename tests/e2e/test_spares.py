@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
         # Each test starts at the time when the workers of its driver would have been started.
         for module in (ray_env, prestart):
             patch.setattr(module, "AHEAD_SECONDS", -1.0)
-        with own_ray(store_bytes=100_000_000):
+        with own_ray(store_bytes=100_000_000, forks=False):
             yield
 
 

@@ -40,7 +40,7 @@ def stack(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     shared.chmod(0o755)
     secrets = tmp_path_factory.mktemp("secrets")
     subprocess.run(["sh", "deploy/secrets.sh", str(secrets)], check=True, capture_output=True, timeout=30)
-    raw = read({"RAY_WORKER_CPUS": "2"})["services"]
+    raw = read({"RAY_WORKER_CPUS": "3"})["services"]
     assert raw["worker"]["deploy"] == {"replicas": WORKERS}
     here = {name: one for name, one in raw.items() if one["image"].startswith(OURS) or why_not(one["image"]) is None}
     hosts = [host for name in here for host in ([f"worker{n}" for n in (1, 2)] if name == "worker" else [name])]
@@ -129,43 +129,41 @@ def test_published_ports_respond(stack: Stack) -> None:
             assert httpx.get(url, timeout=10).status_code < 500
 
 
-def test_job_trains_on_the_workers(stack: Stack, shared: Path) -> None:
-    job = host_job(shared, training={"max_steps": 12})
+@pytest.fixture(scope="module")
+def job_id(stack: Stack, shared: Path) -> str:
+    """Return a job with a worker of two CPUs on each host, which runs until it is cancelled."""
+    scaling = {"num_workers": WORKERS, "resources_per_worker": {"CPU": 2}}
+    job = host_job(shared, training={"max_steps": 100_000}, strategy={"ulysses_size": 1}, scaling=scaling)
     wait_for(lambda: sum(node.state == "alive" for node in stack.client.api.nodes().data) == WORKERS + 1, "the workers")
-    job_id = stack.client.api.submit(yaml.safe_dump(job)).id
-
-    def ended() -> bool:
-        return stack.client.api.job(job_id).state.terminal
-
-    wait_for(ended, "the end of the job", seconds=120)
-    found = stack.client.api.job(job_id)
-    assert found.state is JobState.SUCCEEDED, found.reason
-    assert str(found.dashboard_url).startswith("http://localhost:8265/#/jobs/")
-    assert stack.client.api.audit_job(job_id).clean
+    return stack.client.api.submit(yaml.safe_dump(job)).id
 
 
 @pytest.fixture(scope="module")
-def long_job(stack: Stack, shared: Path) -> Iterator[str]:
-    """Return a job of one worker with both CPUs of its host, which runs until it is cancelled."""
-    scaling = {"num_workers": 1, "resources_per_worker": {"CPU": 2}}
-    job = host_job(shared, training={"max_steps": 100_000}, strategy={"ulysses_size": 1}, scaling=scaling)
-    job_id = stack.client.api.submit(yaml.safe_dump(job)).id
-    yield job_id
-    stack.client.api.cancel(job_id)
-    wait_for(lambda: stack.client.api.job(job_id).state.terminal, "the end of the job")
-
-
-def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path, long_job: str) -> None:
-    """OMP_NUM_THREADS is unset here: the numbers of the service and the supervisor must not reach the workers."""
-    events = shared / "runs" / "default" / long_job / "attempts" / "1" / "events.jsonl"
+def workers(shared: Path, job_id: str) -> list[dict[str, Any]]:
+    """Return the job's workers, as its start reported them."""
+    events = shared / "runs" / "default" / job_id / "attempts" / "1" / "events.jsonl"
 
     def started() -> dict[str, Any] | None:
         lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         return next((line for line in lines if line["event"] == "training_started"), None)
 
-    (worker,) = wait_for(started, "training", seconds=90)["workers"]
-    environment = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
-    assert [one for one in environment if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
+    found: list[dict[str, Any]] = wait_for(started, "training", seconds=120)["workers"]
+    return found
+
+
+def test_job_trains_on_the_workers(stack: Stack, job_id: str, workers: list[dict[str, Any]]) -> None:
+    assert {worker["host"] for worker in workers} == {"worker1", "worker2"}
+    wait_for(lambda: stack.client.api.job(job_id).progress.step > 10, "step 11", seconds=60)
+    found = stack.client.api.job(job_id)
+    assert found.state is JobState.RUNNING, found.reason
+    assert str(found.dashboard_url).startswith("http://localhost:8265/#/jobs/")
+
+
+def test_workers_have_as_many_threads_as_cpus(stack: Stack, workers: list[dict[str, Any]]) -> None:
+    """OMP_NUM_THREADS is unset here: the numbers of the service and the supervisor must not reach the workers."""
+    for worker in workers:
+        environment = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
+        assert [one for one in environment if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
 
 
 def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
@@ -174,7 +172,7 @@ def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
     assert "trainshed.db" not in listing
 
 
-def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, long_job: str) -> None:
+def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, job_id: str) -> None:
     if "prometheus" not in stack.services:
         pytest.skip("needs Debian's prometheus")
     host = stack.services["prometheus"].host
@@ -189,13 +187,19 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, long_jo
     assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
     assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
     # Prometheus would rename a label `job` of Trainshed's series.
-    assert wait_for(
-        lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{long_job}"}})'), "the job", seconds=90
-    )
+    assert wait_for(lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{job_id}"}})'), "the job", seconds=90)
     command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout
     assert "Ray answers: 1 series" in result.stdout
+
+
+def test_cancelled_job_has_a_checkpoint_and_each_sample_once(stack: Stack, job_id: str) -> None:
+    stack.client.api.cancel(job_id)
+    wait_for(lambda: stack.client.api.job(job_id).state.terminal, "the end of the job", seconds=60)
+    assert stack.client.api.job(job_id).state is JobState.CANCELLED
+    assert stack.client.api.checkpoints(job_id).data
+    assert stack.client.api.audit_job(job_id).clean
 
 
 def test_no_file_of_the_stack_contains_secrets(stack: Stack) -> None:

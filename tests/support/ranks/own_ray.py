@@ -1,26 +1,35 @@
 """A Ray cluster for the tests of one module."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import ray
 
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 
 
 @contextmanager
-def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yield the address of a Ray with two CPUs and without a dashboard, whose workers get the variables too."""
+def own_ray(
+    *, store_bytes: int, environment: Mapping[str, str] = MappingProxyType({}), forks: bool = True
+) -> Iterator[str]:
+    """Yield the address of a Ray with two CPUs and without a dashboard, whose workers get the variables too.
+
+    With `forks`, its workers are forked from a process that has imported.
+    """
     # Ray's sockets need a short path.
     folder = tempfile.mkdtemp(prefix="shed-")
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in variables.items():
+            patch.setenv(name, value)
+        for name, value in (stack.enter_context(worker_forks(os.environ)) if forks else {}).items():
             patch.setenv(name, value)
         try:
             context = ray.init(
