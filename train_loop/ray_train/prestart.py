@@ -25,7 +25,7 @@ _IDLE_CHECK_SECONDS = 30.0
 """Seconds between two checks for idle nodes."""
 _ROOM_CHECK_SECONDS = 0.5
 """Seconds between two checks for room."""
-_ASKING = 30.0
+_ANSWER_SECONDS = 30.0
 """Timeout in seconds of a raylet's answer; without it there is no spare."""
 _KEPT_AHEAD, _KEPT = 60, 365 * 86_400
 """Seconds for which nodes keep unused processes: a driver's, and a run's spares (until the run ends)."""
@@ -73,7 +73,7 @@ def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 
 def _start_here(count: int) -> None:
     raylet = importlib.import_module("train_loop.ray_train.raylet")
     here = {raylet.this_node(): count}
-    raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+    raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ANSWER_SECONDS)
 
 
 def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[str]) -> None:
@@ -84,7 +84,7 @@ def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[s
     ranks = lay_out(wanted, list(idle.values())) or {}
     counts = {list(idle)[place]: len(mine) for place, mine in ranks.items()}
     missing = {node: count for node, count in counts.items() if node not in ready}
-    raylet.prestart(missing, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+    raylet.prestart(missing, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ANSWER_SECONDS)
     ready.update(missing)
 
 
@@ -101,7 +101,7 @@ def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1)
             time.sleep(_ROOM_CHECK_SECONDS)
     counts = {nodes[place]: len(mine) for place, mine in ranks.items()}
     written = raylet.worker_group_environment(environment["env_vars"])
-    raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ASKING)
+    raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ANSWER_SECONDS)
 
 
 def _in_background(start: Callable[[], None]) -> None:

@@ -23,7 +23,5 @@ def _hand_over(path: str, argv: list[str]) -> int:
         return int(connection.recv(4) or b"1")
 
 
-if FORKS_VARIABLE in os.environ and os.path.basename(sys.orig_argv[1:2][0] if sys.orig_argv[1:] else "") == (
-    "default_worker.py"
-):
+if FORKS_VARIABLE in os.environ and os.path.basename("".join(sys.orig_argv[1:2])) == "default_worker.py":
     os._exit(_hand_over(os.environ[FORKS_VARIABLE], sys.orig_argv[1:]))
