@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import get_cosine_schedule_with_warmup
 
-from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
+from benchmarks.training.trace import Trace, check_sharded, trace_under_torchrun
 from benchmarks.workload import Workload
 
 

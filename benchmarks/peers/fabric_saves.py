@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.blocks import Clock, ends_block, saves_after
+from benchmarks.checkpoints.blocks import Clock, ends_block, saves_after
 from benchmarks.peers import fabric
 from benchmarks.workload import Workload
 from train_loop.system.exit import leave

@@ -7,7 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from benchmarks.streams import ARROW, CORES, rate
+from benchmarks.data.streams import ARROW, CORES, rate
 
 
 def main() -> None:

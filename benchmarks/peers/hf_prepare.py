@@ -16,7 +16,7 @@ from datasets import Dataset, load_dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from benchmarks.corpus import CORPUS, TOKENIZER, WARM
+from benchmarks.data.corpus import CORPUS, TOKENIZER, WARM
 
 _PROCESSES = 2
 

@@ -16,8 +16,8 @@ from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from datasets import Dataset, IterableDataset, config, load_dataset
 from torch.utils.data import DataLoader
 
-from benchmarks.streams import ARROW, PARQUET
-from benchmarks.two_places import in_turn
+from benchmarks.data.streams import ARROW, PARQUET
+from benchmarks.data.two_places import in_turn
 from train_loop.system.exit import leave
 
 _BUFFER = 1000

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from benchmarks.blocks import Clock, ends_block, saves_after
+from benchmarks.checkpoints.blocks import Clock, ends_block, saves_after
 from benchmarks.peers.hf_trainer import Rows, arguments, collate, switch_on_fsdp
-from benchmarks.trace import check_sharded
+from benchmarks.training.trace import check_sharded
 from benchmarks.workload import Workload
 from train_loop.system.exit import leave
 

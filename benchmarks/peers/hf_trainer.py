@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
+from benchmarks.training.trace import Trace, check_sharded, trace_under_torchrun
 from benchmarks.workload import Workload
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from benchmarks.corpus import CORPUS, TOKENIZER, WARM, texts
+from benchmarks.data.corpus import CORPUS, TOKENIZER, WARM, texts
 from train_loop.data.prepare.tokenizer import END_OF_TEXT
 
 _DOCUMENTS = 1000

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from torch import nn
 
-from benchmarks import false_alarms
-from benchmarks.data_wait import wait_share
-from benchmarks.gpu import stall, window_seconds
+from benchmarks.data.data_wait import wait_share
+from benchmarks.data.streams import rate
+from benchmarks.data.two_places import in_turn
+from benchmarks.faults import false_alarms
 from benchmarks.harness import (
     Measured,
     Sample,
@@ -26,10 +27,9 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.launch import ProgramError
-from benchmarks.streams import rate
-from benchmarks.trace import Trace, check_sharded, measure
-from benchmarks.two_places import in_turn
-from benchmarks.ulysses import exchange_share
+from benchmarks.training.gpu import stall, window_seconds
+from benchmarks.training.trace import Trace, check_sharded, measure
+from benchmarks.training.ulysses import exchange_share
 from benchmarks.workload import Workload
 
 
@@ -144,7 +144,7 @@ def test_different_number_of_the_same_samples_can_be_compared() -> None:
 
 
 def test_positions_are_opened_in_turn_and_the_first_opening_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.two_places.sleep", lambda _: None)
+    monkeypatch.setattr("benchmarks.data.two_places.sleep", lambda _: None)
     opened: list[int] = []
 
     def seconds_at(place: int) -> float:

@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    accepts,
-    commits,
-    data_wait,
-    first_step,
-    full_queue,
-    gpu,
-    memory,
-    open_streams,
-    ordered,
-    prepare,
-    recover,
-    reshard,
-    reshard_run,
-    resume,
-    saves,
-    saves_run,
-    step_overhead,
-    turns,
-    ulysses,
-)
+from benchmarks.checkpoints import commits, reshard, reshard_run, saves, saves_run
+from benchmarks.control_plane import accepts, first_step, full_queue, open_streams
+from benchmarks.data import data_wait, prepare, resume
+from benchmarks.faults import recover
+from benchmarks.training import gpu, memory, ordered, step_overhead, turns, ulysses
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]

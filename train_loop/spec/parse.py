@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
-from train_loop.spec.positions import add_positions
-from train_loop.spec.text import as_pointer, check_data, read_yaml
+from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
 
 _MOST_PROBLEMS = 50
 """Maximum number of problems to list: a body may have ten thousand unknown fields."""

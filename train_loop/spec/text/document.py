@@ -1,0 +1,293 @@
+"""YAML or JSON text → plain data, within limits of bytes, nesting and nodes.
+
+Any bytes give data or a SpecError. YAML is built from libyaml's events and not by PyYAML's constructors. Those recurse,
+run Python's parsers on tagged values, and take seconds for a body that libyaml reads in milliseconds.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.text.scalars import TAG, read_scalar, show_tag
+
+MAX_YAML_BYTES = 256 * 1024
+"""Maximum bytes of a YAML body. JSON is faster to read and may be as large as the service accepts bodies."""
+MAX_DEPTH = 32
+"""Maximum depth of lists and mappings inside one another."""
+MAX_NODES = 10_000
+"""Maximum number of values, keys, lists and mappings in all."""
+
+_TOO_DEEP = f"lists and mappings are nested over {MAX_DEPTH} levels deep; use fewer levels"
+_TOO_MANY = f"the body holds over {MAX_NODES} values; send a smaller spec"
+_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+Position = tuple[int, int]
+"""Line and column in a text, both from 1; columns count characters."""
+
+
+def read_yaml(text: str | bytes) -> Any:
+    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError with the position."""
+    _check_count(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    data = _read(text)
+    check_data(data)
+    return data
+
+
+def read_positions(text: str | bytes) -> dict[str, Position]:
+    """Return the position of each field of YAML text, by JSON pointer.
+
+    The position of a field is that of its key. Invalid text gives the fields before its first error. JSON text, and
+    text that is too large for YAML, give none.
+    """
+    builder = _Builder(positions={})
+    if len(text) <= MAX_YAML_BYTES and not _is_json(text):
+        # The fields before an error are known all the same.
+        with suppress(yaml.YAMLError, UnicodeError, SpecError):
+            _feed(builder, text)
+    return builder.positions or {}
+
+
+def _is_json(text: str | bytes) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def _read(text: str | bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_mapping_once, parse_constant=_refuse_constant)
+    except SpecError:
+        raise
+    except RecursionError:
+        raise _refused("", _TOO_DEEP) from None
+    except ValueError as error:
+        # Text that is not JSON is read as YAML, which reports its errors, unless it is too large for YAML.
+        if len(text) > MAX_YAML_BYTES:
+            raise _refused(
+                "",
+                f"the body is not JSON ({error}), and YAML may have at most {MAX_YAML_BYTES} bytes, not {len(text)}; "
+                "send JSON or a smaller spec",
+            ) from error
+        return _read_events(text)
+
+
+def _check_count(text: bytes) -> None:
+    """Raise SpecError for JSON of too many values before Python creates an object for each."""
+    # Each value or key, except the first of its list or mapping, follows a comma or a colon.
+    if text.count(b",") + text.count(b":") > MAX_NODES and text.lstrip()[:1] in (b"{", b"["):
+        outside = _JSON_STRING.sub(b"", text)
+        if outside.count(b",") + outside.count(b":") > MAX_NODES:
+            raise _refused("", _TOO_MANY)
+
+
+def _refused(pointer: str, message: str, position: Position | None = None) -> SpecError:
+    """Return the error for one problem. A position becomes part of the message, too."""
+    if position is None:
+        return SpecError([Problem(pointer, message)])
+    line, column = position
+    return SpecError([Problem(pointer, f"line {line}, column {column}: {message}", line, column)])
+
+
+def _mapping_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(whole := dict(pairs)) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise _refused("", _given_twice(twice))
+    return whole
+
+
+def _given_twice(name: str) -> str:
+    # JSON may contain a lone surrogate, which a response cannot encode.
+    shown = name[:64].encode(errors="replace").decode()
+    return f"{shown} is given twice in one mapping; remove one"
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+@dataclass
+class _Container:
+    """A list or mapping that is being read."""
+
+    data: Any
+    step: str = ""
+    """The last step of its JSON pointer."""
+    key: str | None = None
+    """The key of the next value."""
+
+
+class _Builder:
+    """A builder of data from YAML events, without recursion."""
+
+    def __init__(self, positions: dict[str, Position] | None = None) -> None:
+        self.root: Any = None
+        self.positions = positions
+        """Position of each field by JSON pointer; None if they are not needed."""
+        self._open: list[_Container] = []
+        self._nodes = 0
+
+    def take(self, event: yaml.Event) -> None:
+        """Add the data of an event. Raises SpecError."""
+        if isinstance(event, yaml.AliasEvent):
+            # Nested aliases expand a small body to gigabytes.
+            raise self._fault(event, "aliases (*name) are not allowed in a job spec; write the value out")
+        if isinstance(event, yaml.CollectionEndEvent):
+            self._open.pop()
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            self._nodes += 1
+            if self._nodes > MAX_NODES:
+                raise self._fault(event, _TOO_MANY)
+            self._add(event)
+
+    def _add(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
+        above = self._open[-1] if self._open else None
+        if above is not None and isinstance(above.data, dict) and above.key is None:
+            above.key = self._key(event, above.data)
+            self._note(event)
+            return
+        value = self._value(event)
+        if above is None or isinstance(above.data, list):
+            self._note(event)
+        step = ""
+        if above is None:
+            self.root = value
+        elif isinstance(above.data, dict):
+            step, above.key = above.key or "", None
+            above.data[step] = value
+        else:
+            step = str(len(above.data))
+            above.data.append(value)
+        if not isinstance(event, yaml.ScalarEvent):
+            self._open.append(_Container(value, step))
+
+    def _key(self, event: yaml.NodeEvent, mapping: dict[str, Any]) -> str:
+        if not isinstance(event, yaml.ScalarEvent):
+            raise self._fault(event, "a key is a list or a mapping; write plain text as key")
+        name: str = event.value
+        if name in mapping:
+            raise self._fault(event, _given_twice(name))
+        return name
+
+    def _value(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            try:
+                return read_scalar(event)
+            except ValueError as error:
+                raise self._fault(event, str(error)) from error
+        if len(self._open) >= MAX_DEPTH:
+            raise self._fault(event, _TOO_DEEP)
+        kind, data = ("seq", list[Any]()) if isinstance(event, yaml.SequenceStartEvent) else ("map", dict[str, Any]())
+        if event.tag not in (None, "!", TAG + kind):
+            raise self._fault(event, f"{show_tag(event.tag)} does not fit here; remove the tag")
+        return data
+
+    def _note(self, event: yaml.Event) -> None:
+        """Note the position of the current field, if positions are needed."""
+        if self.positions is not None:
+            self.positions[self._pointer()] = _position(event)
+
+    def _pointer(self) -> str:
+        """Return the JSON pointer of the current field."""
+        steps = [one.step for one in self._open[1:]]
+        if self._open:
+            here = self._open[-1]
+            step = here.key if isinstance(here.data, dict) else str(len(here.data))
+            steps += [] if step is None else [step]
+        return as_pointer(steps)
+
+    def _fault(self, event: yaml.Event, message: str) -> SpecError:
+        return _refused(self._pointer(), message, _position(event))
+
+
+def _position(event: yaml.Event) -> Position:
+    mark = event.start_mark
+    assert mark is not None, "libyaml marks every event"
+    return mark.line + 1, mark.column + 1
+
+
+def _read_events(text: str | bytes) -> Any:
+    builder = _Builder()
+    try:
+        _feed(builder, text)
+    except (yaml.YAMLError, UnicodeError) as error:
+        # libyaml reports the position as a part of its message.
+        message = f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}"
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        line, column = (None, None) if mark is None else (mark.line + 1, mark.column + 1)
+        raise SpecError([Problem("", message, line, column)]) from error
+    return builder.root
+
+
+def _feed(builder: _Builder, text: str | bytes) -> None:
+    """Give the events of YAML text to a builder. Raises SpecError, YAMLError, UnicodeError."""
+    documents = 0
+    # Only its events are used; its constructors are not called.
+    for event in _events(yaml.CSafeLoader(text)):
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise _refused("", "a second document begins; send one spec", _position(event))
+        builder.take(event)
+
+
+def _events(loader: yaml.CSafeLoader) -> Iterator[yaml.Event]:
+    try:
+        while (event := loader.get_event()) is not None:
+            yield event
+    finally:
+        loader.dispose()
+
+
+def as_pointer(steps: list[str]) -> str:
+    """Return steps as an RFC 6901 pointer."""
+    return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def check_data(data: Any) -> None:
+    """Raise SpecError for data that is too large or too deep, or holds lone surrogates or infinite numbers."""
+    nodes, depth, level = 0, 0, [(data, list[str]())]
+    while level:
+        depth, below = depth + 1, []
+        for value, steps in level:
+            nodes += 1
+            if isinstance(value, dict | list):
+                if depth > MAX_DEPTH:
+                    raise _refused(as_pointer(steps), _TOO_DEEP)
+                nodes += len(value) if isinstance(value, dict) else 0
+                # Checked before its values are listed: there may be a million.
+                if nodes + len(value) > MAX_NODES:
+                    raise _refused("", _TOO_MANY)
+                below += [(one, [*steps, str(key)]) for key, one in _items(value)]
+            _check_scalar(value, steps)
+        level = below
+
+
+def _items(value: dict[Any, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _check_scalar(value: Any, steps: list[str]) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _refused(as_pointer(steps), f"{value} is not a JSON number; write a finite number")
+    if isinstance(value, str):
+        _check_text(value, steps)
+    if isinstance(value, dict):
+        for key in value:
+            _check_text(str(key), steps)
+
+
+def _check_text(text: str, steps: list[str]) -> None:
+    if _LONE_SURROGATE.search(text):
+        raise _refused(as_pointer(steps), "the text holds half of a character (a lone surrogate); write it whole")
