@@ -1,6 +1,7 @@
-"""Drift of the architecture page: it lists the folders that exist."""
+"""The architecture page lists the folders that exist, and no folder has too many modules."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 PAGE = Path("docs/explanation/architecture.md")
@@ -25,3 +26,10 @@ def test_page_lists_every_package() -> None:
 
 def test_listed_folders_exist() -> None:
     assert [one for one in listed_folders() if not one.is_dir()] == []
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_survey() -> None:
+    found = Counter(file.parent for name in (*PACKAGES, "tests", "benchmarks") for file in Path(name).rglob("*.py"))
+    most = {folder: 10 if str(folder) in PACKAGES else 15 for folder in found if folder.name != "versions"}
+    counts = {folder: found[folder] - folder.joinpath("__init__.py").exists() for folder in most}
+    assert {folder: count for folder, count in counts.items() if count > most[folder]} == {}
