@@ -16,7 +16,7 @@ RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e
 	tests/hosts/test_compose.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
-.PHONY: setup demo demo-elastic test test-fast hosts images bench serve client check format docs docs-serve
+.PHONY: setup demo demo-elastic test test-fast hosts images bench test-bench serve client check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -72,6 +72,10 @@ bench: $(PEERS)
 	$(BIN)/python -m benchmarks.checkpoints.commits $(BENCH)
 	$(BIN)/python -m benchmarks.checkpoints.reshard $(BENCH)
 	$(BIN)/python -m benchmarks.faults.recover $(BENCH)
+
+# Each benchmark at toy size. Without the peers, most of these tests are skipped.
+test-bench: $(PEERS)
+	$(BIN)/python -m pytest tests/benchmarks
 
 serve: $(INSTALLED)
 	@exec $(BIN)/trainshed serve

@@ -43,13 +43,13 @@ def agreed(result: dict[str, Any]) -> set[str]:
 
 def needs(package: str) -> None:
     if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: it comes with the extra `bench`, which make bench installs")
+        pytest.skip(f"{package} is not installed: make test-bench installs it, and runs this test")
 
 
 def needs_time() -> None:
     """Skip a test where no benchmarks are run: it starts processes that train, and takes 5 to 40 s."""
     if find_spec("accelerate") is None:
-        pytest.skip("it runs where the extra `bench` is installed, which make bench does")
+        pytest.skip("needs the extra `bench`: make test-bench runs it")
 
 
 def test_bare_loop_and_trainshed_train_the_same(run: Run) -> None:
