@@ -3,8 +3,15 @@
 from dataclasses import dataclass, field, replace
 
 from service.domain.access.roles import AuditEntry
+from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import LIMIT, Answer, Delivery, Message, Webhook
 from service.errors import WebhookLimit
+
+
+def a_webhook(number: int = 1, *, project: str = "default", states: tuple[JobState, ...] = tuple(JobState)) -> Webhook:
+    """Return a webhook for these transitions."""
+    secret = "whsec_" + "QUJD" * 10
+    return Webhook(f"hook-{number}", project, "https://hooks.example/x", states, secret, 1.0, "operator")
 
 
 @dataclass

@@ -1,0 +1,160 @@
+"""The reasons that the reconciler reports while a job waits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.access.roles import OPERATOR
+from service.domain.jobs.job import JobState
+from service.domain.jobs.reason import Code
+from service.ports import Node
+from tests.support.fakes.service import FakeService, started
+from train_loop.plan import missing_places
+from train_loop.run_dir import Outcome
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> FakeService:
+    return FakeService(tmp_path)
+
+
+def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    before, total, service.cluster.total = service.get(job.id), service.cluster.total, None
+    reconciler.run_once()
+    service.clock.now += 9
+    reconciler.run_once()
+    assert service.get(job.id) == before
+    service.clock.now += 1
+    reconciler.run_once()
+    silent = service.get(job.id)
+    message = "Ray has not answered since 00:16:40 UTC"
+    assert silent.reason is not None
+    assert (silent.state, silent.reason.code, silent.reason.message) == (
+        before.state,
+        Code.CLUSTER_UNREACHABLE,
+        message,
+    )
+    assert service.jobs.get(OPERATOR, job.id).waits_for == silent.reason
+    service.clock.now += 3600
+    reconciler.run_once()
+    assert service.get(job.id) == silent
+    service.cluster.total = total
+    reconciler.run_once()
+    assert (service.get(job.id).reason, service.jobs.get(OPERATOR, job.id).waits_for) == (None, None)
+
+
+def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    service.event(job.id, "workers_lost", ranks=[1], hosts=["node3"], cause="host_lost", error="host node3 was lost")
+    reconciler.run_once()
+    lost = service.get(job.id)
+    assert lost.reason is not None
+    assert (lost.state, lost.reason.code) == (JobState.RECOVERING, Code.HOST_LOST)
+    assert lost.reason.message == "host node3 was lost; the run resumes from its newest checkpoint"
+    # All workers fit, although no CPU is left for Ray Data: the ranks read their rows themselves.
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 2.0}, ({"CPU": 2.0},)
+    reconciler.run_once()
+    assert service.get(job.id).reason == lost.reason
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 1.0}, ({"CPU": 1.0},)
+    # Ray may have forgotten the name of a dead host.
+    service.cluster.known_nodes = [Node("id-3", "10.0.0.3", "10.0.0.3", alive=False, ended_at=service.clock())]
+    reconciler.run_once()
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
+    assert waits is not None
+    assert waits.code is Code.CAPACITY
+    shown = "2 workers with 1 CPU each; the nodes have room for 1; node3 left the cluster"
+    assert waits.message == f"waits for {shown}"
+    # The driver reports the same text, with the start of the wait.
+    missing = missing_places(service.get(job.id).size, service.cluster.nodes_total)
+    service.event(job.id, "waiting_for_capacity", missing=missing, left=["node3"], since=3723.0)
+    reconciler.run_once()
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
+    assert waits is not None
+    assert waits.message == f"waits since 01:02:03 UTC for {shown}"
+
+
+def test_recovering_job_on_nodes_of_unknown_size_names_missing_resources(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    service.event(job.id, "workers_lost", ranks=[1], hosts=["node3"], cause="host_lost", error="host node3 was lost")
+    reconciler.run_once()
+    lost = service.get(job.id)
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 1.0}, ()
+    reconciler.run_once()
+    waits = service.jobs.get(OPERATOR, job.id).waits_for
+    assert waits is not None
+    assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU (the cluster has 1)")
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
+    reconciler.run_once()
+    assert service.get(job.id).reason == lost.reason
+
+
+def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    stalled: dict[str, Any] = {"waiting": [0, 1], "for": [2], "hosts": ["node3"], "step": 41, "seconds": 12.0}
+    service.event(job.id, "stalled", **stalled)
+    reconciler.run_once()
+    view = service.jobs.get(OPERATOR, job.id)
+    assert view.waits_for is not None
+    assert (view.job.state, view.waits_for.code) == (JobState.RUNNING, Code.STALLED)
+    assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0 and 1 wait for rank 2 on node3"
+    service.event(job.id, "progressing")
+    reconciler.run_once()
+    assert service.get(job.id).reason is None
+
+
+def test_long_silence_without_events_is_reported_as_stalled(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    reconciler.run_once()
+    for number in range(1, 5):
+        service.metric(job.id, step=number)
+        for _ in range(4):
+            reconciler.run_once()
+            service.clock.now += 1
+    # The newest line was seen at 1012 s; two lines are at most 3 s apart.
+    for now in range(1017, 1026):
+        service.clock.now = now
+        reconciler.run_once()
+        assert (service.get(job.id).reason is None) == (now < 1022)
+    silent = service.jobs.get(OPERATOR, job.id).waits_for
+    assert silent is not None
+    assert silent.code is Code.STALLED
+    assert silent.message == "no step has ended since 00:16:52 UTC; until then the longest took 3 s"
+    service.metric(job.id, step=5)
+    reconciler.run_once()
+    assert service.get(job.id).reason is None
+
+
+def test_failed_submission_reports_its_reason_and_is_retried(service: FakeService) -> None:
+    job = service.submit()
+    blocked = service.root / "default"
+    blocked.write_text("a file where the folder should be")
+    service.reconciler().run_once()
+    assert "Not a directory" in str(service.get(job.id).reason)
+    blocked.unlink()
+    service.reconciler().run_once()
+    assert len(service.cluster.launches) == 1
+    assert service.get(job.id).reason is None
+
+
+class LostCheckpoints(LocalRunDirs):
+    """Run directories whose storage fails once the newest committed step is read."""
+
+    def committed(self, run_dir: str) -> int | None:
+        """Raise the error of a network file system that does not answer."""
+        raise TimeoutError("storage does not answer")
+
+
+def test_storage_that_fails_between_two_reads_is_the_reason_of_the_job(tmp_path: Path) -> None:
+    service = FakeService(tmp_path)
+    job = started(service)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.run_dirs = LostCheckpoints()
+    service.reconciler().run_once()
+    away = service.get(job.id)
+    assert (away.state, away.reason.code if away.reason else None) == (JobState.RUNNING, Code.STORAGE_UNAVAILABLE)
+    service.run_dirs = LocalRunDirs()
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.SUCCEEDED
