@@ -1,5 +1,6 @@
 """Trainshed on test hosts: the systemd units, a Ray cluster of several hosts, the service, and jobs on them."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from tests.support.builders.specs import TINY, raw_spec
 from tests.support.hosts.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.s3 import s3_environment
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
@@ -38,11 +40,19 @@ SETTINGS = {
 class HostCluster:
     """A head, nodes with two CPUs each, and the service on the head's host, started only by the systemd units.
 
-    Variables of the units whose name begins with one of `without` are left out.
+    Ray's units get `ray_variables` too. Variables of units whose name begins with one of `without` are left out.
     """
 
-    def __init__(self, made: Lab, *, settings: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        made: Lab,
+        *,
+        settings: Mapping[str, str] | None = None,
+        ray_variables: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
+    ) -> None:
         self.lab = made
+        self._ray_variables = ray_variables
         self._without = without
         self.objects = made.hosts.get("storage")
         """The host with the S3 server for run directories, if any."""
@@ -84,12 +94,12 @@ class HostCluster:
         """Start the head's unit."""
         self._dashboard_client = None
         self._configure(self.head)
-        self.head.start_unit("trainshed-head", without=self._without)
+        self.head.start_unit("trainshed-head", env=self._ray_variables, without=self._without)
 
     def start_node(self, node: Host) -> None:
         """Start a node's unit."""
         self._configure(node)
-        node.start_unit("trainshed-node", without=self._without)
+        node.start_unit("trainshed-node", env=self._ray_variables, without=self._without)
 
     def start_service(self) -> None:
         """Start the service's unit on the head's host, and connect a client to it."""
@@ -324,8 +334,11 @@ def host_cluster(
 ) -> Iterator[HostCluster]:
     """Run a cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
     names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
-    with lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made:
-        cluster = HostCluster(made, settings=settings)
+    with (
+        lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made,
+        worker_forks({**os.environ, "OMP_NUM_THREADS": "1"}, parent=made.folder) as variables,
+    ):
+        cluster = HostCluster(made, settings=settings, ray_variables=variables)
         try:
             cluster.start()
             yield cluster

@@ -67,6 +67,29 @@ class Namespace:
                 pipe.close()
 
 
+def enter_namespaces_of(pid: int) -> None:
+    """Go on as a new process in the namespaces and the root of another one; do nothing if they are the caller's.
+
+    The caller must have one thread. Its process stays outside, and ends with the exit code of the new one.
+    """
+    if os.readlink("/proc/self/ns/pid") == os.readlink(f"/proc/{pid}/ns/pid"):
+        return
+    root = os.open(f"/proc/{pid}/root", os.O_RDONLY | os.O_DIRECTORY)
+    spaces = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "net", "uts", "mnt")]
+    for space in spaces:
+        if _LIBC.setns(space, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    # A process never changes its own PID namespace, only that of its children.
+    if process := os.fork():
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) & 0xFF)
+    _die_with_parent()
+    os.fchdir(root)
+    os.chroot(".")
+    for file in (root, *spaces):
+        os.close(file)
+
+
 class PortForwarder:
     """Forwards a port of 127.0.0.1 in the test's own namespace to an address inside another one."""
 

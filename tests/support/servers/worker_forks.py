@@ -1,7 +1,7 @@
 """`python -m tests.support.servers.worker_forks SOCKET`: forks Ray's worker processes, which need no imports then.
 
-A worker of Ray imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. The server
-ends with its standard input.
+A worker of Ray imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. A process
+of a test host is forked into the namespaces of that host. The server ends with its standard input.
 """
 
 import json
@@ -10,6 +10,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.forks.sitecustomize import FORKS_VARIABLE
+from tests.support.hosts.namespaces import enter_namespaces_of
 from train_loop.system.gc import keep_what_is_there
 
 FORKS = Path(__file__).parents[1] / "forks"
@@ -42,9 +44,12 @@ MODULES = (
 
 
 @contextmanager
-def worker_forks(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the variables with which a Ray that starts with this environment has its workers forked."""
-    with tempfile.TemporaryDirectory(prefix="forks-") as folder:
+def worker_forks(environment: Mapping[str, str], *, parent: Path | None = None) -> Iterator[dict[str, str]]:
+    """Yield the variables with which a Ray that starts with this environment has its workers forked.
+
+    The socket is in a folder below `parent`, by default below the folder for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix="forks-", dir=parent) as folder:
         path = Path(folder, "socket")
         command = [sys.executable, "-m", "tests.support.servers.worker_forks", str(path)]
         pipe = subprocess.PIPE
@@ -93,10 +98,17 @@ class Forks:
 
     def _fork(self) -> dict[str, Any] | None:
         connection, _ = self._listener.accept()
-        size, files, _, _ = socket.recv_fds(connection, 4, 3)
-        with connection.makefile("rb") as reader:
-            request: dict[str, Any] = json.loads(reader.read(int.from_bytes(size, "big")))
+        # The requester's host may be frozen just now.
+        connection.settimeout(10)
+        try:
+            size, files, _, _ = socket.recv_fds(connection, 4, 3)
+            with connection.makefile("rb") as reader:
+                request: dict[str, Any] = json.loads(reader.read(int.from_bytes(size, "big")))
+        except TimeoutError:
+            connection.close()
+            return None
         assert threading.active_count() == 1
+        requester, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         process = os.fork()
         if process:
             for file in files:
@@ -104,8 +116,6 @@ class Forks:
             self._connections[process] = connection
             self._ready.register(connection, selectors.EVENT_READ, process)
             return None
-        # Ray kills the whole group of a lost worker.
-        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._ready.close()
@@ -113,6 +123,9 @@ class Forks:
         for other in self._connections.values():
             other.close()
         connection.close()
+        enter_namespaces_of(requester)
+        # Ray kills the whole group of a lost worker.
+        os.setpgid(0, 0)
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
