@@ -27,15 +27,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Return a head with the driver, and separate nodes for the workers."""
     # On an external cluster, the service starts drivers as `python`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", **worker_forks()}.items():
         monkeypatch.setenv(name, value)
-    with worker_forks(os.environ) as variables:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        yield from _cluster()
-
-
-def _cluster() -> Iterator[Cluster]:
     # Another Ray on this machine may use the default ports of the dashboard and of the agent that starts drivers.
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": None, "dashboard_agent_listen_port": None}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -8,14 +8,37 @@ import sys
 
 FORKS_VARIABLE = "TRAINSHED_TEST_FORKS"
 """Variable with the path of the socket."""
+_CONTEXT = "--serialized-runtime-env-context="
 
 
-def _hand_over(path: str, argv: list[str]) -> int:
-    """Have the process forked, with this one's arguments, variables, folder and files; return its exit code."""
+def _worker_command(command: list[str]) -> list[str] | None:
+    """Return the command of a worker; None for all other commands.
+
+    Ray's setup_worker.py sets the variables of a job, then executes the rest of its own command. For that it imports
+    Ray, which takes half a second; this function does the same.
+    """
     import json  # noqa: PLC0415 - other processes need neither
+    import re  # noqa: PLC0415
+
+    if os.path.basename(command[0]) == "setup_worker.py":
+        context = json.loads(
+            "".join(word.removeprefix(_CONTEXT) for word in command if word.startswith(_CONTEXT)) or "{}"
+        )
+        variables = context.pop("env_vars", {})
+        if context.pop("py_executable", None) != sys.executable or any(context.values()):
+            return None
+        for name, value in variables.items():
+            os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+        command = [word for word in command[1:] if not word.startswith((_CONTEXT, "--language="))]
+    return command if os.path.basename(command[0]) == "default_worker.py" else None
+
+
+def _hand_over(path: str, command: list[str]) -> int:
+    """Have the process forked, with this one's variables, folder and files; return its exit code."""
+    import json  # noqa: PLC0415
     import socket  # noqa: PLC0415
 
-    request = json.dumps({"argv": argv, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    request = json.dumps({"argv": command, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         socket.send_fds(connection, [len(request).to_bytes(4, "big")], [0, 1, 2])
@@ -23,5 +46,7 @@ def _hand_over(path: str, argv: list[str]) -> int:
         return int(connection.recv(4) or b"1")
 
 
-if FORKS_VARIABLE in os.environ and os.path.basename("".join(sys.orig_argv[1:2])) == "default_worker.py":
-    os._exit(_hand_over(os.environ[FORKS_VARIABLE], sys.orig_argv[1:]))
+if FORKS_VARIABLE in os.environ and "_worker.py" in "".join(sys.orig_argv[1:2]):
+    _command = _worker_command(sys.orig_argv[1:])
+    if _command is not None:
+        os._exit(_hand_over(os.environ[FORKS_VARIABLE], _command))

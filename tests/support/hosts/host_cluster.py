@@ -1,6 +1,5 @@
 """Trainshed on test hosts: the systemd units, a Ray cluster of several hosts, the service, and jobs on them."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -203,7 +202,7 @@ class HostCluster:
             )
             return job if job.state in states else None
 
-        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=0.2)
 
     def wait_for_step(self, job_id: str, step: int, *, seconds: float = 120) -> None:
         """Wait until the job has trained a step."""
@@ -215,7 +214,7 @@ class HostCluster:
             )
             return any(line["step"] >= step for line in self.metrics(job_id))
 
-        wait_for(done, f"step {step}", seconds=seconds)
+        wait_for(done, f"step {step}", seconds=seconds, pause=0.2)
 
     def newest_step(self, job_id: str) -> int:
         """Return the highest step that the job has trained."""
@@ -232,6 +231,7 @@ class HostCluster:
             lambda: any(line["epoch"] > epoch and line["step"] > best for line in self.metrics(job_id)),
             f"a new step of a newer group than {epoch}",
             seconds=120,
+            pause=0.2,
         )
 
     def late_saves_of_thawed_host(self, job_id: str) -> list[str]:
@@ -334,11 +334,8 @@ def host_cluster(
 ) -> Iterator[HostCluster]:
     """Run a cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
     names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
-    with (
-        lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made,
-        worker_forks({**os.environ, "OMP_NUM_THREADS": "1"}, parent=made.folder) as variables,
-    ):
-        cluster = HostCluster(made, settings=settings, ray_variables=variables)
+    with lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made:
+        cluster = HostCluster(made, settings=settings, ray_variables=worker_forks(link=made.folder / "forks"))
         try:
             cluster.start()
             yield cluster

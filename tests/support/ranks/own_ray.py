@@ -1,10 +1,9 @@
 """A Ray cluster for the tests of one module."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,10 +25,8 @@ def own_ray(
     # Ray's sockets need a short path.
     folder = tempfile.mkdtemp(prefix="shed-")
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        for name, value in (stack.enter_context(worker_forks(os.environ)) if forks else {}).items():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (variables | (worker_forks() if forks else {})).items():
             patch.setenv(name, value)
         try:
             context = ray.init(

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
+
+_PAUSE = 0.2
+"""Seconds between two questions to a service; more of them would take the processor from what they wait for."""
 
 
 class LiveService:
@@ -43,9 +45,6 @@ class LiveService:
         self._module = "tests.support.servers.quick_service" if quick else "service.serve"
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
-        self._forks = ExitStack()
-        self._variables: dict[str, str] = {}
-        """Variables with which Ray's workers are forked."""
 
     @property
     def client(self) -> Api:
@@ -62,14 +61,12 @@ class LiveService:
             "TRAINSHED_PORT": "0",
             "TRAINSHED_STORAGE_ROOTS": ",".join(self._roots),
             "TRAINSHED_RETRY_SECONDS": "0.5",
-            "TRAINSHED_RECONCILE_SECONDS": "0.1",
+            "TRAINSHED_RECONCILE_SECONDS": "0.2",
             "TRAINSHED_RAY_CPUS": "3",
             "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
-        } | self._environment
-        if not self._variables:
-            self._variables = self._forks.enter_context(worker_forks(environment))
-        environment |= self._variables
+        }
+        environment |= worker_forks() | self._environment
         with (self.home / "service.log").open("ab") as log:
             command = [sys.executable, "-m", self._module]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -89,8 +86,6 @@ class LiveService:
     def stop(self) -> None:
         """Stop the service and its Ray as an operator would."""
         self._end(signal.SIGTERM)
-        self._forks.close()
-        self._variables = {}
 
     def _end(self, number: signal.Signals) -> None:
         if self._client is not None:
@@ -114,11 +109,16 @@ class LiveService:
             assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.debug_report(job_id)}"
             return job if job.state in states else None
 
-        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=_PAUSE)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Wait until the job has trained a step."""
-        wait_for(lambda: any(line["step"] >= step for line in self.metrics(job_id)), f"step {step}", seconds=120)
+        wait_for(
+            lambda: any(line["step"] >= step for line in self.metrics(job_id)),
+            f"step {step}",
+            seconds=120,
+            pause=_PAUSE,
+        )
 
     def run_dir(self, job_id: str) -> RunDir:
         """Return the run directory of the job."""

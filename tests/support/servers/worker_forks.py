@@ -1,4 +1,4 @@
-"""`python -m tests.support.servers.worker_forks SOCKET`: forks Ray's worker processes, which need no imports then.
+"""`python -m tests.support.servers.worker_forks`: forks Ray's worker processes, which need no imports then.
 
 A worker of Ray imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. A process
 of a test host is forked into the namespaces of that host. The server ends with its standard input.
@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -15,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,24 +42,36 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What a worker imports except Ray, which reads a process's own variables when it is imported."""
+_SERVERS = list[subprocess.Popen[bytes]]()
+"""Keeps the server's standard input open."""
 
 
-@contextmanager
-def worker_forks(environment: Mapping[str, str], *, parent: Path | None = None) -> Iterator[dict[str, str]]:
-    """Yield the variables with which a Ray that starts with this environment has its workers forked.
+def worker_forks(*, link: Path | None = None) -> dict[str, str]:
+    """Return the variables with which a Ray has its workers forked by this process's server.
 
-    The socket is in a folder below `parent`, by default below the folder for temporary files.
+    `link` becomes another path of the socket, for test hosts, which see only some folders.
     """
-    with tempfile.TemporaryDirectory(prefix="forks-", dir=parent) as folder:
-        path = Path(folder, "socket")
-        command = [sys.executable, "-m", "tests.support.servers.worker_forks", str(path)]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True) as server:
-            assert server.stdout is not None
-            # Its socket is there.
-            server.stdout.readline()
-            found = os.pathsep.join(filter(None, [str(FORKS), environment.get("PYTHONPATH")]))
-            yield {FORKS_VARIABLE: str(path), "PYTHONPATH": found}
+    path = _server_socket()
+    if link is not None:
+        os.link(path, link)
+    found = os.pathsep.join(filter(None, [str(FORKS), os.environ.get("PYTHONPATH")]))
+    return {FORKS_VARIABLE: str(link or path), "PYTHONPATH": found}
+
+
+@cache
+def _server_socket() -> str:
+    """Start the server, which serves until this process ends. Return the path of its socket."""
+    foreign = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.servers.worker_forks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**foreign, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    _SERVERS.append(server)
+    assert server.stdout is not None
+    return server.stdout.readline().decode().rstrip()
 
 
 class Forks:
@@ -145,15 +158,17 @@ class Forks:
 
 def main() -> None:
     """Serve, and run the requested program in each forked process."""
-    forks = Forks(sys.argv[1])
+    folder = tempfile.mkdtemp(prefix="forks-")
+    forks = Forks(f"{folder}/socket")
     # Workers that start before the imports are done wait here.
-    os.write(sys.stdout.fileno(), b"\n")
+    print(f"{folder}/socket", flush=True)  # noqa: T201
     for module in MODULES:
         import_module(module)
     assert "ray" not in sys.modules
     keep_what_is_there()
     request = forks.serve()
     if request is None:
+        shutil.rmtree(folder)
         return
     os.chdir(request["folder"])
     os.environ.clear()
