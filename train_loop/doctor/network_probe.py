@@ -24,6 +24,8 @@ _MEET_SECONDS, _TRY_SECONDS, _AGAIN_SECONDS = 8.0, 3.0, 0.1
 """Timeout for all pairs, timeout for one connection, and pause before a retry."""
 _START_SECONDS = 5.0
 """Extra time for a process to start and exit."""
+_LEAST_SECONDS = 8.0
+"""With less time than this, an all-reduce would time out also on a network without faults, while processes start."""
 _EXCHANGED = b"x" * (1 << 20)
 """Payload larger than the first packets, which pass even with a wrong MTU."""
 
@@ -42,15 +44,20 @@ def describe_failure(error: BaseException) -> str:
 
 
 def check_network(nodes: Mapping[str, str], deadline: float) -> NetworkVisit | None:
-    """Connect each pair of nodes, then run an all-reduce over all. Return None if there is only one node.
+    """Connect each pair of nodes, then run an all-reduce over all.
 
-    `nodes` are addresses by node id. If pairs fail to connect, the result names them and the all-reduce is skipped.
+    Return None if there is only one node, or too little time. `nodes` are addresses by node id. If pairs fail to
+    connect, the result names them and the all-reduce is skipped.
     """
     if len(nodes) < 2:
         return None
     failed = _meet_all(dict(list(nodes.items())[:_MOST_PAIRED]), deadline)
-    if not failed and (error := _all_reduce(list(nodes), deadline)) is not None:
-        failed = {ALL_NODES: error}
+    if not failed:
+        seconds = deadline - time.monotonic() - _START_SECONDS
+        if seconds < _LEAST_SECONDS:
+            return None
+        if (error := _all_reduce(list(nodes), seconds)) is not None:
+            failed = {ALL_NODES: error}
     return NetworkVisit(nodes=len(nodes), failed=failed)
 
 
@@ -153,11 +160,8 @@ def _split(place: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
+def _all_reduce(nodes: Sequence[str], seconds: float) -> str | None:
     """Run an all-reduce over nodes. Return the error, or None if it succeeds."""
-    seconds = deadline - time.monotonic() - _START_SECONDS
-    if seconds <= 0:
-        return "no time left before the deadline"
     try:
         master = ray.get(on_node(free_port, nodes[0]).remote(), timeout=seconds)
         tasks = [

@@ -16,7 +16,7 @@ from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
 
 T = TypeVar("T")
-_START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0, 5.0
+_START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 38.0, 2.0, 5.0
 """Timeouts in seconds: Ray's start, a request to it, writing or removing the token, the node visit, the end of the
 visit's job, and the arrival of the nodes' files. Together one minute, or two if Ray is starting."""
 _TRIAL = 20.0

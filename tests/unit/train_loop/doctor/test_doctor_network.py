@@ -1,9 +1,10 @@
 """Network checks between nodes, over real loopback sockets."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
-from train_loop.doctor.network_probe import meet
+from train_loop.doctor.network_probe import check_network, meet
 
 
 def places(count: int) -> dict[str, str]:
@@ -44,3 +45,7 @@ def test_node_that_drops_packets_is_reported() -> None:
     with socket.create_server((host, int(port)), backlog=0), socket.create_connection((host, int(port))):
         faults = meet(there["node0"], {"node1": there["node1"]}, 1.0)
     assert faults == {"node1": "no answer to a connection"}
+
+
+def test_too_little_time_is_no_fault_of_the_network() -> None:
+    assert check_network({"node0": "127.0.0.1", "node1": "127.0.0.2"}, time.monotonic()) is None
