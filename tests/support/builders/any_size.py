@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "offloaded": Case(strategy={"offload_policy": True}),
     "weighted": Case(columns={"weight": "weight"}, training={"eval_steps": 2}),
     "packed": Case(packed=True),
-    "compiled": Case(dtype="bf16", model={"compile": True}, meshes=("2x2",)),
+    "compiled": Case(dtype="bf16", model={"compile": True}, meshes=("2",)),
     "not finite": Case(training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
