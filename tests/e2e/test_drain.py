@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.torchrun import write_tokens
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.data.stream import ray_data
 from train_loop.run_dir import RunDir, Stop, read_lines
@@ -23,7 +24,8 @@ from train_loop.run_dir import RunDir, Stop, read_lines
 def two_nodes() -> Iterator[tuple[str, str]]:
     """Return the address of a cluster, and the id of its node `spot`, which holds the workers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks()}.items():
+            patch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
             spot = cluster.add_node(num_cpus=1, resources={"spot": 1})

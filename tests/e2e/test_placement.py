@@ -17,6 +17,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 
+from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.plan import lay_out, splits
 from train_loop.ray_train import raylet
@@ -31,7 +32,8 @@ TRAIN = SimpleNamespace(scaling_config=SimpleNamespace(use_tpu=False), run_confi
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="shed-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks()}.items():
+            patch.setenv(name, value)
         head = {"num_cpus": 0, "object_store_memory": 80_000_000, "temp_dir": folder}
         nodes = Cluster(initialize_head=True, head_node_args=head)
         for cpus in SIZES:

@@ -25,6 +25,7 @@ from tests.fixtures.versions import make
 from tests.support.builders.versions import VERSIONS, OldVersion, move_database
 from tests.support.fakes.service import FakeService
 from tests.support.servers.served import served
+from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir, read_lines
 
@@ -41,7 +42,14 @@ def client(request: pytest.FixtureRequest, old: OldVersion) -> Iterator[httpx.Cl
         restore(old)
     with served(old.home) as running:
         running.ready()
+        wait_for(lambda: queue_is_known(running.client), "the first look at the queue")
         yield running.client
+
+
+def queue_is_known(client: httpx.Client) -> bool:
+    """Return True if every queued job has its place, which a service knows a moment after its start."""
+    jobs = client.get("/jobs").raise_for_status().json()["data"]
+    return all(job["progress"]["place"] for job in jobs if job["state"] == "QUEUED")
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ class LiveService:
         self.home = home
         self._environment = environment or {}
         self._roots = (f"file://{home}/data", *roots)
-        self._module = "tests.support.servers.quick_service" if quick else "service.serve"
+        self._quick = quick
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
@@ -52,8 +52,8 @@ class LiveService:
         assert self._client is not None
         return self._client.api
 
-    def start(self) -> None:
-        """Start the service, or restart it on the same home."""
+    def start(self, *, quick: bool = False) -> None:
+        """Start the service, or restart it on the same home; `quick` is for this start only."""
         (self.home / "service.json").unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
         environment |= {
@@ -68,8 +68,8 @@ class LiveService:
         }
         environment |= worker_forks() | self._environment
         with (self.home / "service.log").open("ab") as log:
-            command = [sys.executable, "-m", self._module]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            module = "tests.support.servers.quick_service" if quick or self._quick else "service.serve"
+            self._process = subprocess.Popen([sys.executable, "-m", module], stdout=log, stderr=log, env=environment)
         address = wait_for(self._address, f"a service on {self.home}")
         self._client = Client(address.url, (self.home / "admin.key").read_text().strip())
 

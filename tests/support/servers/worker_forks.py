@@ -170,8 +170,6 @@ def main() -> None:
     if request is None:
         shutil.rmtree(folder)
         return
-    # Jobs train as fast as they can, also while their tests wait for something else.
-    os.nice(5)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
