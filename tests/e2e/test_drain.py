@@ -24,7 +24,7 @@ from train_loop.run_dir import RunDir, Stop, read_lines
 def two_nodes() -> Iterator[tuple[str, str]]:
     """Return the address of a cluster, and the id of its node `spot`, which holds the workers."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks()}.items():
+        for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks(step_seconds=0.05)}.items():
             patch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:

@@ -19,7 +19,8 @@ def a_service(home: Path, shared: Path) -> LiveService:
     """Return a service on a separate machine, with storage that outlives it."""
     home.mkdir()
     environment = {"TRAINSHED_RUNS": (shared / "runs").as_uri()}
-    return LiveService(home, environment=environment, roots=((shared / "data").as_uri(),), quick=True)
+    roots = ((shared / "data").as_uri(),)
+    return LiveService(home, environment=environment, roots=roots, quick=True, step_seconds=0.05)
 
 
 def trainshed(home: Path, *arguments: str) -> None:

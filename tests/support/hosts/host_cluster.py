@@ -335,7 +335,9 @@ def host_cluster(
     """Run a cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
     names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
     with lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made:
-        cluster = HostCluster(made, settings=settings, ray_variables=worker_forks(link=made.folder / "forks"))
+        # Jobs run through many faults: their tests mostly wait.
+        forks = worker_forks(link=made.folder / "forks", step_seconds=0.05)
+        cluster = HostCluster(made, settings=settings, ray_variables=forks)
         try:
             cluster.start()
             yield cluster

@@ -27,8 +27,8 @@ _PAUSE = 0.2
 class LiveService:
     """The service on a separate home, with optional environment variables and storage roots.
 
-    Ray's workers are forked from a process that has done their imports. With `quick`, its preflight helper starts at
-    once and accepts every spec. Its Ray survives `kill` and not `stop`.
+    Ray's workers are forked from a process that has done their imports; `step_seconds` are added to each training step.
+    With `quick`, its preflight helper starts at once and accepts every spec. Its Ray survives `kill` and not `stop`.
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class LiveService:
         environment: dict[str, str] | None = None,
         roots: tuple[str, ...] = (),
         quick: bool = False,
+        step_seconds: float = 0.0,
     ) -> None:
         self.home = home
         self._environment = environment or {}
         self._roots = (f"file://{home}/data", *roots)
         self._quick = quick
+        self._forks = worker_forks(step_seconds=step_seconds)
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
@@ -66,7 +68,7 @@ class LiveService:
             "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
         }
-        environment |= worker_forks() | self._environment
+        environment |= self._forks | self._environment
         with (self.home / "service.log").open("ab") as log:
             module = "tests.support.servers.quick_service" if quick or self._quick else "service.serve"
             self._process = subprocess.Popen([sys.executable, "-m", module], stdout=log, stderr=log, env=environment)

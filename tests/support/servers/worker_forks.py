@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -42,20 +43,22 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What a worker imports except Ray, which reads a process's own variables when it is imported."""
+_STEP_VARIABLE = "TEST_STEP_SECONDS"
 _SERVERS = list[subprocess.Popen[bytes]]()
 """Keeps the server's standard input open."""
 
 
-def worker_forks(*, link: Path | None = None) -> dict[str, str]:
+def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict[str, str]:
     """Return the variables with which a Ray has its workers forked by this process's server.
 
-    `link` becomes another path of the socket, for test hosts, which see only some folders.
+    `link` becomes another path of the socket, for test hosts, which see only some folders. Each training step takes
+    `step_seconds` more, as that of a larger model would, but without the processor.
     """
     path = _server_socket()
     if link is not None:
         os.link(path, link)
     found = os.pathsep.join(filter(None, [str(FORKS), os.environ.get("PYTHONPATH")]))
-    return {FORKS_VARIABLE: str(link or path), "PYTHONPATH": found}
+    return {FORKS_VARIABLE: str(link or path), _STEP_VARIABLE: str(step_seconds), "PYTHONPATH": found}
 
 
 @cache
@@ -156,6 +159,17 @@ class Forks:
                 connection.close()
 
 
+def _lengthen_steps(seconds: float) -> None:
+    train = import_module("train_loop.train")
+    train_step = train.train_step
+
+    def longer_step(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return train_step(*arguments)
+
+    train.train_step = longer_step  # type: ignore[attr-defined]
+
+
 def main() -> None:
     """Serve, and run the requested program in each forked process."""
     folder = tempfile.mkdtemp(prefix="forks-")
@@ -175,6 +189,8 @@ def main() -> None:
     os.environ.update(request["environment"])
     # The forks would all have the same state.
     np.random.seed()
+    if seconds := float(os.environ[_STEP_VARIABLE]):
+        _lengthen_steps(seconds)
     sys.argv = request["argv"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
