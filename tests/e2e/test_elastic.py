@@ -60,6 +60,7 @@ def submit(service: LiveService, *, workers: Any, steps: int) -> str:
         training={
             "max_steps": steps,
             "lr_scheduler_type": "constant",
+            "per_device_train_batch_size": 1,
             "reproducible": "any_size",
             "reduction_tree": {"max_shards": 4},
         },

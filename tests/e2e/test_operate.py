@@ -43,7 +43,7 @@ def test_restored_backup_continues_the_jobs(tmp_path: Path) -> None:
     try:
         first.start()
         # Too many steps to end meanwhile.
-        spec = small_job(shared, training={"max_steps": 100_000, "global_batch_size": 4, "audit_samples": True})
+        spec = small_job(shared, training={"max_steps": 100_000})
         job_id = first.client.submit(yaml.safe_dump(spec)).id
         first.wait_for_step(job_id, 5)
         trainshed(first.home, "backup", str(backup))

@@ -303,7 +303,8 @@ def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCl
 
 def test_elastic_job_that_can_never_shrink_is_reported_with_numbers(cluster: HostCluster) -> None:
     scaling = {"num_workers": {"min": 4, "max": 8}, "resources_per_worker": {"CPU": 1}}
-    job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, scaling=scaling)))
+    one = {"per_device_train_batch_size": 1}
+    job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, training=one, scaling=scaling)))
     (warning,) = [one for one in job.warnings if "shrink" in one]
     assert warning == (
         "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU on "

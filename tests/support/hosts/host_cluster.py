@@ -357,7 +357,12 @@ def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
             "columns": {"input_ids": "ids"},
             "packing": False,
         },
-        "training": {"max_steps": 60, "global_batch_size": 4, "audit_samples": True},
+        "training": {
+            "max_steps": 60,
+            "global_batch_size": 4,
+            "per_device_train_batch_size": 2,
+            "audit_samples": True,
+        },
         # It would double the collectives of a step, which are what a step of so small a model takes.
         "model": {"gradient_checkpointing": "none"},
         "strategy": {"ulysses_size": 2},

@@ -164,7 +164,12 @@ def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:
         # It would double the collectives of a step, which are what a step of so small a model takes.
         "model": {"gradient_checkpointing": "none"},
         "data": {"train": {"path": f"file://{data}"}, "columns": {"input_ids": "ids"}, "packing": False},
-        "training": {"max_steps": 40, "global_batch_size": 4, "audit_samples": True},
+        "training": {
+            "max_steps": 40,
+            "global_batch_size": 4,
+            "per_device_train_batch_size": 2,
+            "audit_samples": True,
+        },
         "strategy": {"ulysses_size": 2},
         "checkpoint": {"every_steps": 10},
         "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.5}},
