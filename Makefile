@@ -7,13 +7,14 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 # The longest files are first, so that no process works on one of them after the others have ended.
 LONG := tests/api/requests/test_description.py
 long_first = $(filter $(LONG),$(1)) $(filter-out $(LONG),$(1))
-# Some files mostly wait: three at a time keep two cores busy.
-FAST := -n 3 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
+# Some files mostly wait: four at a time keep two cores busy.
+FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/unit tests/contract tests/kubernetes
 RANKS := -n 2 $(BY_FILE) tests/distributed
 # One of these files waits for its hosts while the other starts its processes.
 RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py \
-	tests/hosts/test_compose.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e tests/hosts tests/benchmarks
+	tests/hosts/test_compose.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/hosts/test_pods.py \
+	tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 .PHONY: setup demo demo-elastic test test-fast hosts images bench test-bench serve client check format docs docs-serve

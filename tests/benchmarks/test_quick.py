@@ -75,6 +75,7 @@ def test_hugging_face_trains_the_same(run: Run) -> None:
 
 
 def test_both_loops_alternate_in_the_same_ranks(run: Run) -> None:
+    needs_time()
     result = run(turns.main, "--quick")
     assert agreed(result) == {turns.BARE, turns.OURS}
     assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2]
