@@ -57,13 +57,13 @@ def test_run_resized_between_gpus_has_the_bits_of_one_gpu(
     write_data(tmp_path)
     call_ranks(1, train_case, tmp_path, CASES[case], "1", RunDir(tmp_path / "alone"), 1, (STEPS, True))
     resized = RunDir(tmp_path / "resized")
-    legs = [("2", 1, True), ("1", 2, False), ("4" if GPUS >= 4 else "2", 2, True), ("1", STEPS, True)]
+    legs = [("2", 2, True), ("1", 4, False), ("4" if GPUS >= 4 else "2", 4, True), ("1", STEPS, True)]
     for attempt, (name, stop, checkpoint) in enumerate(legs, start=1):
         resized.write_fence(attempt)
         call_ranks(MESHES[name][0], train_case, tmp_path, CASES[case], name, resized, attempt, (stop, checkpoint))
         resized.stop_file.unlink(missing_ok=True)
     # The second leg is stopped without a checkpoint: the third repeats its steps.
-    assert [line["step"] for line in numbers(resized.root)] == [1, 2, 2, 3]
+    assert [line["step"] for line in numbers(resized.root)] == [1, 2, 3, 4, 3, 4, 5]
     expected = {line["step"]: line for line in numbers(tmp_path / "alone")}
     for line in numbers(resized.root):
         assert str(line) == str(expected[line["step"]])

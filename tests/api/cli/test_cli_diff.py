@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from service.adapters.helper_processes.checkpoints import HelperTools
-from service.ports import Digests, TensorDigest
-from tests.support.builders.tensors import tensor_checkpoint
+from tests.support.builders.tensors import digests_here, tensor_checkpoint
 from tests.support.clients.command import run
 from tests.support.fakes.service import FakeService
-from train_loop.checkpoint.digest import digest_step
-from train_loop.run_dir import RunDir
 
 ONE, OTHER = "job-0001", "job-0002"
 STEPS = 6
@@ -25,7 +22,7 @@ STATE = {"model": WEIGHTS, "optimizer": {"step": torch.tensor(6.0)}}
 def jobs(home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeService:
     """Return a service with two jobs that have computed the same bits, on different numbers of workers."""
     # In this process: the helper process imports torch for seconds. tests/api/test_checkpoints.py uses it.
-    monkeypatch.setattr(HelperTools, "digests", digests)
+    monkeypatch.setattr(HelperTools, "digests", digests_here)
     for workers in (1, 2):
         job = service.submit(scaling={"num_workers": workers})
         for step in range(1, STEPS + 1):
@@ -33,14 +30,6 @@ def jobs(home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> F
         for step in (3, 6):
             tensor_checkpoint(service.run_dir(job.id), step, STATE)
     return service
-
-
-def digests(_: HelperTools, run_dir: str, step: int) -> Digests | None:
-    found = digest_step(RunDir.at(run_dir), step)
-    if found is None:
-        return None
-    tensors = {name: TensorDigest(one.dtype, tuple(one.shape), one.sha256) for name, one in found.tensors.items()}
-    return Digests(tuple(found.faults), found.sha256, tensors)
 
 
 def measure(service: FakeService, job: str, step: int, *, attempt: int = 1, **other: float) -> None:

@@ -156,13 +156,6 @@ CASES = {
         "logs {trained} --rank 9",
         "/query/rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
     ),
-    "diff": Case(
-        "diff {trained} {short}",
-        "identical: 2 steps, 1 tensor of step 20, sha256 ",
-        "identical steps checkpoint",
-        "diff {trained} {trained} --step 7",
-        _NO_STEP,
-    ),
     "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
     "verify": Case(
         "verify {trained} 20", "the checkpoint of step 20 is whole", "ok faults", "verify {trained} 7", _NO_STEP
@@ -247,6 +240,7 @@ CASES = {
 _LAST = ("cancel", "rm")
 ELSEWHERE = {
     "serve": "runs until it is stopped: test_serve.py",
+    "diff": "computes digests in processes that import torch: test_cli_diff.py",
     "nodes": "needs a cluster that answers: test_nodes.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
     **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),
@@ -342,14 +336,7 @@ def test_every_command_is_in_the_table() -> None:
     assert sorted(_commands(group)) == sorted([*CASES, *ELSEWHERE])
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        # Each digest is computed by a process that imports torch.
-        pytest.param(name, marks=pytest.mark.slow if name == "diff" else ())
-        for name in sorted(CASES, key=_LAST.count)
-    ],
-)
+@pytest.mark.parametrize("command", sorted(CASES, key=_LAST.count))
 def test_command_prints_output_json_and_error(world: World, command: str) -> None:
     case = CASES[command]
     refused = world.invoke(case.bad)

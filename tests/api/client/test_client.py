@@ -13,12 +13,13 @@ import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from service.adapters.helper_processes.checkpoints import HelperTools
 from service.api.problems import problem
 from service.api.schemas import ExportIn, KeyIn
 from service.domain.access.roles import Role
 from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.builders.checkpoints import checkpoint
-from tests.support.builders.tensors import tensor_checkpoint
+from tests.support.builders.tensors import digests_here, tensor_checkpoint
 from tests.support.clients.blocking import Blocking
 from tests.support.fakes.service import KEY, FakeService, a_spec, raw_spec, spec_body
 from tests.support.servers.serving import Proxy, cut, drop, lose, say, serving
@@ -306,8 +307,10 @@ def test_newest_checkpoint_is_exported(client: Client, service: FakeService) -> 
         is_exported(failed)
 
 
-@pytest.mark.slow
-def test_digests_are_those_of_the_newest_checkpoint(client: Client, service: FakeService) -> None:
+def test_digests_are_those_of_the_newest_checkpoint(
+    client: Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HelperTools, "digests", digests_here)
     job = client.submit(spec_body())
     with pytest.raises(LookupError, match=f"{job.id} has no checkpoint yet"):
         job.digests()

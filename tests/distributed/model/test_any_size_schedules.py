@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.any_size import MESHES, STEPS, Case, differing, numbers, train_case, write_data
+from tests.support.builders.any_size import MESHES, Case, differing, numbers, train_case, write_data
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.checkpoint.digest import digest_step
 from train_loop.run_dir import RunDir
 
-SCHEDULES = 200
+STEPS, SCHEDULES = 3, 200
 CASE = Case(
-    training={"ema_decay": 0.9, "eval_steps": 2},
+    training={"max_steps": STEPS, "ema_decay": 0.9, "eval_steps": 2},
     checkpoint={"every_steps": 1, "keep_last": STEPS},
 )
 

@@ -63,7 +63,7 @@ def job(parts: Parts, sp: int, tied: bool) -> JobSpec:
     base: Parts = {
         "model": {"config": CONFIG | {"tie_word_embeddings": tied}, "gradient_checkpointing": "full"},
         "data": {"sequence_length": LENGTH},
-        "training": {"per_device_train_batch_size": 1, "chunked_loss": False},
+        "training": {"per_device_train_batch_size": 2, "chunked_loss": False},
         "strategy": {"ulysses_size": sp},
         "scaling": {"num_workers": dist.get_world_size()},
     }

@@ -24,7 +24,7 @@ from train_loop.run_dir import RunDir, Stop, read_lines
 from train_loop.spec import JobSpec
 from train_loop.train import train
 
-SAMPLES, BATCH, STEPS = 21, 8, 3
+SAMPLES, BATCH, STEPS = 37, 8, 5
 """The second epoch begins inside the last step; a run of one epoch pads that step."""
 # Odd sizes: shards of unequal sizes, and ranks without rows of some parameters.
 ODD = TINY | {"hidden_size": 28, "intermediate_size": 45, "vocab_size": 203, "attention_dropout": 0.1}

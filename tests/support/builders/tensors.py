@@ -8,7 +8,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from service.adapters.helper_processes.checkpoints import HelperTools
+from service.ports import Digests, TensorDigest
 from tests.support.builders.checkpoints import manifest
+from train_loop.checkpoint.digest import digest_step
 from train_loop.checkpoint.manifest import describe_file
 from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import Fence, RunDir
@@ -33,3 +36,12 @@ def tensor_checkpoint(run_dir: RunDir, step: int, values: dict[str, Any], *, crc
     files = {file.name: describe_file(file) for file in folder.iterdir()}
     store.commit(manifest(step).model_copy(update={"files": files}))
     return run_dir.checkpoint(step)
+
+
+def digests_here(_: HelperTools, run_dir: str, step: int) -> Digests | None:
+    """Return the digests of a checkpoint like `HelperTools.digests`, without its process, which imports torch."""
+    found = digest_step(RunDir.at(run_dir), step)
+    if found is None:
+        return None
+    tensors = {name: TensorDigest(one.dtype, tuple(one.shape), one.sha256) for name, one in found.tensors.items()}
+    return Digests(tuple(found.faults), found.sha256, tensors)
