@@ -210,5 +210,5 @@ def logits_by_flex_and_sdpa(job: JobSpec, rows: Rows) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("sp", [1, 2])
 def test_flex_attention_separates_documents_like_masks(sp: int) -> None:
     rows = random_rows(4, 32, vocab=VOCAB, packed=True)
-    flex, sdpa = on_ranks(2, logits_by_flex_and_sdpa, a_job(world=2, strategy={"ulysses_size": sp}), rows)[0]
+    flex, sdpa = on_ranks(sp, logits_by_flex_and_sdpa, a_job(world=sp, strategy={"ulysses_size": sp}), rows)[0]
     assert (flex - sdpa).abs().max() < 1e-5

@@ -29,6 +29,8 @@ SAMPLES, BATCH, STEPS = 37, 8, 5
 # Odd sizes: shards of unequal sizes, and ranks without rows of some parameters.
 ODD = TINY | {"hidden_size": 28, "intermediate_size": 45, "vocab_size": 203, "attention_dropout": 0.1}
 TIED = ODD | {"tie_word_embeddings": True}
+# For what a second layer would only repeat.
+SHALLOW = ODD | {"num_hidden_layers": 1}
 GPT2 = {"model_type": "gpt2", "vocab_size": 203, "n_embd": 28, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GEMMA3 = ODD | {"model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 8, "attention_dropout": 0.0}
 
@@ -51,14 +53,16 @@ class Case:
 
 CASES: dict[str, Case] = {
     "qwen3 fp32": Case(training={"ema_decay": 0.9}, meshes=("2", "4", "2x2")),
-    "one epoch": Case(training={"max_steps": None, "num_train_epochs": 1}),
+    "one epoch": Case(SHALLOW, training={"max_steps": None, "num_train_epochs": 1}),
     "qwen3 tied bf16": Case(TIED, "bf16", training={"ema_decay": 0.9, "eval_steps": 2}, meshes=("2", "4", "2x2")),
     "llama two in a micro-batch": Case(
-        ODD | {"model_type": "llama"}, training={"per_device_train_batch_size": 2, "global_batch_size": 16}
+        SHALLOW | {"model_type": "llama"}, training={"per_device_train_batch_size": 2, "global_batch_size": 16}
     ),
     "gemma3 bf16": Case(GEMMA3, "bf16"),
     "gpt2": Case(GPT2),
-    "sgd, all parts in turn": Case(training={"optimizer": "sgd", "global_batch_size": 24}, meshes=("2", "4", "2x2")),
+    "sgd, all parts in turn": Case(
+        SHALLOW, training={"optimizer": "sgd", "global_batch_size": 24}, meshes=("2", "4", "2x2")
+    ),
     "muon": Case(training={"optimizer": "muon", "learning_rate": 0.01}),
     "recomputed, chunked, tiled": Case(
         TIED,
@@ -67,14 +71,15 @@ CASES: dict[str, Case] = {
         strategy={"apply_tiled_mlp": True},
     ),
     "fp32 norms, embeddings as units": Case(
+        SHALLOW,
         dtype="bf16",
         strategy={"norm_dtype": "fp32", "wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}},
     ),
-    "offloaded": Case(strategy={"offload_policy": True}),
-    "weighted": Case(columns={"weight": "weight"}, training={"eval_steps": 2}),
-    "packed": Case(packed=True),
+    "offloaded": Case(SHALLOW, strategy={"offload_policy": True}),
+    "weighted": Case(SHALLOW, columns={"weight": "weight"}, training={"eval_steps": 2}),
+    "packed": Case(SHALLOW, packed=True),
     "compiled": Case(dtype="bf16", model={"compile": True}, meshes=("2",)),
-    "not finite": Case(training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
+    "not finite": Case(SHALLOW, training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),

@@ -44,7 +44,8 @@ class LiveService:
         self._environment = environment or {}
         self._roots = (f"file://{home}/data", *roots)
         self._quick = quick
-        self._forks = worker_forks(step_seconds=step_seconds)
+        # Another cluster has its own workers.
+        self._forks = {} if "TRAINSHED_RAY_ADDRESS" in self._environment else worker_forks(step_seconds=step_seconds)
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
