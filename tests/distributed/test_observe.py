@@ -107,6 +107,7 @@ def all_runs(folder: Path) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             lag(patch)
             run(data, folder / name, **parts)
+    stall_and_not(data, folder)
     return {"automatic": automatic, "after": gc.isenabled()}
 
 
@@ -211,11 +212,9 @@ def slow_build(*arguments: Any) -> Run:
     return build_run(*arguments)
 
 
-def test_every_rank_writes_stacks_if_no_step_ends_in_time(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens.parquet", rows=BATCH * STEPS, length=LENGTH, vocab=TINY["vocab_size"])
-    on_ranks(2, stall_and_not, tmp_path / "tokens.parquet", tmp_path)
+def test_every_rank_writes_stacks_if_no_step_ends_in_time(runs: Path) -> None:
     for name, where in (("stalled", "in stalled_stream"), ("late", "in slow_build")):
-        stacks = RunDir(tmp_path / name).attempt(1).stacks
+        stacks = RunDir(runs / name).attempt(1).stacks
         for rank in range(2):
             assert where in (stacks / f"rank-{rank:05d}.txt").read_text()
-    assert list(RunDir(tmp_path / "sound").attempt(1).stacks.iterdir()) == []
+    assert list(RunDir(runs / "sound").attempt(1).stacks.iterdir()) == []
