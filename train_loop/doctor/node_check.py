@@ -56,7 +56,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     # First, because the tasks below may take resources.
     free, total = ray.available_resources(), ray.cluster_resources()
     rounds = [_call_all({on_node(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
-    # They reuse the processes of the rounds. They come last, because storage that hangs keeps their processes.
+    # After the rounds, whose processes they reuse: storage that hangs would occupy these.
     path_checks = {on_node(check_paths, node).remote(folder, roots, node): node for node in nodes}
     sights = _collect(path_checks, deadline)
     network = check_network(nodes, deadline)

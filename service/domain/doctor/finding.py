@@ -11,7 +11,7 @@ class Verdict(StrEnum):
     WARNING = "warning"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """The check could not run because of another check's result."""
+    """The check could not run because of another check's result, or because too little time was left."""
 
 
 @dataclass(frozen=True)
