@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from service.adapters.helper_processes.checkpoints import HelperTools
-from tests.support.builders.tensors import digests_here, tensor_checkpoint
+from tests.support.builders.tensors import digests_in_process, tensor_checkpoint
 from tests.support.clients.command import run
 from tests.support.fakes.service import FakeService
 
@@ -22,7 +22,7 @@ STATE = {"model": WEIGHTS, "optimizer": {"step": torch.tensor(6.0)}}
 def jobs(home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeService:
     """Return a service with two jobs that have computed the same bits, on different numbers of workers."""
     # In this process: the helper process imports torch for seconds. tests/api/test_checkpoints.py uses it.
-    monkeypatch.setattr(HelperTools, "digests", digests_here)
+    monkeypatch.setattr(HelperTools, "digests", digests_in_process)
     for workers in (1, 2):
         job = service.submit(scaling={"num_workers": workers})
         for step in range(1, STEPS + 1):

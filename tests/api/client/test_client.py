@@ -19,7 +19,7 @@ from service.api.schemas import ExportIn, KeyIn
 from service.domain.access.roles import Role
 from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.builders.checkpoints import checkpoint
-from tests.support.builders.tensors import digests_here, tensor_checkpoint
+from tests.support.builders.tensors import digests_in_process, tensor_checkpoint
 from tests.support.clients.blocking import Blocking
 from tests.support.fakes.service import KEY, FakeService, a_spec, raw_spec, spec_body
 from tests.support.servers.serving import Proxy, cut, drop, lose, say, serving
@@ -310,7 +310,7 @@ def test_newest_checkpoint_is_exported(client: Client, service: FakeService) -> 
 def test_digests_are_those_of_the_newest_checkpoint(
     client: Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HelperTools, "digests", digests_here)
+    monkeypatch.setattr(HelperTools, "digests", digests_in_process)
     job = client.submit(spec_body())
     with pytest.raises(LookupError, match=f"{job.id} has no checkpoint yet"):
         job.digests()

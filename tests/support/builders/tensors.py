@@ -38,7 +38,7 @@ def tensor_checkpoint(run_dir: RunDir, step: int, values: dict[str, Any], *, crc
     return run_dir.checkpoint(step)
 
 
-def digests_here(_: HelperTools, run_dir: str, step: int) -> Digests | None:
+def digests_in_process(_: HelperTools, run_dir: str, step: int) -> Digests | None:
     """Return the digests of a checkpoint like `HelperTools.digests`, without its process, which imports torch."""
     found = digest_step(RunDir.at(run_dir), step)
     if found is None:
