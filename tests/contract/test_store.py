@@ -19,7 +19,7 @@ from service.errors import IdempotencyMismatch
 from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
 from tests.support.fakes.service import a_job
 from tests.support.fakes.stores import MemoryJobStore
-from tests.support.servers.databases import emptied
+from tests.support.servers.databases import database_url, emptied
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
@@ -27,8 +27,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JobStore]:
     if request.param == "memory":
         yield MemoryJobStore()
         return
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    with emptied(url) as engine:
+    with emptied(database_url(request, tmp_path)) as engine:
         yield SqlJobStore(engine)
 
 

@@ -16,7 +16,7 @@ from service.domain.webhooks.delivery import (
 from service.errors import WebhookLimit
 from service.ports import WebhookStore
 from tests.support.fakes.webhooks import MemoryWebhookStore, a_webhook
-from tests.support.servers.databases import emptied
+from tests.support.servers.databases import database_url, emptied
 
 ENTRY = AuditEntry(1.0, OPERATOR, "webhook.test", "default", "hook-1")
 
@@ -26,8 +26,7 @@ def hooks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebhookSto
     if request.param == "memory":
         yield MemoryWebhookStore()
         return
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    with emptied(url) as engine:
+    with emptied(database_url(request, tmp_path)) as engine:
         yield SqlWebhookStore(engine)
 
 

@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 from sqlalchemy import Engine
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.tables import metadata
+
+
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of the database that a fixture's parameter names: `postgres`, or SQLite in the folder."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("postgres"))
+    return f"sqlite:///{tmp_path / 'jobs.db'}"
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from service.domain.webhooks.delivery import Webhook
 from service.errors import DatabaseUnusable
 from service.ports import IdempotencyKey, NewJob
 from tests.support.fakes.service import a_job
+from tests.support.servers.databases import database_url
 from train_loop.spec import dump
 
 ONCE = IdempotencyKey("key", "sha")
@@ -47,7 +48,7 @@ def empty_database(url: str) -> None:
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Provide an empty database and empty it again after the test."""
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    url = database_url(request, tmp_path)
     empty_database(url)
     yield url
     empty_database(url)

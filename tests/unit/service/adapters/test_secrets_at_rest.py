@@ -25,6 +25,7 @@ from service.domain.webhooks.delivery import Webhook
 from service.errors import KeyUnusable, SecretsUnreadable
 from service.ports import Lease, NewJob
 from tests.support.fakes.service import a_job
+from tests.support.servers.databases import database_url
 
 ENTRY = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
 SECRET, NEXT = "whsec_" + "QUJD" * 11, "whsec_" + "REVG" * 11
@@ -34,7 +35,7 @@ HOOK = Webhook("hook-1", "default", "https://x/", tuple(JobState), SECRET, 1.0, 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'shed.db'}"
+    url = database_url(request, tmp_path)
     database = Database(url)
     database.bring_up_to_date()
     yield database

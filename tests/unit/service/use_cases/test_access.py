@@ -17,7 +17,7 @@ from service.domain.jobs.job import StopRequest
 from service.ports import IdempotencyKey, JobStore, KeyStore, NewJob
 from tests.support.fakes.service import a_job
 from tests.support.fakes.stores import MemoryJobStore, MemoryKeyStore
-from tests.support.servers.databases import emptied
+from tests.support.servers.databases import database_url, emptied
 
 ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))
 ALICE = Principal(f"oidc:{'a' * 255}", "alice", {}, "request-1")
@@ -30,8 +30,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
         memory = MemoryJobStore()
         yield memory, MemoryKeyStore(memory.audit_log)
         return
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    with emptied(url) as engine:
+    with emptied(database_url(request, tmp_path)) as engine:
         yield SqlJobStore(engine), SqlKeyStore(engine)
 
 

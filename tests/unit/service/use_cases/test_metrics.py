@@ -22,6 +22,7 @@ from service.ports import NewJob
 from service.use_cases.metrics import OTHERS, bounded
 from tests.support.fakes.service import FakeService, a_job
 from tests.support.fakes.stores import MemoryJobStore
+from tests.support.servers.databases import database_url
 from train_loop.run_dir import Outcome
 
 Labels = tuple[tuple[str, str], ...]
@@ -221,7 +222,7 @@ def test_concurrent_scrapes_query_the_database_once(service: FakeService) -> Non
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[SqlJobStore, SqlJobCounts]]:
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    url = database_url(request, tmp_path)
     engine = open_database(url)
     yield SqlJobStore(engine), SqlJobCounts(engine)
     engine.dispose()

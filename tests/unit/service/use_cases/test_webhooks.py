@@ -33,7 +33,7 @@ from service.ports import Lease, NewJob
 from service.use_cases.webhooks.delivery_loop import LEASE, Deliverer
 from tests.support.fakes.service import Clock, a_job
 from tests.support.fakes.webhooks import MemorySender, a_webhook
-from tests.support.servers.databases import emptied
+from tests.support.servers.databases import database_url, emptied
 
 ENTRY = AuditEntry(1.0, OPERATOR, "webhook.test", "default", "hook-1")
 RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, "no answer")
@@ -86,8 +86,7 @@ class World:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    with emptied(url) as engine:
+    with emptied(database_url(request, tmp_path)) as engine:
         yield World(
             engine, SqlJobStore(engine), SqlWebhookStore(engine), SqlOutbox(engine), MemorySender(), Clock(1000.0)
         )
