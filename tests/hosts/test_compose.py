@@ -16,8 +16,8 @@ import yaml
 from service.domain.jobs.job import JobState
 from tests.support.hosts.compose import OURS, Service, ports, read, why_not
 from tests.support.hosts.containers import run
-from tests.support.hosts.host_cluster import host_job
 from tests.support.hosts.hosts import Lab, lab
+from tests.support.hosts.jobs import host_job
 from tests.support.waiting import wait_for
 from trainshed import Client
 

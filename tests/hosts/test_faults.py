@@ -19,8 +19,9 @@ import yaml
 from service.api.schemas import JobOut
 from service.domain.doctor.finding import Verdict
 from service.domain.jobs.job import JobState
-from tests.support.hosts.host_cluster import HostCluster, host_cluster, host_job
+from tests.support.hosts.host_cluster import HostCluster, host_cluster
 from tests.support.hosts.hosts import Host
+from tests.support.hosts.jobs import host_job
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+SERVICE_PAUSE = 0.2
+"""Seconds between two requests to a service. More frequent ones would slow down the job that the test waits for."""
 
 
 def wait_for(

@@ -13,12 +13,11 @@ from s3fs import S3FileSystem
 
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
-from tests.support.builders.specs import TINY, raw_spec
-from tests.support.hosts.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
-from tests.support.ranks.torchrun import write_tokens
+from tests.support.hosts.hosts import REPOSITORY, Host, HostsFile, Lab, lab
+from tests.support.hosts.jobs import host_job
 from tests.support.servers.s3 import s3_environment
 from tests.support.servers.worker_forks import worker_forks
-from tests.support.waiting import wait_for
+from tests.support.waiting import SERVICE_PAUSE, wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
 
@@ -202,7 +201,7 @@ class HostCluster:
             )
             return job if job.state in states else None
 
-        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=0.2)
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=SERVICE_PAUSE)
 
     def wait_for_step(self, job_id: str, step: int, *, seconds: float = 120) -> None:
         """Wait until the job has trained a step."""
@@ -214,7 +213,7 @@ class HostCluster:
             )
             return any(line["step"] >= step for line in self.metrics(job_id))
 
-        wait_for(done, f"step {step}", seconds=seconds, pause=0.2)
+        wait_for(done, f"step {step}", seconds=seconds, pause=SERVICE_PAUSE)
 
     def newest_step(self, job_id: str) -> int:
         """Return the highest step that the job has trained."""
@@ -231,7 +230,7 @@ class HostCluster:
             lambda: any(line["epoch"] > epoch and line["step"] > best for line in self.metrics(job_id)),
             f"a new step of a newer group than {epoch}",
             seconds=120,
-            pause=0.2,
+            pause=SERVICE_PAUSE,
         )
 
     def late_saves_of_thawed_host(self, job_id: str) -> list[str]:
@@ -343,30 +342,3 @@ def host_cluster(
             yield cluster
         finally:
             cluster.close()
-
-
-def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
-    """Return a tiny Qwen3 job on random tokens: four workers, Ulysses groups of two, a checkpoint every 20 steps."""
-    data = shared / "data" / "tokens.parquet"
-    if not data.exists():
-        data.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(data, rows=4000, length=32, vocab=TINY["vocab_size"])
-    base: dict[str, dict[str, Any]] = {
-        "data": {
-            "train": {"path": f"file://{SHARED}/data/tokens.parquet"},
-            "columns": {"input_ids": "ids"},
-            "packing": False,
-        },
-        "training": {
-            "max_steps": 60,
-            "global_batch_size": 4,
-            "per_device_train_batch_size": 2,
-            "audit_samples": True,
-        },
-        # It would double the collectives of a step, which are what a step of so small a model takes.
-        "model": {"gradient_checkpointing": "none"},
-        "strategy": {"ulysses_size": 2},
-        "checkpoint": {"every_steps": 20},
-        "scaling": {"num_workers": 4, "resources_per_worker": {"CPU": 0.75}},
-    }
-    return raw_spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()})

@@ -68,16 +68,17 @@ class Namespace:
 
 
 def enter_namespaces_of(pid: int) -> None:
-    """Go on as a new process in the namespaces and the root of another one; do nothing if they are the caller's.
+    """Continue as a new process in the namespaces and the root of another process. Return if they are the caller's.
 
-    The caller must have one thread. Its process stays outside, and ends with the exit code of the new one.
+    The caller must have one thread. Its process stays outside, and exits with the exit code of the new process.
+    Raises OSError if the other process has ended.
     """
     if os.readlink("/proc/self/ns/pid") == os.readlink(f"/proc/{pid}/ns/pid"):
         return
     root = os.open(f"/proc/{pid}/root", os.O_RDONLY | os.O_DIRECTORY)
-    spaces = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "net", "uts", "mnt")]
-    for space in spaces:
-        if _LIBC.setns(space, 0):
+    namespaces = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "net", "uts", "mnt")]
+    for namespace in namespaces:
+        if _LIBC.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), "setns")
     # A process never changes its own PID namespace, only that of its children.
     if process := os.fork():
@@ -86,7 +87,7 @@ def enter_namespaces_of(pid: int) -> None:
     _die_with_parent()
     os.fchdir(root)
     os.chroot(".")
-    for file in (root, *spaces):
+    for file in (root, *namespaces):
         os.close(file)
 
 

@@ -16,12 +16,9 @@ from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY, raw_spec
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
-from tests.support.waiting import wait_for
+from tests.support.waiting import SERVICE_PAUSE, wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
-
-_PAUSE = 0.2
-"""Seconds between two questions to a service; more of them would take the processor from what they wait for."""
 
 
 class LiveService:
@@ -112,7 +109,7 @@ class LiveService:
             assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.debug_report(job_id)}"
             return job if job.state in states else None
 
-        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=_PAUSE)
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds, pause=SERVICE_PAUSE)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Wait until the job has trained a step."""
@@ -120,7 +117,7 @@ class LiveService:
             lambda: any(line["step"] >= step for line in self.metrics(job_id)),
             f"step {step}",
             seconds=120,
-            pause=_PAUSE,
+            pause=SERVICE_PAUSE,
         )
 
     def run_dir(self, job_id: str) -> RunDir:

@@ -44,8 +44,6 @@ MODULES = (
 )
 """What a worker imports except Ray, which reads a process's own variables when it is imported."""
 _STEP_VARIABLE = "TEST_STEP_SECONDS"
-_SERVERS = list[subprocess.Popen[bytes]]()
-"""Keeps the server's standard input open."""
 
 
 def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict[str, str]:
@@ -54,7 +52,7 @@ def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict
     `link` becomes another path of the socket, for test hosts, which see only some folders. Each training step takes
     `step_seconds` more, as that of a larger model would, but without the processor.
     """
-    path = _server_socket()
+    _, path = _server()
     if link is not None:
         os.link(path, link)
     found = os.pathsep.join(filter(None, [str(FORKS), os.environ.get("PYTHONPATH")]))
@@ -62,8 +60,11 @@ def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict
 
 
 @cache
-def _server_socket() -> str:
-    """Start the server, which serves until this process ends. Return the path of its socket."""
+def _server() -> tuple[subprocess.Popen[bytes], str]:
+    """Start the server; return it and the path of its socket.
+
+    The cache keeps its standard input open, so that it serves until this process ends.
+    """
     foreign = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.servers.worker_forks"],
@@ -72,9 +73,8 @@ def _server_socket() -> str:
         env={**foreign, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    _SERVERS.append(server)
     assert server.stdout is not None
-    return server.stdout.readline().decode().rstrip()
+    return server, server.stdout.readline().decode().rstrip()
 
 
 class Forks:
@@ -114,13 +114,13 @@ class Forks:
 
     def _fork(self) -> dict[str, Any] | None:
         connection, _ = self._listener.accept()
-        # The requester's host may be frozen just now.
         connection.settimeout(10)
         try:
             size, files, _, _ = socket.recv_fds(connection, 4, 3)
             with connection.makefile("rb") as reader:
                 request: dict[str, Any] = json.loads(reader.read(int.from_bytes(size, "big")))
-        except TimeoutError:
+        except (TimeoutError, json.JSONDecodeError):
+            # The requester was frozen or killed while it sent this.
             connection.close()
             return None
         assert threading.active_count() == 1
