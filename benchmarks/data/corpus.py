@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workload import SMALL
-from train_loop.data.prepare.tokenizer import train_tokenizer
+from train_loop.data.text.tokenizer import train_tokenizer
 from train_loop.spec import JobSpec, parse
 
 VOCABULARY = 8192

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.data.corpus import CORPUS, TOKENIZER, WARM, texts
-from train_loop.data.prepare.tokenizer import END_OF_TEXT
+from train_loop.data.text.tokenizer import END_OF_TEXT
 
 _DOCUMENTS = 1000
 """Documents per call of the tokenizer, which uses all cores."""

@@ -18,8 +18,8 @@ from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pipeline import prepare
-from train_loop.data.prepare.tokenizer import load_tokenizer
 from train_loop.data.stream.local import read_rows
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.faults.failure import failed
 from train_loop.spec import JobSpec

@@ -63,6 +63,10 @@ class Part(BaseModel):
     """Rows that were dropped because they have more tokens than a sample."""
     untrained_rows: int = 0
     """Rows that were dropped because none of their tokens is trained."""
+    begins_with_bos: bool | None = None
+    """Whether all documents begin with the tokenizer's BOS token; None for rows of token ids."""
+    sample_without_end: str | None = None
+    """A conversation with its trained text in ⟦⟧, if no end token of any turn is trained in any row."""
 
     @property
     def samples(self) -> int:

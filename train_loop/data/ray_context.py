@@ -1,9 +1,15 @@
-"""Options of Ray Data in this process, and the check for a free CPU."""
+"""The Ray of this process, its options for Ray Data, and the check for a free CPU."""
 
+import atexit
 import logging
+import os
+import shutil
 
+import ray
 from ray._private import state
 from ray.data import DataContext, ExecutionResources
+
+from train_loop.system.private_folder import make_private_folder
 
 
 def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResources | None = None) -> None:
@@ -29,3 +35,21 @@ def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResou
 def has_whole_cpu() -> bool:
     """Return whether any node has a whole free CPU, as a task needs."""
     return any(amounts.get("CPU", 0.0) >= 1.0 for amounts in state.available_resources_per_node().values())
+
+
+def start_ray() -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or start one for the lifetime of this process."""
+    if ray.is_initialized():
+        return
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level=logging.WARNING)
+        return
+    folder = make_private_folder()
+    atexit.register(_stop_ray, folder)
+    # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
+
+
+def _stop_ray(folder: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,12 @@ from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, ModelSpec
 from train_loop.system.input_files import read_input
 
+_VOCABULARIES = (
+    *("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""Files from which transformers can make a fast tokenizer."""
+
 
 def model_folder(model: ModelSpec) -> Path | None:
     """Return the folder of model.path; None for random weights. Raises ModelError for an unsupported URI."""
@@ -45,7 +51,7 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
         folder = local_path(uri)
     except ValueError as error:
         raise DataError(str(error)) from error
-    if not (folder / "tokenizer.json").is_file():
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
         remedy = "give the folder of a Hugging Face fast tokenizer"
         if spec.model.tokenizer is None:
             remedy = "set model.tokenizer to a folder with one, or give tokenised rows with columns.input_ids"

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.export.tensors import saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.data.files import storage_patience
-from train_loop.data.prepare.chat import check_chat_template
 from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, check_folder, list_files
-from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.text.chat import check_chat_template
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_numbers
 from train_loop.model.build import build_model, check_rules
@@ -36,7 +36,7 @@ from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.preview import preview_data
 from train_loop.preflight.sample_count import count_samples
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
-from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse
 from train_loop.system.input_files import limit_inputs
 
 # pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
@@ -177,12 +177,30 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
             check_folder(spec.model.tokenizer, policy)
         folder = tokenizer_folder(spec)
         if folder is not None:
-            load_tokenizer(str(folder)).check_fits(shape.vocab)
+            tokenizer = load_tokenizer(str(folder))
+            tokenizer.check_fits(shape.vocab)
             data = spec.data
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
-                check_chat_template(str(folder))
+                problems = _template_problems(data, policy, str(folder))
+                if problems:
+                    return problems
+            tokenizer.adding_bos(data.add_bos)
     except _MISTAKES as error:
         return [Problem("/model/tokenizer", _message(error))]
+    return []
+
+
+def _template_problems(data: DataSpec, policy: ReadPolicy, folder: str) -> list[Problem]:
+    """Return the problems of the chat template, at the field that names it."""
+    pointer = "/model/tokenizer" if data.chat_template is None else "/data/chat_template"
+    set_pointer(pointer)
+    try:
+        if data.template_file is not None:
+            check_folder(data.template_file, policy)
+        check_chat_template(folder, data.chat_template)
+    except _MISTAKES as error:
+        return [Problem(pointer, _message(error))]
+    set_pointer("/model/tokenizer")
     return []
 
 

@@ -85,6 +85,7 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
                 "rows": part.rows,
                 **{name: getattr(part, name) for name in _LEFT_OUT},
                 "on_long_rows": part.on_long_rows,
+                "begins_with_bos": part.begins_with_bos,
                 "samples": part.samples,
                 "tokens": part.tokens,
                 "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),

@@ -7,6 +7,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from train_loop.spec.base import SpecModel, only
 
 LongRows = Literal["split", "truncate", "truncate_left", "drop", "fail"]
+AddBos = Literal["auto"] | bool
+"""Rule for the BOS token of documents; auto: as the tokenizer or the chat template writes it."""
 CYCLE = 10_000
 """Number of consecutive samples, from any start, over which the shares of mixed sources are exact."""
 
@@ -115,6 +117,16 @@ class DataSpec(SpecModel):
         description="columns of a row; exactly one of text, input_ids, messages, or prompt with response",
     )
     system_prompt: str | None = Field(default=None, description="system message for conversations that have none")
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="chat template of messages: a name among the tokenizer's templates, or the URI of a Jinja file "
+        "[default: as transformers chooses: tool_use for rows with tools if the tokenizer has it, else default]",
+    )
+    add_bos: AddBos = Field(
+        default="auto",
+        description="begin each document with BOS; auto: as the tokenizer or the chat template does",
+    )
     on_bad_rows: Literal["fail", "skip"] = Field(
         default="fail", description="invalid rows: fail the job, or skip and count them"
     )
@@ -179,9 +191,17 @@ class DataSpec(SpecModel):
             raise ValueError("data.eval is evaluated completely, so a weight has no effect; remove it")
         return self
 
+    @property
+    def template_file(self) -> str | None:
+        """The URI of the chat template; None if `chat_template` is a name or not set."""
+        return self.chat_template if self.chat_template is not None and "/" in self.chat_template else None
+
     @model_validator(mode="after")
-    def _system_prompt_has_messages(self) -> "DataSpec":
+    def _text_settings_have_text(self) -> "DataSpec":
         shapes = [self.columns_of(source) for source in (*self.sources, *self.eval_sources)]
-        if self.system_prompt is not None and not any(shape.messages for shape in shapes):
-            raise ValueError("system_prompt goes with columns.messages; name the column, or remove system_prompt")
+        for name, value in (("system_prompt", self.system_prompt), ("chat_template", self.chat_template)):
+            if value is not None and not any(shape.messages for shape in shapes):
+                raise ValueError(f"{name} goes with columns.messages; name the column, or remove {name}")
+        if self.add_bos != "auto" and not self.reads_text:
+            raise ValueError("add_bos goes with text, and all sources have token ids; remove add_bos")
         return self

@@ -24,7 +24,7 @@ from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
 from train_loop.model.folder import model_folder

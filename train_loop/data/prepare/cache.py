@@ -15,16 +15,20 @@ from train_loop.data.order import mix
 from train_loop.data.prepare.encode import BadRow, encode_rows
 from train_loop.data.prepare.rows import cut, read_piece
 from train_loop.data.prepare.sources import SourceFile, list_files
-from train_loop.data.prepare.tokenizer import load_tokenizer
 from train_loop.data.shards import RECORD_BYTES
+from train_loop.data.text.chat import read_template
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.run_dir import read_whole, write_durably
-from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
-from train_loop.system.input_files import read_input
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, SourceSpec
 
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
+
+TEXT_RULES = 4
+"""Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
 
 _AS_IT_IS_BYTES = 64 * 2**20
 """Maximum uncompressed size of all sources for reading Parquet files without preparation: they stay in memory."""
@@ -144,8 +148,9 @@ def pin(dataset: Dataset, pointer: Path) -> None:
         began = dataset
     if began.fingerprint != dataset.fingerprint:
         raise DataError(
-            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources have "
-            f"changed since (now {dataset.fingerprint[:12]}); restore the files, or start a new run"
+            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources or "
+            f"the rules of preparation have changed since (now {dataset.fingerprint[:12]}); restore the files or the "
+            "version of Trainshed, or start a new run"
         )
     before, after = ([(part.samples, part.tokens) for part in found.parts] for found in (began, dataset))
     if before != after:
@@ -177,7 +182,9 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     columns, data = source.columns, spec.data
     # Newer fields are included only if they change the result, so that older fingerprints stay valid.
     rule = data.long_rows_of(columns)
-    later: dict[str, Any] = {"messages": 2} if columns.messages else {}
+    later: dict[str, Any] = {} if columns.tokenised else {"text": TEXT_RULES}
+    later |= {"chat_template": _template_identity(data)} if columns.messages and data.chat_template else {}
+    later |= {"add_bos": data.add_bos} if data.add_bos != "auto" and not columns.tokenised else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
@@ -245,10 +252,13 @@ def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
     return columns.model_dump(exclude=set() if columns.tools else {"tools"})
 
 
-def _identity(tokenizer: Path) -> list[str]:
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-    files = [tokenizer / name for name in names]
-    return [hashlib.sha256(read_input(file)).hexdigest() for file in files if file.is_file()]
+def _identity(tokenizer: Path) -> dict[str, str]:
+    files = tokenizer_files(tokenizer)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _template_identity(data: DataSpec) -> str | None:
+    return data.chat_template if data.template_file is None else read_template(data.template_file)
 
 
 def _digest(content: Any) -> str:

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.chat import encode_chat, load_chat_template
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
-from train_loop.data.prepare.tokenizer import load_tokenizer
-from train_loop.spec import ColumnsSpec
+from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec, DataSpec
+from train_loop.spec.data import AddBos
 
+T = TypeVar("T")
+Ids = TypeVar("Ids")
 _HEAVIEST = float(np.finfo(np.float32).max)
 
 
@@ -28,12 +33,30 @@ class BadRow:
 Encoded = Document | BadRow
 
 
-def encode_rows(
-    rows: list[Row], columns: ColumnsSpec, *, vocab: int, tokenizer: str | None = None, system_prompt: str | None = None
-) -> list[Encoded]:
+@dataclass(frozen=True)
+class TextRules:
+    """The rules of a spec that turn text into tokens."""
+
+    tokenizer: str
+    """Folder of the tokenizer."""
+    system_prompt: str | None = None
+    chat_template: str | None = None
+    add_bos: AddBos = "auto"
+
+    @classmethod
+    def of(cls, data: DataSpec, tokenizer: Path) -> "TextRules":
+        """Return the rules of a spec's data with a tokenizer folder."""
+        return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos)
+
+    def load(self) -> TextTokenizer:
+        """Load the tokenizer. Raises DataError if it is unusable."""
+        return load_tokenizer(self.tokenizer).adding_bos(self.add_bos)
+
+
+def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: TextRules | None = None) -> list[Encoded]:
     """Return a document for every row, or a BadRow if the row cannot be trained on.
 
-    `tokenizer` is a folder; tokenised rows do not need it.
+    `rules` are needed for rows of text.
     """
     encoded: dict[int, Encoded] = {}
     good = []
@@ -43,9 +66,7 @@ def encode_rows(
             encoded[number] = BadRow(row.place, wrong)
         else:
             good.append(number)
-    for number, document in zip(
-        good, _documents([rows[n] for n in good], columns, tokenizer, system_prompt), strict=True
-    ):
+    for number, document in zip(good, _documents([rows[n] for n in good], columns, rules), strict=True):
         encoded[number] = document
     return [encoded[number] for number in range(len(rows))]
 
@@ -68,11 +89,9 @@ def _wrong(values: dict[str, Any], columns: ColumnsSpec, vocab: int) -> str | No
     return None
 
 
-def _documents(
-    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None
-) -> Iterator[Encoded]:
+def _documents(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterator[Encoded]:
     weights = [None if columns.weight is None else float(row.values[columns.weight]) for row in rows]
-    for row, found, weight in zip(rows, _token_lists(rows, columns, tokenizer, system_prompt), weights, strict=True):
+    for row, found, weight in zip(rows, _token_lists(rows, columns, rules), weights, strict=True):
         if isinstance(found, str):
             yield BadRow(row.place, found)
         else:
@@ -81,29 +100,39 @@ def _documents(
             yield Document(ids, labels, weight)
 
 
-def _token_lists(
-    rows: list[Row], columns: ColumnsSpec, folder: str | None, system_prompt: str | None
-) -> Iterable[tuple[Any, Any] | str]:
+def _token_lists(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterable[tuple[Any, Any] | str]:
     """Return tokens and labels of each row, or the reason why it cannot be trained on."""
     if columns.input_ids is not None:
         return [(row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows]
-    assert folder is not None
-    tokenizer = load_tokenizer(folder)
+    assert rules is not None
+    tokenizer = rules.load()
     if columns.text is not None:
-        return [(ids, None) for ids in tokenizer.encode([row.values[columns.text] for row in rows])]
+        return [
+            found if isinstance(found, str) else (found, None)
+            for found in _all_or_each(tokenizer.encode, [row.values[columns.text] for row in rows])
+        ]
     if columns.messages is not None:
-        template = load_chat_template(folder)
+        templates = load_chat_templates(rules.tokenizer, rules.chat_template)
         tools = (None if columns.tools is None else row.values.get(columns.tools) for row in rows)
         return [
-            _or_reason(encode_chat, tokenizer, template, row.values[columns.messages], system_prompt, its)
+            _or_reason(encode_chat, tokenizer, templates, row.values[columns.messages], rules.system_prompt, its)
             for row, its in zip(rows, tools, strict=True)
         ]
     assert columns.prompt is not None
     assert columns.response is not None
-    return tokenizer.encode_responses([(row.values[columns.prompt], row.values[columns.response]) for row in rows])
+    pairs = [(row.values[columns.prompt], row.values[columns.response]) for row in rows]
+    return _all_or_each(tokenizer.encode_responses, pairs)
 
 
-def _or_reason(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[Any, Any] | str:
+def _all_or_each(encode: Callable[[list[T]], list[Ids]], texts: list[T]) -> list[Ids | str]:
+    """Return the result of each text; if the tokenizer rejects one, the reason in its place."""
+    try:
+        return list(encode(texts))
+    except DataError:
+        return [_or_reason(lambda text: encode([text])[0], text) for text in texts]
+
+
+def _or_reason(call: Callable[..., Ids], *arguments: Any) -> Ids | str:
     try:
         return call(*arguments)
     except ValueError as error:

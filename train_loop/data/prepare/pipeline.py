@@ -4,15 +4,13 @@ A prepared source has a fingerprint of all that determines its content. All jobs
 rename gives the folder its final name, so a folder under that name is complete.
 """
 
-import atexit
-import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,23 +18,23 @@ import ray
 from numpy.typing import NDArray
 
 from train_loop.data.dataset import Dataset, Part
+from train_loop.data.prepare.boundaries import Boundaries, no_end_token
 from train_loop.data.prepare.build_lock import build_once
 from train_loop.data.prepare.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
-from train_loop.data.prepare.chat import load_chat_template
-from train_loop.data.prepare.encode import BadRow, Encoded, encode_rows, is_text
+from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, is_text
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
 from train_loop.data.prepare.rows import Piece, Row, cut, locate, read_piece
 from train_loop.data.prepare.sources import list_files
-from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
-from train_loop.data.ray_context import configure_ray_data
+from train_loop.data.ray_context import configure_ray_data, start_ray
 from train_loop.data.shards import write_part
+from train_loop.data.text.chat import load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
 from train_loop.run_dir import write_durably
 from train_loop.spec import ColumnsSpec, JobSpec
-from train_loop.system.private_folder import make_private_folder
 
 _TASK_BYTES = (2**20, 32 * 2**20)
 """Approximate minimum and maximum size that a task reads, in bytes."""
@@ -51,15 +49,20 @@ def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
     sources = list_sources(spec)
     tokenizer = _tokenizer(spec, sources, cache, report)
     for source in sources:
-        _warn_of_tools(source, tokenizer, report)
+        _warn_of_tools(spec, source, tokenizer, report)
     parts = [_part(spec, source, tokenizer, cache, report) for source in sources]
+    for source, part in zip(sources, parts, strict=True):
+        if part.sample_without_end is not None:
+            report("warning", message=f"{source}: {no_end_token(part.sample_without_end)}")
     return join(spec, parts, tokenizer)
 
 
-def _warn_of_tools(source: Source, tokenizer: Path | None, report: Report) -> None:
+def _warn_of_tools(spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> None:
     """Report a warning if the chat template does not use the source's column of tools."""
     column = source.columns.tools
-    if column is not None and tokenizer is not None and not load_chat_template(str(tokenizer)).uses_tools:
+    if column is None or tokenizer is None:
+        return
+    if not load_chat_templates(str(tokenizer), spec.data.chat_template).use_tools:
         report("warning", message=f"{source}: the chat template does not use the tools of column {column!r}")
 
 
@@ -90,12 +93,26 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
     tasks = _tasks(source)
     progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
     documents = _documents(tasks, spec, source.columns, tokenizer, progress)
+    boundaries = None
+    if not source.columns.tokenised and tokenizer is not None:
+        boundaries = Boundaries(load_tokenizer(str(tokenizer)))
+        documents = _seen_by(boundaries, documents)
     put_together = pack if spec.data.packing else one_per_sample
     part = write_part(put_together(documents, spec.data.sequence_length), work)
     progress.finish()
     if not part.files:
         raise DataError(f"{source} holds no tokens{_why_none(progress)}; an empty dataset cannot be trained on")
-    return part.model_copy(update=progress.counts | {"on_long_rows": spec.data.long_rows_of(source.columns)})
+    found: dict[str, Any] = {"on_long_rows": spec.data.long_rows_of(source.columns)}
+    if boundaries is not None:
+        found |= {"begins_with_bos": boundaries.begins_with_bos}
+        found |= {"sample_without_end": boundaries.sample_without_end if source.columns.messages else None}
+    return part.model_copy(update=progress.counts | found)
+
+
+def _seen_by(boundaries: Boundaries, documents: Iterator[Document]) -> Iterator[Document]:
+    for document in documents:
+        boundaries.see(document)
+        yield document
 
 
 def _why_none(progress: Progress) -> str:
@@ -110,7 +127,7 @@ def _why_none(progress: Progress) -> str:
 
 def _tasks(source: Source) -> list[list[Piece]]:
     """Return the pieces for each task: many small files, or a part of a large one."""
-    _start_ray()
+    start_ray()
     least, most = _TASK_BYTES
     total, cpus = sum(file.size for file in source.files), int(ray.cluster_resources().get("CPU", 1))
     # Several tasks per CPU, so that all CPUs finish together; not many, as Ray Data takes 0.2 s to hand out the next.
@@ -126,24 +143,6 @@ def _tasks(source: Source) -> list[list[Piece]]:
     return tasks
 
 
-def _start_ray() -> None:
-    if ray.is_initialized():
-        return
-    # Outside a job, use the cluster that RAY_ADDRESS names, or start one for the lifetime of this process.
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level=logging.WARNING)
-        return
-    folder = make_private_folder()
-    atexit.register(_stop_ray, folder)
-    # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
-
-
-def _stop_ray(folder: str) -> None:
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _documents(
     tasks: list[list[Piece]], spec: JobSpec, columns: ColumnsSpec, tokenizer: Path | None, progress: Progress
 ) -> Iterator[Document]:
@@ -155,8 +154,7 @@ def _documents(
         encode_rows,
         columns=columns,
         vocab=model_shape(spec.model).vocab,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        system_prompt=spec.data.system_prompt,
+        rules=None if tokenizer is None else TextRules.of(spec.data, tokenizer),
     )
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
     options |= {"fit": Fit.of(spec.data, columns)}

@@ -20,12 +20,18 @@ def show_plan(plan: PlanOut) -> None:
             "steps": plan.steps,
             "parameters": f"{plan.parameters:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
+            "documents begin with BOS": _bos(plan),
             "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
             "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
     for warning in plan.warnings:
         show_text(f"warning: {warning}")
+
+
+def _bos(plan: PlanOut) -> str | None:
+    """Return whether documents begin with BOS, for each source of text; None if there is none."""
+    return ", ".join("yes" if source.begins_with_bos else "no" for source in plan.preview) or None
 
 
 def _tree(plan: PlanOut) -> str | None:

@@ -86,7 +86,7 @@ def test_cache_name_changes_with_each_field_that_affects_samples(tmp_path: Path,
     assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
 
 
-def test_cache_names_of_text_and_tokens_equal_those_of_earlier_versions(tmp_path: Path) -> None:
+def test_cache_names_of_tokens_equal_those_of_earlier_versions_and_names_of_text_do_not(tmp_path: Path) -> None:
     text, tokens = text_job(tmp_path), as_it_is(tmp_path, pa.array([[1]]))
     later = ("tools",)
     for job, tokenizer, vocab in ((text, tmp_path / "tokenizer-v1", None), (tokens, None, 384)):
@@ -107,7 +107,8 @@ def test_cache_names_of_text_and_tokens_equal_those_of_earlier_versions(tmp_path
             ],
             "vocab": vocab,
         }
-        assert name_of(job) == sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+        # Text is read as transformers does since these versions, so that it may have other tokens.
+        assert (name_of(job) == sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()) is (tokenizer is None)
         # A spec of an earlier version lacks these fields and means the same.
         stored = job.model_dump(mode="json")
         for part in (stored["data"], stored["data"]["columns"]):
@@ -248,7 +249,7 @@ def test_run_whose_samples_were_lost_does_not_resume_with_others(tmp_path: Path)
     pin(one, tmp_path / "pointer.json")
     pin(one, tmp_path / "pointer.json")
     with pytest.raises(
-        DataError, match=r"lost the samples that the run began with \(one\), and its sources have changed"
+        DataError, match=r"lost the samples that the run began with \(one\), and its sources or the rules"
     ):
         pin(other, tmp_path / "pointer.json")
     short = one.model_copy(update={"parts": (one.parts[0].model_copy(update={"tokens": 14}),)})

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.builders.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
+from tests.support.tokenizers.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.chat import encode_chat, load_chat_template
-from train_loop.data.prepare.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 
 ROOT = Path(mkdtemp())
@@ -45,7 +45,7 @@ def peer(name: str) -> Any:
 
 
 def encode(name: str, messages: Any, system_prompt: str | None = None) -> tuple[list[int], list[int]]:
-    return encode_chat(load_tokenizer(folder(name)), load_chat_template(folder(name)), messages, system_prompt)
+    return encode_chat(load_tokenizer(folder(name)), load_chat_templates(folder(name)), messages, system_prompt)
 
 
 def decode(tokenizer: TextTokenizer, ids: list[int]) -> str:
@@ -117,7 +117,7 @@ def test_token_that_overlaps_an_answer_is_trained() -> None:
 def test_spaces_missing_from_tokenizer_offsets_are_trained(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, template=CHATML, eos="<|im_end|>", trim=True)
     tokenizer = load_tokenizer(folder)
-    _, labels = encode_chat(tokenizer, load_chat_template(folder), [user("a"), assistant("  ")], None)
+    _, labels = encode_chat(tokenizer, load_chat_templates(folder), [user("a"), assistant("  ")], None)
     assert decode(tokenizer, [token for token in labels if token != IGNORE]) == "  <|im_end|>"
 
 
@@ -237,7 +237,7 @@ def test_end_of_document_is_trained_only_after_an_assistant_turn() -> None:
 
 def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, bool]]) -> None:
     """Check text, tokens and each trained character against the expected ones."""
-    rendered = load_chat_template(folder(name)).render(messages)
+    rendered = load_chat_templates(folder(name)).choose(None).render(messages)
     assert rendered.text == "".join(text for text, _ in expected)
     starts = [sum(len(text) for text, _ in expected[:n]) for n in range(len(expected))]
     spans = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.chats import CHATML, assistant, user, write_tokenizer
-from train_loop.data.prepare.chat import encode_chat, load_chat_template
-from train_loop.data.prepare.tokenizer import load_tokenizer
+from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
+from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
 
@@ -27,42 +27,44 @@ def alter(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_template_is_read_from_the_config(tmp_path: Path, template: Any) -> None:
     write_tokenizer(tmp_path, template=None)
     alter(tmp_path, lambda config: config.update(chat_template=template))
-    assert load_chat_template(str(tmp_path)).source == CHATML
+    assert load_chat_templates(str(tmp_path)).choose(None).source == CHATML
 
 
 def test_template_file_takes_precedence(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=CHATML)
     alter(tmp_path, lambda config: config.update(chat_template="old"))
-    assert load_chat_template(str(tmp_path)).source == CHATML
+    assert load_chat_templates(str(tmp_path)).choose(None).source == CHATML
 
 
 def test_special_tokens_are_read_from_any_file(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
-    alter(tmp_path, lambda config: config.update(bos_token={"content": "<bos>"}, unk_token=None, add_bos_token=True))
-    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}, "eos_token": "old"}')
-    assert load_chat_template(str(tmp_path)).render([user("a")]).text == "<bos></s><pad>"
+    alter(
+        tmp_path, lambda config: config.update(bos_token={"__type": "AddedToken", "content": "<bos>"}, unk_token=None)
+    )
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}}')
+    assert load_chat_templates(str(tmp_path)).choose(None).render([user("a")]).text == "<bos></s><pad>"
 
 
 def test_tokenizer_without_a_template_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
     with pytest.raises(DataError, match="has no chat template, and messages need one; name the tokenizer of a chat"):
-        load_chat_template(str(tmp_path))
+        load_chat_templates(str(tmp_path))
     alter(tmp_path, lambda config: config.update(chat_template=[{"name": "rag", "template": CHATML}]))
     with pytest.raises(DataError, match="has no chat template"):
-        load_chat_template(str(tmp_path))
+        load_chat_templates(str(tmp_path))
 
 
 def test_broken_template_is_rejected_at_once(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{% for %}")
     with pytest.raises(DataError, match=r"is not valid Jinja: .*; copy it again"):
-        load_chat_template(str(tmp_path))
+        load_chat_templates(str(tmp_path))
 
 
 def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=CHATML)
     (tmp_path / "special_tokens_map.json").write_text("{")
     with pytest.raises(DataError, match=r"special_tokens_map.json cannot be read: .*; save the tokenizer again"):
-        load_chat_template(str(tmp_path))
+        load_chat_templates(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -83,4 +85,4 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
 def test_invalid_conversation_is_rejected_with_the_reason(tmp_path: Path, messages: Any, reason: str) -> None:
     folder = write_tokenizer(tmp_path, template=CHATML)
     with pytest.raises(DataError, match=f"^{reason}"):
-        encode_chat(load_tokenizer(folder), load_chat_template(folder), messages, None)
+        encode_chat(load_tokenizer(folder), load_chat_templates(folder), messages, None)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.support.builders.folders import write_tokenizer
-from train_loop.data.prepare.chat import load_chat_template
-from train_loop.data.prepare.encode import BadRow, encode_rows
+from train_loop.data.prepare.encode import BadRow, TextRules, encode_rows
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
-from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.data.text.chat import load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any], system: str | None = None) -> Any:
     rows = [Row(place, value) for place, value in enumerate(values)]
-    return encode_rows(rows, ColumnsSpec(**columns), vocab=300, tokenizer=folder, system_prompt=system)
+    return encode_rows(
+        rows, ColumnsSpec(**columns), vocab=300, rules=None if folder is None else TextRules(folder, system)
+    )
 
 
 def texts(folder: str, document: Document) -> tuple[str, str]:
@@ -130,7 +132,7 @@ def test_invalid_row_gives_a_reason_and_others_are_encoded(
 
 
 def test_unreadable_row_keeps_its_error(folder: str) -> None:
-    (bad,) = encode_rows([Row(7, {}, "invalid JSON: x")], ColumnsSpec(text="t"), vocab=300, tokenizer=folder)
+    (bad,) = encode_rows([Row(7, {}, "invalid JSON: x")], ColumnsSpec(text="t"), vocab=300, rules=TextRules(folder))
     assert bad == BadRow(7, "invalid JSON: x")
 
 
@@ -161,7 +163,7 @@ def test_tools_of_a_row_reach_the_template_untrained(tmp_path: Path, cell: Any) 
     assert trained == "yes$"
     assert len({texts(str(tmp_path), document) for document in without}) == 1
     assert "sum" not in texts(str(tmp_path), without[0])[0]
-    assert load_chat_template(str(tmp_path)).uses_tools
+    assert load_chat_templates(str(tmp_path)).use_tools
 
 
 def test_conversation_without_an_assistant_turn_trains_nothing(folder: str) -> None:

@@ -208,8 +208,8 @@ def test_text_needs_a_tokenizer_in_the_model_folder_or_a_path(tmp_path: Path) ->
 def test_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path), words=400)
     assert folder_problems(on_folder(tmp_path), tmp_path) == {
-        "/model/tokenizer": "the tokenizer has 400 tokens and the model vocab_size=384; raise vocab_size to 400, or "
-        "give the model's own tokenizer"
+        "/model/tokenizer": "the tokenizer's highest token id is 399 and the model has vocab_size=384; raise "
+        "vocab_size to 400, or give the model's own tokenizer"
     }
 
 
@@ -254,8 +254,15 @@ def test_circular_links_are_a_problem_of_their_field(tmp_path: Path) -> None:
         ("config.json", "[]", "/model/path", "model_type not found"),
         ("tokenizer_config.json", "[" * 100_000, "/model/tokenizer", "tokenizer_config.json is nested too deeply"),
         ("tokenizer_config.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
-        ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "has no eos_token"),
-        ("tokenizer_config.json", '{"eos_token": [1]}', "/model/tokenizer", "has no eos_token"),
+        ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "eos_token has to be"),
+        ("tokenizer_config.json", '{"gguf_file": "/etc/passwd"}', "/model/tokenizer", "sets gguf_file"),
+        (
+            "tokenizer_config.json",
+            '{"fast_tokenizer_files": ["../a"]}',
+            "/model/tokenizer",
+            "sets fast_",
+        ),
+        ("tokenizer_config.json", '{"eos_token": [1]}', "/model/tokenizer", "eos_token has to be"),
         ("special_tokens_map.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
         ("chat_template.jinja", "{% if a %}" * 3000 + "{% endif %}" * 3000, "/model/tokenizer", "nested too deeply"),
         ("chat_template.jinja", "{{ messages[0].none.none }}", "/model/tokenizer", None),

@@ -11,7 +11,7 @@ from torch import ones
 from tests.support.builders.folders import write_model, write_tokenizer
 from train_loop.data.files import File, open_file
 from train_loop.data.prepare.sources import check_allowed
-from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_config
 from train_loop.model.load import open_tensors, read_headers

@@ -1,6 +1,7 @@
 """Chat messages in the data: their format, and the flags that exclude messages from training."""
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, without null keys and without training flags."""
+    """The messages of a row, without null keys and training flags; arguments of tool calls are objects."""
 
     messages: list[Message]
     untrained: frozenset[int]
@@ -39,7 +40,7 @@ def read_conversation(messages: Any) -> Conversation:
         own = {key: value for key, value in message.items() if value is not None}
         if not _is_trained(own, number) and own["role"] == "assistant":
             untrained.add(number)
-        kept.append({key: value for key, value in own.items() if key not in _SWITCHES})
+        kept.append(_with_objects({key: value for key, value in own.items() if key not in _SWITCHES}, number))
     return Conversation(kept, frozenset(untrained))
 
 
@@ -49,13 +50,52 @@ def read_tools(cell: Any) -> Tools | None:
     if isinstance(cell, str):
         try:
             tools = json.loads(cell) if cell.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"tools must be a list or its JSON: {error}") from error
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"tools must be a list of objects, not {tools!r:.60}")
     return tools
+
+
+def has_text_arguments(messages: Any) -> bool:
+    """Return whether a tool call of a row's messages has its arguments as JSON text, as in OpenAI's format."""
+    found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return any(isinstance(call["arguments"], str) for message in found for call in _calls(message))
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    """Return the functions that a message calls and that have arguments."""
+    calls = message.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    functions = [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+    return [function for function in functions if "arguments" in function]
+
+
+def _with_objects(message: Message, number: int) -> Message:
+    """Return a message whose tool calls have objects as arguments: templates would quote JSON text a second time."""
+    if not any(isinstance(call["arguments"], str) for call in _calls(message)):
+        return message
+    copy: Message = deepcopy(message)
+    for call in _calls(copy):
+        if isinstance(call["arguments"], str):
+            call["arguments"] = _read_arguments(call["arguments"], number)
+    return copy
+
+
+def _read_arguments(text: str, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"messages[{number}] has tool arguments that are not JSON: {error}; write an object or its JSON"
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(
+            f"messages[{number}] has tool arguments {text!r:.60}, which are not the JSON of an object; write an object"
+        )
+    return found
 
 
 def _problem(message: Any) -> str | None:

@@ -1,41 +1,39 @@
-"""Chat messages → tokens and labels, with the tokenizer's chat template; only the assistant's output is trained."""
+"""Chat templates: a conversation → text, and the spans of it that the model has to produce.
 
-import logging
+Spans are found by rendering variants of the conversation, not by the names or flags of tokens.
+"""
+
 import re
 from bisect import bisect_left
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.messages import Message, Tools, read_conversation, read_tools
-from train_loop.data.prepare.tokenizer import TextTokenizer, load_tokenizer, read_object
+from train_loop.data.text.messages import Message, Tools
 from train_loop.errors import DataError
-from train_loop.system.input_files import read_input
 
-log = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
 # A template's arithmetic raises TypeError, for example on tool arguments that are a string, not an object.
-_REFUSED = (TemplateError, TypeError)
+REFUSED = (TemplateError, TypeError)
 _LINKS = {"role", "content", "tool_call_id"}
 """Message keys that a template may ignore: for example, it can place a tool's result at its call, without the id."""
 _THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
 """Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
 _LONGEST_TEXT = 1 << 20
 """Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
+_PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, with the spans that the model has to produce."""
+    """A conversation as text, with the spans that the model has to produce; a span may be empty."""
 
     text: str
     trained: list[Span]
@@ -43,10 +41,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Hugging Face chat template, its variables, and the pattern of end-of-turn markers."""
+    """A Hugging Face chat template, its variables, and the pattern of tokens that can end a turn."""
 
     source: str
-    variables: dict[str, str]
+    variables: dict[str, Any]
     marker: re.Pattern[str]
     tools: Tools | None = None
     """Tools of the conversations to render."""
@@ -60,8 +58,7 @@ class ChatTemplate:
             return self._render_marked(messages, untrained)
         text = self._text(messages)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
-        spans = (self._answer(text, messages, turn) for turn in turns)
-        return Rendered(text, [(start, stop) for start, stop in spans if start < stop])
+        return Rendered(text, [self._answer(text, messages, turn) for turn in turns])
 
     @property
     def uses_tools(self) -> bool:
@@ -77,7 +74,7 @@ class ChatTemplate:
                 if key == "name" and message["role"] not in ("system", "user", "assistant"):
                     continue
                 less = {name: value for name, value in message.items() if name != key}
-                with suppress(*_REFUSED):  # it fails without the key, so it uses the key
+                with suppress(*REFUSED):  # it fails without the key, so it uses the key
                     if self._text([*messages[:number], less, *messages[number + 1 :]]) == text:
                         return number, key
         return None
@@ -107,7 +104,7 @@ class ChatTemplate:
         return min(self._takes_over(text, messages, turn, start), stop), stop
 
     def _own(self, text: str, messages: list[Message], turn: int) -> Span:
-        """Return the span that one message adds to the text, with its end-of-turn marker.
+        """Return the span that one message adds to the text, with the end of its turn.
 
         It is found by rendering another message in its place: the common prefix and suffix do not belong to the
         message.
@@ -117,22 +114,45 @@ class ChatTemplate:
         # user message.
         try:
             alone = self._text(messages[: turn + 1])
-        except _REFUSED:
-            return self._own_among_others(text, messages, turn)
-        if not text.startswith(alone):
+        except REFUSED:
+            alone = None
+        if alone is None or not text.startswith(alone):
             return self._own_among_others(text, messages, turn)
         start, stop, _ = self._changes(alone, messages[:turn], messages[turn], [])
-        while marker := self.marker.match(alone, stop):
-            stop = marker.end()
-        return start, stop
+        ending = alone[stop:].rstrip()
+        return start, stop + len(ending) if ending else self._next_marker(text, messages, turn, stop)
 
     def _own_among_others(self, text: str, messages: list[Message], turn: int) -> Span:
         start, stop, shown = self._changes(text, messages[:turn], messages[turn], messages[turn + 1 :])
         if messages[turn].get("tool_calls") and turn + 1 < len(messages):
             # A template may write the results of a call into the assistant's turn; the model does not produce them.
             stop = max(start, min(stop, self._own(text, messages, turn + 1)[0]))
-        marker = self.marker.match(text, stop) if shown else None
-        return start, marker.end() if marker else stop
+        if not shown:
+            return start, stop
+        ended = stop + self._ending(text[stop:], messages, turn)
+        return start, ended if ended > stop else self._next_marker(text, messages, turn, stop)
+
+    def _ending(self, rest: str, messages: list[Message], turn: int) -> int:
+        """Return the length of the end of a turn at the start of `rest`, from a rendering without later messages.
+
+        A template may write more after the last message than after others, so the common part counts, up to its last
+        whole token.
+        """
+        for known in (messages[: turn + 1], _PLAIN):
+            with suppress(*REFUSED):
+                alone = self._text(known)
+                ending = alone[self._changes(alone, known[:-1], known[-1], [])[1] :].rstrip()
+                common = _shared(ending, rest)
+                whole = [found.end() for found in self.marker.finditer(ending) if found.end() <= common]
+                return common if common == len(ending) else max(whole, default=0)
+        return 0
+
+    def _next_marker(self, text: str, messages: list[Message], turn: int, stop: int) -> int:
+        """Return the end of the token that opens the next turn, as it ends this one if nothing else does."""
+        if turn + 1 < len(messages) and messages[turn + 1]["role"] == "assistant":
+            return stop
+        marker = self.marker.match(text, stop)
+        return marker.end() if marker else stop
 
     def _changes(
         self, text: str, before: list[Message], message: Message, after: list[Message]
@@ -154,10 +174,26 @@ class ChatTemplate:
                 return len(prompt)
             # Earlier messages may render differently here, without their reasoning: search after the previous message.
             floor = self._own(text, messages, turn - 1)[1] if header and turn else start
-        except _REFUSED:  # some templates reject a conversation that no user message begins
+        except REFUSED:  # some templates reject a conversation that no user message begins
             return start
         found = text.find(header, floor, start)
         return start if found < 0 else found + len(header)
+
+
+def marker_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return the pattern of one of the tokens, with white space before it."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def compile_template(source: str, named: str) -> None:
+    """Compile a template, called `named` in errors. Raises DataError if it is not valid Jinja."""
+    try:
+        render_jinja_template([], chat_template=source)  # without a conversation, this only compiles it
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{named} is not valid Jinja: {error}; copy it again") from error
+    except (RecursionError, SyntaxError) as error:
+        raise DataError(f"{named} is nested too deeply to be compiled; write it with fewer levels") from error
 
 
 @lru_cache(maxsize=4)
@@ -165,95 +201,6 @@ def _names(source: str) -> frozenset[str]:
     """Return every name and string in a template's code, including the message keys that it uses."""
     code = {value.strip("'\"") for _, kind, value in Environment().lex(source) if kind in ("name", "string")}
     return frozenset(code | _LINKS | (_THOUGHTS if code & _THOUGHTS else set()))
-
-
-@lru_cache(maxsize=4)
-def load_chat_template(folder: str) -> ChatTemplate:
-    """Load the chat template of a tokenizer folder in Hugging Face's format. Raises DataError if it has none."""
-    special = load_tokenizer(folder).special_tokens.values()
-    config = _read(Path(folder, "special_tokens_map.json")) | _read(Path(folder, "tokenizer_config.json"))
-    file = Path(folder, "chat_template.jinja")
-    source = read_input(file).decode() if file.is_file() else _default(config.get("chat_template"))
-    if source is None:
-        raise DataError(
-            f"the tokenizer in {folder} has no chat template, and messages need one; name the tokenizer of a chat "
-            "model in model.tokenizer, or add a chat_template.jinja"
-        )
-    try:
-        render_jinja_template([], chat_template=source)  # without a conversation, this only compiles it
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"the chat template in {folder} is not valid Jinja: {error}; copy it again") from error
-    except (RecursionError, SyntaxError) as error:
-        raise DataError(
-            f"the chat template in {folder} is nested too deeply to be compiled; write it with fewer levels"
-        ) from error
-    variables = {key: _content(token) for key, token in config.items() if key.endswith("_token")}
-    markers = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-    return ChatTemplate(
-        source, {key: text for key, text in variables.items() if text}, re.compile(rf"\s*(?:{markers})")
-    )
-
-
-def check_chat_template(folder: str) -> None:
-    """Render the chat template of a folder once, as preparation will. Raises DataError if it is unusable."""
-    template = load_chat_template(folder)
-    try:
-        template.render([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
-    except _REFUSED as error:
-        # Some templates need another conversation, for example a system prompt: only real rows can show an error.
-        log.debug("the chat template rejects a plain conversation: %s", error)
-    except (AttributeError, ValueError, LookupError, ArithmeticError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"the chat template in {folder} fails: {error}; correct it or copy it again") from error
-
-
-def encode_chat(
-    tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None, tools: Any = None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation, ending with EOS, and their labels; all IGNORE if nothing is trained.
-
-    `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
-    """
-    conversation, template = read_conversation(messages), replace(template, tools=read_tools(tools))
-    if system_prompt is not None and conversation.messages[0]["role"] != "system":
-        conversation = conversation.after(system_prompt)
-    turns, untrained = conversation.messages, conversation.untrained
-    try:
-        rendered = template.render(turns, untrained)
-    except _REFUSED as error:
-        raise DataError(
-            f"the chat template rejects the messages: {error}; change the messages or the template"
-        ) from error
-    if (unused := template.unused_key(turns, rendered.text)) is not None:
-        number, key = unused
-        raise DataError(
-            f"messages[{number - (len(turns) - len(messages))}] has the key {key!r:.60}, which the chat template does "
-            "not use; remove it from the data, or use a template that does"
-        )
-    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
-    rendered.text.encode()
-    ids, labels, ended = _encode(tokenizer, rendered)
-    if not ended:
-        # The model learns to write EOS after its own last message, unless an end-of-turn marker ends that message.
-        last_label = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
-        last = turns[-1]["role"] == "assistant" and len(turns) - 1 not in untrained
-        last = last and last_label not in tokenizer.special_tokens
-        ids.append(tokenizer.eos)
-        labels.append(tokenizer.eos if last else IGNORE)
-    return ids, labels
-
-
-def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], list[int], bool]:
-    """Return token ids and labels of a text, and whether it ends with EOS; a token is trained if any of its text is."""
-    trained = bytearray(len(rendered.text))
-    for start, stop in rendered.trained:
-        trained[start:stop] = b"\1" * (stop - start)
-    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
-    labels = [token if 1 in trained[start:stop] else IGNORE for token, (start, stop) in zip(ids, offsets, strict=True)]
-    end = len(rendered.text.rstrip())
-    last = next((token for token, (start, _) in zip(ids[::-1], offsets[::-1], strict=True) if start < end), None)
-    return ids, labels, last == tokenizer.eos
 
 
 def _within_bounds(text: str, messages: list[Message]) -> str:
@@ -265,23 +212,6 @@ def _within_bounds(text: str, messages: list[Message]) -> str:
             "allowed; correct the template"
         )
     return text
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
-
-
-def _default(template: Any) -> str | None:
-    """Return the template, or the template named `default` if there are several; None without one."""
-    if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict)]
-        template = next((one.get("template") for one in named if one.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
-
-
-def _content(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _shared(one: str, other: str) -> int:

@@ -1,0 +1,80 @@
+"""A search over random tokenizer folders: token ids equal those of transformers, or both refuse the folder."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.builders.searches import seeds
+from tests.support.tokenizers.chats import assistant, user
+from tests.support.tokenizers.random_folders import write_random_tokenizer
+from train_loop.data.dataset import IGNORE
+from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+
+TEXTS = ["", "a word", " two  words\n", "x<|im_end|>y </s>", "<think>so</think> é", "<s>hi<eos>"]
+CHAT = [user("hi word"), assistant("a word "), user("so?"), assistant("<think>x</think>yes")]
+TOOLS = [{"type": "function", "function": {"name": "sum"}}]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Hide what transformers logs of odd folders."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", range(seeds(300)))
+def test_token_ids_equal_those_of_transformers(tmp_path: Path, seed: int) -> None:
+    folder = tmp_path / "folder"
+    write_random_tokenizer(folder, seed)
+    try:
+        peer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        peer(TEXTS)
+    except Exception:
+        with pytest.raises(DataError):
+            load_tokenizer(str(folder))
+        return
+    if peer.eos_token_id is None:
+        with pytest.raises(DataError, match="no eos_token"):
+            load_tokenizer(str(folder))
+        return
+    _compare_texts(str(folder), peer)
+    _compare_chats(str(folder), peer)
+
+
+def _compare_texts(folder: str, peer: Any) -> None:
+    ours, eos = load_tokenizer(folder), peer.eos_token_id
+    bare = [peer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    whole = [peer(text)["input_ids"] for text in TEXTS]
+    ends = all(ids[-1:] == [eos] and len(ids) > len(plain) for ids, plain in zip(whole, bare, strict=True))
+    expected = [ids if ends and ours.suffix else [*ids, eos] for ids in whole]
+    assert ours.encode(TEXTS) == expected
+    pairs = [(prompt, response) for prompt in TEXTS[:3] for response in TEXTS[3:]]
+    found = [ids for ids, _ in ours.encode_responses(pairs)]
+    assert found == ours.encode([prompt + response for prompt, response in pairs])
+    assert ours.vocab == max(*peer.get_vocab().values(), *(token for ids in whole for token in ids)) + 1
+    if peer.bos_token_id is not None:
+        for rule, ids in ((True, [peer.bos_token_id]), (False, [])):
+            (text,) = ours.adding_bos(rule).encode(["a word"])
+            assert text[: len(ids)] == ids
+            assert (text[:1] == [peer.bos_token_id]) is rule or not rule
+
+
+def _compare_chats(folder: str, peer: Any) -> None:
+    ours = load_tokenizer(folder)
+    for tools in (None, TOOLS):
+        try:
+            theirs = peer.apply_chat_template(CHAT, tools=tools, return_dict=False)
+        except Exception:
+            with pytest.raises(DataError):
+                load_chat_templates(folder)
+            return
+        ids, labels = encode_chat(ours, load_chat_templates(folder), CHAT, None, tools)
+        assert ids in (theirs, [*theirs, peer.eos_token_id])
+        assert all(label in (token, IGNORE) for token, label in zip(ids, labels, strict=True))

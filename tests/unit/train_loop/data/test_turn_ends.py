@@ -1,0 +1,188 @@
+"""Ends of turns are trained whatever the flags of their tokens say, or a run is warned.
+
+Expected texts show trained text between ⟦ and ⟧.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tokenizers.chats import CALL, CHATML, assistant, user
+from tests.support.tokenizers.random_folders import NEXT_ROLE, TOOL_USE
+from train_loop.data.prepare.boundaries import Boundaries, mark_trained
+from train_loop.data.prepare.packing import Document
+from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+
+TALK = [user("a"), assistant("b"), user("c"), assistant("d")]
+CHATML_TEXT = (
+    "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
+    "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦d<|im_end|>⟧\n"
+)
+UNENDED = CHATML.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
+NOT_LAST = CHATML.replace("<|im_end|>\n", "{% if not loop.last %}<|im_end|>\n{% endif %}")
+FOOTER = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+SPELLED = "{% for m in messages %}### {{ m.role }}: {{ m.content }} ### End\n{% endfor %}"
+
+
+def write(
+    folder: Path, template: Any, *, tokens: list[AddedToken], eos: str, words: tuple[str, ...] = (), **more: Any
+) -> str:
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *words]
+    tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(tokens)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=template, **more).save_pretrained(
+        folder
+    )
+    return str(folder)
+
+
+def added(*names: str, special: bool) -> list[AddedToken]:
+    return [AddedToken(name, special=special, normalized=False) for name in names]
+
+
+def encoded(folder: str, messages: Any = TALK, tools: Any = None) -> Document:
+    ids, labels = encode_chat(load_tokenizer(folder), load_chat_templates(folder), messages, None, tools)
+    return Document(np.asarray(ids), np.asarray(labels))
+
+
+def shown(folder: str, messages: Any = TALK, tools: Any = None) -> str:
+    return mark_trained(load_tokenizer(folder), encoded(folder, messages, tools))
+
+
+def warning(folder: str) -> str | None:
+    ends = Boundaries(load_tokenizer(folder))
+    ends.see(encoded(folder))
+    return ends.sample_without_end
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+def test_end_token_is_trained_whatever_its_flag(tmp_path: Path, special: bool, eos: str) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=special)
+    folder = write(tmp_path, CHATML, tokens=tokens, eos=eos)
+    assert shown(folder) == CHATML_TEXT + ("<|endoftext|>" if eos == "<|endoftext|>" else "")
+    assert warning(folder) is None
+
+
+def test_end_token_of_the_base_vocabulary_is_trained(tmp_path: Path) -> None:
+    words = ("<|im_start|>", "<|im_end|>")
+    folder = write(tmp_path, CHATML, tokens=[], eos="<|im_end|>", words=words)
+    assert shown(folder) == CHATML_TEXT
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_turn_that_the_next_role_ends_trains_its_marker(tmp_path: Path, special: bool) -> None:
+    tokens = added("<|user|>", "<|assistant|>", "<|endoftext|>", special=special)
+    folder = write(tmp_path, NEXT_ROLE, tokens=tokens, eos="<|endoftext|>")
+    assert shown(folder) == "<|user|>\na<|assistant|>\n⟦b<|user|>⟧\nc<|assistant|>\n⟦d<|endoftext|>⟧"
+    again = shown(folder, [user("a"), assistant("b"), assistant("c")])
+    assert again == "<|user|>\na<|assistant|>\n⟦b⟧<|assistant|>\n⟦c<|endoftext|>⟧"
+
+
+def test_end_that_only_inner_turns_have_is_trained(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", special=False)
+    folder = write(tmp_path, NOT_LAST, tokens=tokens, eos="<|im_end|>")
+    assert shown(folder) == CHATML_TEXT.removesuffix("\n")
+
+
+def test_end_of_the_text_does_not_hide_ends_of_turns(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=False)
+    folder = write(tmp_path, FOOTER, tokens=tokens, eos="<|endoftext|>")
+    assert shown(folder).startswith(CHATML_TEXT.split("⟦d")[0])
+
+
+def test_end_in_plain_text_is_trained_before_eos(tmp_path: Path) -> None:
+    folder = write(tmp_path, SPELLED, tokens=added("</s>", special=True), eos="</s>")
+    assert shown(folder) == (
+        "### user: a ### End\n### assistant: ⟦b ### End⟧\n### user: c ### End\n### assistant: ⟦d ### End⟧\n⟦</s>⟧"
+    )
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+def test_template_that_marks_no_end_is_warned_of(tmp_path: Path, eos: str) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=True)
+    folder = write(tmp_path, UNENDED, tokens=tokens, eos=eos)
+    sample = warning(folder)
+    assert sample is not None
+    assert "⟦b⟧<|im_end|>" in sample
+
+
+def test_named_template_is_chosen_as_transformers_does(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", special=True)
+    folder = write(tmp_path, {"default": CHATML, "tool_use": TOOL_USE}, tokens=tokens, eos="<|im_end|>")
+    tools = [{"type": "function", "function": {"name": "sum"}}]
+    peer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    for chosen in (None, tools):
+        theirs = peer.apply_chat_template(TALK, tools=chosen, return_dict=False)
+        assert encoded(folder, tools=chosen).input_ids.tolist() == theirs
+    assert load_chat_templates(folder).use_tools
+    with pytest.raises(DataError, match="has no chat template named 'rag'; it has default, tool_use; correct data"):
+        load_chat_templates(folder, "rag")
+    named = load_chat_templates(folder, "tool_use")
+    assert named.choose(None).source == TOOL_USE
+    with pytest.raises(DataError, match=r"for example with columns.tools, or with data.chat_template: tool_use"):
+        encoded(folder, [user("a"), assistant("b", tool_calls=CALL)])
+
+
+def test_template_file_is_used_for_all_rows(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", special=True)
+    folder = write(tmp_path / "tokenizer", CHATML, tokens=tokens, eos="<|im_end|>")
+    (tmp_path / "own.jinja").write_text(NEXT_ROLE)
+    templates = load_chat_templates(folder, (tmp_path / "own.jinja").as_uri())
+    assert templates.choose([{}]).source == templates.choose(None).source == NEXT_ROLE
+    with pytest.raises(
+        DataError, match=r"data.chat_template file:///nowhere/a.jinja cannot be read: .*; give the file://"
+    ):
+        load_chat_templates(folder, "file:///nowhere/a.jinja")
+
+
+CALLS = """{% for m in messages %}{{ m.content }}
+{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def test_tool_arguments_as_json_text_are_read_once(tmp_path: Path) -> None:
+    folder = write(tmp_path, CALLS, tokens=added("</s>", special=True), eos="</s>")
+    texts = [shown(folder, [user("a"), assistant("b", tool_calls=[call(form)])]) for form in ({"a": [1]}, '{"a": [1]}')]
+    assert texts[0] == texts[1]
+    assert '{"a": [1]}' in texts[0]
+    assert "{}" in shown(folder, [user("a"), assistant("b", tool_calls=[call("")])])
+    for wrong, reason in (("{", "that are not JSON"), ("[1]", "which are not the JSON of an object")):
+        with pytest.raises(DataError, match=rf"^messages\[1\] has tool arguments .*{reason}"):
+            shown(folder, [user("a"), assistant("b", tool_calls=[call(wrong)])])
+
+
+def test_bos_begins_documents_as_add_bos_says(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        "{{ bos_token }}" + CHATML,
+        tokens=added("<s>", "<|im_start|>", "<|im_end|>", special=True),
+        eos="<|im_end|>",
+        bos_token="<s>",
+    )
+    tokenizer, templates = load_tokenizer(folder), load_chat_templates(folder)
+    for rule, text, chat in (("auto", False, True), (True, True, True), (False, False, False)):
+        ours = tokenizer.adding_bos(rule)  # type: ignore[arg-type]
+        ids, labels = encode_chat(ours, templates, TALK, None)
+        assert (ids[0] == ours.bos, len(ids)) == (chat, len(labels))
+        assert (ours.encode(["a"])[0][0] == ours.bos) is text
+        (found,) = ours.encode_responses([("a", "b")])
+        assert found[1][:-2] == [-100] * (2 if text else 1)
+
+
+def test_missing_bos_is_rejected(tmp_path: Path) -> None:
+    folder = write(tmp_path, None, tokens=added("</s>", special=True), eos="</s>")
+    with pytest.raises(DataError, match=r"has no bos_token, which data.add_bos needs"):
+        load_tokenizer(folder).adding_bos(True)
+    assert load_tokenizer(folder).adding_bos(False).encode(["a"])[0][-1] == load_tokenizer(folder).eos

@@ -1,0 +1,195 @@
+"""Hugging Face tokenizers, loaded by transformers and run by their Rust backend; and the training of new ones."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from train_loop.data.dataset import IGNORE
+from train_loop.data.text.tokenizer_files import private_copy
+from train_loop.errors import DataError
+from train_loop.run_dir import write_durably
+from train_loop.spec.data import AddBos
+
+END_OF_TEXT = "<|endoftext|>"
+_PROBES = ("a", "Two words, 3 numbers.", "", " \n")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer of text, with the EOS token that ends every document."""
+
+    tokenizer: Tokenizer
+    eos: int
+    bos: int | None
+    prefix: tuple[int, ...]
+    """Special tokens that the tokenizer writes before a text."""
+    suffix: tuple[int, ...]
+    """Special tokens that the tokenizer writes after a text."""
+    templates: str | dict[str, str] | None
+    """Chat template, or several by name."""
+    variables: dict[str, Any]
+    """Special tokens by name, for chat templates."""
+    add_bos: AddBos = "auto"
+
+    def adding_bos(self, rule: AddBos) -> "TextTokenizer":
+        """Return a tokenizer whose documents begin with BOS as `data.add_bos` says. Raises DataError without BOS."""
+        if rule == "auto":
+            return self
+        if self.bos is None:
+            if rule is False:
+                return self
+            raise DataError("the tokenizer has no bos_token, which data.add_bos needs; name it, or set add_bos: auto")
+        prefix = self.prefix[1:] if self.prefix[:1] == (self.bos,) else self.prefix
+        return replace(self, prefix=(self.bos, *prefix) if rule else prefix, add_bos=rule)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, with EOS."""
+        with _named_faults():
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self._document(encoding.ids) for encoding in encodings]
+
+    def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Return token ids and labels of prompts with their responses; only response and EOS are trained.
+
+        Prompt and response are tokenised as one text. A token that spans both belongs to the response.
+        """
+        with _named_faults():
+            encodings = self.tokenizer.encode_batch(
+                [prompt + response for prompt, response in pairs], add_special_tokens=False
+            )
+        rows = []
+        for (prompt, _), encoding in zip(pairs, encodings, strict=True):
+            ids = self._document(encoding.ids)
+            untrained = len(self.prefix) + sum(stop <= len(prompt) for _, stop in encoding.offsets)
+            rows.append((ids, [IGNORE] * untrained + ids[untrained:]))
+        return rows
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of one text, without special tokens, and the characters [start, stop) of each token."""
+        with _named_faults():
+            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Texts of the tokens that are matched before all others, by id; they may be special or not."""
+        return {number: token.content for number, token in self.tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that can end a turn: EOS, and all added tokens."""
+        return frozenset({self.eos, *self.added_tokens})
+
+    @cached_property
+    def vocab(self) -> int:
+        """Number of rows that an embedding needs: the highest token id + 1."""
+        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        return max(*ids, *self.prefix, *self.suffix, self.eos) + 1
+
+    def check_fits(self, vocab: int) -> None:
+        """Raise DataError if a token id is not in the vocabulary of a model with `vocab` tokens."""
+        if self.vocab > vocab:
+            raise DataError(
+                f"the tokenizer's highest token id is {self.vocab - 1} and the model has vocab_size={vocab}; raise "
+                f"vocab_size to {self.vocab}, or give the model's own tokenizer"
+            )
+
+    def _document(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text with the tokenizer's special tokens, ending with one EOS."""
+        whole = [*self.prefix, *ids, *self.suffix]
+        return whole if self.suffix and whole[-1] == self.eos else [*whole, self.eos]
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(folder: str) -> TextTokenizer:
+    """Load a tokenizer folder as transformers does, without code from it. Raises DataError if it is unusable."""
+    loaded = _load(Path(folder))
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise DataError(
+            f"the tokenizer in {folder} ({type(loaded).__name__}) has no fast backend; save it as a fast tokenizer"
+        )
+    if not isinstance(loaded.eos_token_id, int):
+        raise DataError(f"the tokenizer in {folder} has no eos_token; documents must end with one, so name it there")
+    with _named_faults():
+        theirs = [list(loaded(text)["input_ids"]) for text in _PROBES]
+    backend.no_truncation()
+    backend.no_padding()
+    # The special tokens that it would add are known from the probes, and it would trim spaces from token offsets.
+    backend.post_processor = None
+    prefix, suffix = _surroundings(theirs, [backend.encode(text, add_special_tokens=False).ids for text in _PROBES])
+    return TextTokenizer(
+        backend,
+        loaded.eos_token_id,
+        loaded.bos_token_id,
+        prefix,
+        suffix,
+        loaded.chat_template,
+        loaded.special_tokens_map,
+    )
+
+
+@contextmanager
+def _named_faults() -> Iterator[None]:
+    """Raise DataError for a text that the tokenizer rejects: tokenizers raises no narrower type than Exception."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise DataError(f"the tokenizer rejects text: {error}; correct its files or the text") from error
+
+
+def _load(folder: Path) -> Any:
+    try:
+        with private_copy(folder) as copy:
+            return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # transformers and tokenizers raise no narrower type
+        raise DataError(
+            f"the tokenizer in {folder} cannot be read: {error}; save it again with transformers"
+        ) from error
+
+
+def _surroundings(theirs: list[list[int]], plain: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens before and after each text, from probes with and without them. Raises DataError."""
+    whole, own = theirs[0], plain[0]
+    for start in range(len(whole) - len(own) + 1):
+        prefix, suffix = whole[:start], whole[start + len(own) :]
+        if all(found == [*prefix, *ids, *suffix] for found, ids in zip(theirs, plain, strict=True)):
+            return tuple(prefix), tuple(suffix)
+    raise DataError(
+        "the tokenizer's Python class changes text or its tokens beyond special tokens at both ends; save it as a "
+        "plain fast tokenizer"
+    )
+
+
+def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE with exactly the model's vocabulary size and save it in Hugging Face's format.
+
+    Sennrich et al. (2016), on bytes as in GPT-2. Raises DataError if the vocabulary cannot hold the 256 bytes.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise DataError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer; choose more than {len(alphabet)}, "
+            "or name a tokenizer in model.tokenizer"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    write_durably(folder / "tokenizer.json", tokenizer.to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    write_durably(folder / "tokenizer_config.json", json.dumps(config, indent=2))
