@@ -1,0 +1,58 @@
+"""`python -m train_loop.data.prepare.check`: samples of an earlier version against today's rules."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.builders.specs import spec
+from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
+from train_loop.data.dataset import IGNORE
+from train_loop.data.prepare.cache import join, list_sources, pin
+from train_loop.data.prepare.check import main
+from train_loop.data.prepare.encode import TextRules, encode_rows
+from train_loop.data.prepare.packing import Document, pack
+from train_loop.data.prepare.rows import Row
+from train_loop.data.shards import write_part
+from train_loop.run_dir import RunDir
+
+ROWS = [{"messages": [user(f"q{n}"), assistant(f"a{n}")]} for n in range(5)]
+
+
+def write_run(folder: Path, *, end_token: bool) -> Path:
+    """Write a run whose samples have trained end tokens, or lack them as in an earlier version."""
+    tokenizer = write_tokenizer(folder / "tokenizer", template=CHATML, eos="<|im_end|>")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    data = {"train": {"path": str(folder / "rows.jsonl")}, "columns": {"messages": "messages"}, "sequence_length": 128}
+    job = spec(data=data, model={"tokenizer": tokenizer})
+    rules = TextRules.of(job.data, Path(tokenizer))
+    documents = []
+    for one in encode_rows([Row(0, row) for row in ROWS], job.data.columns, vocab=384, rules=rules):
+        assert isinstance(one, Document)
+        assert one.labels is not None
+        ends = one.labels == rules.load().eos
+        documents.append(one if end_token else replace(one, labels=np.where(ends, IGNORE, one.labels)))
+    (folder / "cache/old").mkdir(parents=True)
+    part = write_part(pack(documents, 128), folder / "cache/old")
+    run = RunDir.at(str(folder / "run"))
+    run.write_spec(job)
+    pin(join(job, [part], Path(tokenizer)), run.data)
+    assert list_sources(job)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("end_token", [True, False])
+def test_run_of_an_earlier_version_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end_token: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", str(write_run(tmp_path, end_token=end_token))])
+    assert main() == (0 if end_token else 1)
+    out = capsys.readouterr().out
+    if end_token:
+        assert out.endswith("the first 5 rows have the tokens and labels of the run\n")
+    else:
+        assert "5 of the first 5 rows have other tokens or labels than in the run; the first is now " in out
+        assert "⟦a0<|im_end|>⟧" in out
