@@ -107,8 +107,8 @@ def _told(different: list[Document], rows: int, rules: TextRules) -> str:
         return f"the first {rows} rows have the tokens and labels of the run"
     now = mark_trained(rules.load(), different[0])[:_SHOWN]
     return (
-        f"{len(different)} of the first {rows} rows have other tokens or labels than in the run; the first is now {now!r}, "
-        "with trained text in ⟦⟧"
+        f"{len(different)} of the first {rows} rows have other tokens or labels than in the run; the first is now "
+        f"{now!r}, with trained text in ⟦⟧"
     )
 
 
