@@ -18,6 +18,7 @@ from train_loop.run_dir import write_durably
 from train_loop.spec.data import AddBos
 
 END_OF_TEXT = "<|endoftext|>"
+_LONGEST_REASON = 300
 _PROBES = ("a", "Two words, 3 numbers.", "", " \n")
 
 
@@ -154,9 +155,15 @@ def _load(folder: Path) -> Any:
     except (DataError, MemoryError):
         raise
     except Exception as error:  # transformers and tokenizers raise no narrower type
-        raise DataError(
-            f"the tokenizer in {folder} cannot be read: {error}; save it again with transformers"
-        ) from error
+        raise DataError(f"the tokenizer in {folder} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of transformers in one line, with the remedy."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it needs code from its folder, which is not run; save it as a fast tokenizer"
+    return f"{text[:_LONGEST_REASON]}; save it again with transformers"
 
 
 def _surroundings(theirs: list[list[int]], plain: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,39 @@
+"""Tokenizer folders without tokenizer.json, with code, or with settings that name other files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from tests.support.tokenizers.chats import write_tokenizer
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+
+
+def test_vocabulary_and_merges_are_enough(tmp_path: Path) -> None:
+    words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nĠ w\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode([" w"]) == [[256, 257]]
+    assert tokenizer.vocab == 258
+
+
+def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('this code has run')")
+    with pytest.raises(DataError, match="it needs code from its folder, which is not run; save it as a fast tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["vocab", "merges", "init_inputs", "gguf_file", "fast_tokenizer_files"])
+def test_setting_that_can_name_other_files_is_rejected(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    write_tokenizer(folder, template=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {name: ["../secret/tokenizer.json"]}))
+    with pytest.raises(DataError, match=f"tokenizer_config.json in {folder} sets {name}, which can name files outside"):
+        load_tokenizer(str(folder))
