@@ -148,17 +148,42 @@ class ChatTemplate:
         return 0
 
     def _next_marker(self, text: str, messages: list[Message], turn: int, stop: int) -> int:
-        """Return the end of the token that opens the next turn, as it ends this one if nothing else does."""
-        if turn + 1 < len(messages) and messages[turn + 1]["role"] == "assistant":
+        """Return the end of the tokens before the next message, or of the token that opens it, as both end this turn.
+
+        Some templates end all turns but the last; others end a turn by the marker of the next role.
+        """
+        if turn + 1 == len(messages):
             return stop
-        marker = self.marker.match(text, stop)
-        return marker.end() if marker else stop
+        header, end = self._header(text, messages, turn + 1), stop
+        while (marker := self.marker.match(text, end)) and marker.end() <= header:
+            end = marker.end()
+        # The model does not write the header of its own next message.
+        if end == stop and messages[turn + 1]["role"] != "assistant" and (marker := self.marker.match(text, stop)):
+            end = marker.end()
+        return end
+
+    def _header(self, text: str, messages: list[Message], turn: int) -> int:
+        """Return the index at which the header of a message begins: what is before it at the start of a conversation.
+
+        If the template rejects such a start, it is 0.
+        """
+        content = self._changes(text, messages[:turn], messages[turn], messages[turn + 1 :])[0]
+        unseen = _unseen(text)
+        try:
+            before = self._text([{"role": messages[turn]["role"], "content": unseen}]).partition(unseen)[0]
+        except REFUSED:
+            return 0
+        start = content - _shared(text[:content][::-1], before[::-1])
+        # Tokens are whole: one that ends in the common part belongs to the text before.
+        return next(
+            (found.end() for found in self.marker.finditer(text) if found.start(1) < start < found.end()), start
+        )
 
     def _changes(
         self, text: str, before: list[Message], message: Message, after: list[Message]
     ) -> tuple[int, int, bool]:
         """Return the span that changes with the content of a message, and whether the template shows the message."""
-        unseen = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)  # private use area
+        unseen = _unseen(text)
         other = {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {"content": unseen}
         changed = self._text([*before, other, *after])
         start = _shared(text, changed)
@@ -181,9 +206,9 @@ class ChatTemplate:
 
 
 def marker_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return the pattern of one of the tokens, with white space before it."""
+    """Return the pattern of one of the tokens, as its first group, with white space before it."""
     longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-    return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    return re.compile(rf"\s*({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def compile_template(source: str, named: str) -> None:
@@ -212,6 +237,11 @@ def _within_bounds(text: str, messages: list[Message]) -> str:
             "allowed; correct the template"
         )
     return text
+
+
+def _unseen(text: str) -> str:
+    """Return a character of the private use area that a text lacks."""
+    return next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
 
 
 def _shared(one: str, other: str) -> int:
