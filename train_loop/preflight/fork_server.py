@@ -84,9 +84,12 @@ def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
 
 def lacks_memory(error: BaseException | None) -> bool:
     """Return whether an error or one of its causes is a failed memory allocation."""
-    while error is not None:
+    seen = set[int]()
+    # Causes can form a loop: code may raise an error from itself.
+    while error is not None and id(error) not in seen:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 

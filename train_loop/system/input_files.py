@@ -4,7 +4,9 @@ The service checks a spec's paths at submission. Drivers, tasks and ranks check 
 symbolic link may have replaced it meanwhile.
 """
 
+import errno
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -44,16 +46,32 @@ def _parse(text: str) -> ReadPolicy:
 
 
 def open_input(path: str | Path) -> BinaryIO:
-    """Open a local input file. Raises DataError if the policy refuses it."""
-    opened = open(path, "rb")  # noqa: SIM115 - the caller closes it
+    """Open a local input file. Raises DataError if the policy refuses it, or if it is not a regular file."""
     policy = current_policy()
     if policy is not None:
-        try:
-            _check_opened(policy, opened.fileno(), Path(path))
-        except BaseException:
-            opened.close()
-            raise
+        # Check before opening, too: the error must not depend on whether a file outside the roots exists.
+        _check_place(policy, os.path.realpath(path), Path(path))
+    check_regular(path, os.stat(path))
+    # A FIFO may have replaced the file since: without O_NONBLOCK, the open would wait for a writer.
+    opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        check_regular(path, os.fstat(opened.fileno()))
+        if policy is not None:
+            _check_place(policy, _place_of(opened.fileno(), Path(path)), Path(path))
+    except BaseException:
+        opened.close()
+        raise
     return opened
+
+
+def check_regular(path: str | Path, found: os.stat_result) -> None:
+    """Raise DataError for a FIFO, socket or device, IsADirectoryError for a folder; `found` is the path's status."""
+    mode = found.st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise DataError(f"{path} is a {kind}, and only regular files are read; remove it, or name other files")
 
 
 def read_input(path: str | Path) -> bytes:
@@ -72,9 +90,8 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_path("stdlib")).resolve()
 
 
-def _check_opened(policy: ReadPolicy, descriptor: int, path: Path) -> None:
-    """Check the real path of an open file. Raises DataError if the policy refuses it."""
-    place = _place_of(descriptor, path)
+def _check_place(policy: ReadPolicy, place: str, path: Path) -> None:
+    """Check the real path of a file. Raises DataError if the policy refuses it."""
     # Tokenizers that Trainshed trained are in the cache; links from elsewhere into the cache are refused.
     ours = any(is_below(os.path.abspath(path), cache) and is_below(place, cache) for cache in policy.caches)
     if ours or is_below(place, str(stdlib_root())):

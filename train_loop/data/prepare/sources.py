@@ -95,8 +95,10 @@ def _match(pattern: str) -> list[File]:
     path = _absolute(pattern)
     try:
         found = _find(path) if pattern != STDLIB else [file for part in _stdlib_parts() for file in _find(part)]
+    except DataError:
+        raise
     except ValueError as error:
-        raise error if isinstance(error, DataError) else DataError(f"invalid pattern {pattern}: {error}") from error
+        raise DataError(f"invalid pattern {pattern}: {error}") from error
     if pattern.startswith(STDLIB):
         # Installed packages lie in the same folder but do not belong to the standard library.
         packages = tuple(f"/{name}/" for name in _PACKAGES)

@@ -1,0 +1,53 @@
+"""Inputs that are not regular files: refused by name, and never waited for."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from train_loop.errors import DataError
+from train_loop.system.input_files import open_input
+
+
+def make_socket(path: Path) -> None:
+    """Bind a Unix socket to a short path, as the length of these paths is limited."""
+    here = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{here}/{path.name}")
+    os.close(here)
+
+
+def link_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+IRREGULAR: list[tuple[str, Callable[[Path], None]]] = [
+    ("FIFO", os.mkfifo),
+    ("socket", make_socket),
+    ("device", link_device),
+]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(("kind", "make"), IRREGULAR)
+def test_irregular_file_is_refused_without_a_wait(tmp_path: Path, kind: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(DataError, match=f"config.json is a {kind}, and only regular files are read"):
+        open_input(tmp_path / "config.json")
+
+
+@pytest.mark.timeout(10)
+def test_fifo_that_replaces_a_file_after_its_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    os.mkfifo(tmp_path / "fifo")
+    before = os.stat(tmp_path / "a.json")
+    monkeypatch.setattr(os, "stat", lambda path, **_: before)
+    with pytest.raises(DataError, match="fifo is a FIFO"):
+        open_input(tmp_path / "fifo")
+
+
+def test_folder_is_not_opened_as_a_file(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        open_input(tmp_path)
