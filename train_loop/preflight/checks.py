@@ -162,7 +162,7 @@ def _source_problems(
     except _MISTAKES as error:
         return [Problem(pointers[0], _message(error))]
     try:
-        check_columns(next(file for file in files if not is_empty(file)), columns, skip=skip)
+        check_columns(files, columns, skip=skip)
     except DataError as error:
         return [Problem(pointers[1], str(error))]
     return []

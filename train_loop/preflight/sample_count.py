@@ -4,6 +4,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from train_loop.data.files import open_file, report_damage
+from train_loop.data.prepare.columns import plain_table
 from train_loop.data.prepare.sources import SourceFile, list_files
 from train_loop.plan import SampleCount
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec
@@ -32,7 +33,7 @@ def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:
     """Return the samples of a file if no two rows share a sample."""
     assert columns.input_ids is not None
     with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
-        table = pq.ParquetFile(opened).read(columns=[columns.input_ids])
+        table = plain_table(pq.ParquetFile(opened).read(columns=[columns.input_ids]))
         lengths = pc.list_value_length(table[columns.input_ids]).drop_null().to_numpy()
     rule = data.long_rows_of(columns)
     if rule == "split":

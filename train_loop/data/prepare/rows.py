@@ -6,6 +6,7 @@ place, so that errors can name it in terms of the file.
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_loop.data.files import chunks, open_file, report_damage
+from train_loop.data.prepare.columns import BadCell, check_names, check_schema, read_cells
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
@@ -23,6 +25,8 @@ _CHUNK = 4 * 2**20
 """Bytes of rows per chunk."""
 _PARQUET_ROWS = 1024
 _FOOTERS_AT_ONCE = 16
+_FOOTERS_CHECKED = 256
+"""Maximum number of Parquet files of a source whose schema is checked before the job runs."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
         elif piece.file.format == "jsonl":
             yield from _json_rows(piece, columns)
         else:
-            _check_names(piece.file, ["text"], columns)
+            check_names(piece.file.uri, ["text"], columns)
             yield Chunk([_text_row(piece.file)], piece.bytes)
 
 
@@ -132,16 +136,22 @@ def is_empty(file: SourceFile) -> bool:
         return not any(line.strip() for _, line, _ in _lines(Piece(file, 0, file.size, file.size)))
 
 
-def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False) -> None:
-    """Raise DataError if a file lacks a column that the spec names, according to its schema or its first rows.
+def check_columns(files: Sequence[SourceFile], columns: ColumnsSpec, *, skip: bool = False) -> None:
+    """Raise DataError if a file lacks a column that the spec names, or has it with a type that cannot be read.
 
-    If bad rows are skipped, one good row among the first is enough.
+    Checks the schemas of Parquet files, or the first rows of the first JSON lines file with rows: if bad rows are
+    skipped, one good row among them is enough.
     """
-    if file.format == "text":
-        _check_names(file, ["text"], columns)
-    elif file.format == "parquet":
-        _check_names(file, _footer(file).schema.to_arrow_schema().names, columns)
+    if files[0].format == "text":
+        check_names(files[0].uri, ["text"], columns)
+    elif files[0].format == "parquet":
+        judged_files = [file for file in files if file.size][:_FOOTERS_CHECKED]
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            for file, footer in zip(judged_files, pool.map(_footer, judged_files), strict=True):
+                if footer.num_rows:
+                    check_schema(file.uri, footer.schema.to_arrow_schema(), columns)
     else:
+        file = next(file for file in files if not is_empty(file))
         first = next(read_piece(Piece(file, 0, file.size, file.size), columns), Chunk([], 0)).rows
         judged = first if skip else first[:1]
         if judged and all(row.wrong for row in judged):
@@ -152,71 +162,27 @@ def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False)
             raise DataError(f"{where}: {judged[0].wrong}; {remedy}")
 
 
-def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> None:
-    for name in columns.names:
-        if name not in present:
-            raise DataError(f"{file.uri} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
-
-
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     names = list(columns.names)
     with open_file(piece.file, buffer=0) as opened:
         file = pq.ParquetFile(opened, page_checksum_verification=True)
-        _check_names(piece.file, file.schema_arrow.names, columns)
+        check_schema(piece.file.uri, file.schema_arrow, columns)
         groups = [file.metadata.row_group(n).num_rows for n in range(piece.stop)]
         first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
         place = first
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=names):
             some = max(1, _CHUNK * len(batch) // max(batch.nbytes, 1))
             for start in range(0, len(batch), some):
-                values = [_cells(column) for column in batch.slice(start, some).select(names).columns]
+                values = [read_cells(column) for column in batch.slice(start, some).select(names).columns]
                 cells = enumerate(zip(*values, strict=True), start=place)
-                rows = [Row(number, dict(zip(names, row, strict=True))) for number, row in cells]
+                rows = [_row(number, dict(zip(names, row, strict=True))) for number, row in cells]
                 place += len(rows)
                 yield Chunk(rows, piece.bytes * (place - first) // count)
 
 
-def _cells(column: pa.Array) -> list[Any]:
-    kind = column.type
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
-        # As arrays: a Python int per token would cost more than all other steps.
-        return [_array(cell) for cell in column]
-    try:
-        cells: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        cells = [_decoded(cell) for cell in column]
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        # Some writers store text as binary.
-        return [_text_of(cell) for cell in cells]
-    return [_present(cell) for cell in cells] if pa.types.is_nested(kind) else cells
-
-
-def _array(cell: Any) -> Any:
-    if not cell.is_valid or cell.values.null_count:
-        return cell.as_py()
-    return cell.values.to_numpy(zero_copy_only=False)
-
-
-def _decoded(cell: Any) -> Any:
-    try:
-        return cell.as_py()
-    except UnicodeDecodeError:
-        # No column may contain bytes, so encoding reports this row.
-        return cell.as_buffer().to_pybytes() if isinstance(cell, pa.BinaryScalar) else b""
-
-
-def _text_of(cell: Any) -> Any:
-    try:
-        return cell.decode() if isinstance(cell, bytes) else cell
-    except UnicodeDecodeError:
-        return cell
-
-
-def _present(value: Any) -> Any:
-    """Return a nested cell without its null keys: Parquet gives all rows the keys of any row."""
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+def _row(place: int, cells: dict[str, Any]) -> Row:
+    bad = next((f"column {name!r} {cell.reason}" for name, cell in cells.items() if isinstance(cell, BadCell)), None)
+    return Row(place, {} if bad else cells, bad)
 
 
 def _text_row(file: SourceFile) -> Row:
@@ -243,10 +209,10 @@ def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 
 def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         # The error's own text contains a line number, which is always 1.
-        return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
+        return Row(place, {}, f"invalid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return Row(place, {}, f"invalid JSON: {error}")
     if not isinstance(values, dict):
@@ -255,6 +221,19 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     if missing is not None:
         return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
     return Row(place, values)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice: which value is meant is unknown."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the key {twice!r:.60} {sum(name == twice for name, _ in pairs)} times")
+    return made
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON; write null")
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:

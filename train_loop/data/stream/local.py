@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from train_loop.data.dataset import IGNORE, Cells, Dataset, Part, Rows, ShardFile, Tokens
 from train_loop.data.files import File, is_gone, open_file, report_damage
 from train_loop.data.order import PADDING, Ids, StepOrder
+from train_loop.data.prepare.columns import plain_table
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
 from train_loop.plan import MeshPlan
@@ -164,4 +165,4 @@ def _may_pass(file: File, error: BaseException) -> bool:
 @lru_cache(maxsize=1024)
 def _whole(file: File, columns: tuple[str, ...]) -> pa.Table:
     with report_damage(file.uri, "parquet"), open_file(file, buffer=0) as opened:
-        return pq.ParquetFile(opened, page_checksum_verification=True).read(columns=list(columns)).combine_chunks()
+        return plain_table(pq.ParquetFile(opened, page_checksum_verification=True).read(columns=list(columns)))

@@ -1,0 +1,250 @@
+"""The columns of Parquet files: the Arrow types that a spec's columns may have, and their cells as Python values.
+
+Text in any Arrow layout is text, and maps are objects at any depth. Any other type is refused by name before a row is
+read: a wrong reading would train on wrong tokens.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import types
+
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec
+
+_NAME, _METADATA = b"ARROW:extension:name", b"ARROW:extension:metadata"
+"""Metadata of a field whose extension type is not registered in this process."""
+_TENSORS = ("arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2")
+_SHOWN = 200
+"""Maximum characters of a type in a message."""
+
+Read = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class BadCell:
+    """A cell that cannot be read, with the reason."""
+
+    reason: str
+
+
+class _UnreadableType(ValueError):
+    """A type, or a type inside it, that has no Python value to train on."""
+
+
+def check_schema(uri: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
+    """Raise DataError if a file's schema lacks a column of a spec, has it twice, or has it with another type."""
+    check_names(uri, schema.names, columns)
+    for name, expected, accepts in _roles(columns):
+        field = schema.field(name)
+        try:
+            kind = _storage_of(field)
+            _check_inner(kind)
+            # A column of nulls has bad rows, and not a wrong type: other files may have its values.
+            if types.is_null(kind) or accepts(kind):
+                continue
+            inner = ""
+        except _UnreadableType as error:
+            inner = f" ({error})"
+        raise DataError(
+            f"{uri}: column {name!r} has type {_shown(field)}{inner}; expected {expected}; convert the column, or "
+            "correct data.columns"
+        )
+
+
+def check_names(uri: str, present: list[str], columns: ColumnsSpec) -> None:
+    """Raise DataError unless each column of a spec is present once. Names are case-sensitive."""
+    counts = Counter(present)
+    for name in columns.names:
+        if counts[name] > 1:
+            raise DataError(
+                f"{uri} has {counts[name]} columns {name!r}, of which only one can be meant; rename the others"
+            )
+        if not counts[name]:
+            near = [other for other in counts if other.casefold() == name.casefold()]
+            hint = f"; names are case-sensitive: did you mean {near[0]!r}?" if near else "; correct data.columns"
+            raise DataError(f"{uri} has no column {name!r}; it has {', '.join(present)}{hint}")
+
+
+def read_cells(column: pa.Array) -> list[Any]:
+    """Return the cells of a checked column; a BadCell for a cell that cannot be read.
+
+    Lists of integers are arrays: a Python int per token would cost more than all other steps. Structs have no keys of
+    null values: Parquet gives all rows the keys of any row.
+    """
+    array = plain_array(column)
+    if _is_list(array.type) and types.is_integer(array.type.value_type):
+        return [_tokens(cell) for cell in array]
+    read = _reader(array.type)
+    try:
+        return [read(value) for value in array.to_pylist()]
+    except (ValueError, KeyError, ArithmeticError):
+        return [_read_cell(cell, read) for cell in array]
+
+
+def plain_array(array: pa.Array) -> pa.Array:
+    """Return an array without its extension type."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def plain_table(table: pa.Table) -> pa.Table:
+    """Return a table without the extension types of its columns, in one chunk."""
+    columns = table.combine_chunks().columns
+    plain = [pa.chunked_array(map(plain_array, one.chunks), plain_type(one.type)) for one in columns]
+    return pa.Table.from_arrays(plain, table.column_names)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type, or the storage type of an extension type."""
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _read_cell(cell: pa.Scalar, read: Read) -> Any:
+    try:
+        return read(cell.as_py())
+    except UnicodeDecodeError:
+        return BadCell("holds bytes that are not UTF-8")
+    except (ValueError, KeyError, ArithmeticError) as error:
+        return BadCell(f"holds a value that cannot be read: {error}")
+
+
+def _tokens(cell: pa.Scalar) -> Any:
+    if not cell.is_valid or cell.values.null_count:
+        return cell.as_py()
+    return cell.values.to_numpy(zero_copy_only=False)
+
+
+def _reader(kind: pa.DataType) -> Read:
+    """Return the function that makes our value of pyarrow's value of a type."""
+    kind = plain_type(kind)
+    if types.is_dictionary(kind):
+        return _reader(kind.value_type)
+    if _is_binary(kind):
+        return _if_present(bytes.decode)
+    if _is_list(kind):
+        item = _reader(kind.value_type)
+        return _if_present(lambda value: [item(one) for one in value])
+    if types.is_map(kind):
+        key, item = _reader(kind.key_type), _reader(kind.item_type)
+        return _if_present(lambda value: _object([(key(name), item(one)) for name, one in value]))
+    if types.is_struct(kind):
+        of = {field.name: _reader(field.type) for field in kind}
+        return _if_present(lambda value: {name: of[name](one) for name, one in value.items() if one is not None})
+    return lambda value: value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"a map has the key {twice!r:.60} more than once")
+    return made
+
+
+def _if_present(read: Read) -> Read:
+    return lambda value: None if value is None else read(value)
+
+
+def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType], bool]]]:
+    """Return each column of a spec, the types that it may have in words, and the test of a type."""
+    roles: list[tuple[str | None, str, Callable[[pa.DataType], bool]]] = [
+        *((name, "text (string or binary)", _is_text) for name in (columns.text, columns.prompt, columns.response)),
+        *((name, "lists of integers", _is_tokens) for name in (columns.input_ids, columns.labels)),
+        (columns.messages, "lists of objects (structs or maps)", _is_objects),
+        (columns.tools, "lists of objects, or their JSON as text", lambda kind: _is_objects(kind) or _is_text(kind)),
+        (columns.weight, "a number (integer or float)", _is_number),
+    ]
+    return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or _is_binary(kind)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    views = types.is_binary_view(kind) or types.is_fixed_size_binary(kind)
+    return bool(views or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return bool(views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_tokens(kind: pa.DataType) -> bool:
+    return _is_list(kind) and bool(types.is_integer(kind.value_type) or types.is_null(kind.value_type))
+
+
+def _is_objects(kind: pa.DataType) -> bool:
+    if not _is_list(kind):
+        return False
+    item = kind.value_type
+    return bool(types.is_struct(item) or types.is_map(item) or types.is_null(item))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(types.is_integer(kind) or types.is_floating(kind))
+
+
+def _check_inner(kind: pa.DataType) -> None:
+    """Raise _UnreadableType for the first type inside a type that has no value to train on."""
+    if types.is_struct(kind):
+        twice = next((name for name, count in Counter(one.name for one in kind).items() if count > 1), None)
+        if twice is not None:
+            raise _UnreadableType(f"a struct in it has two fields {twice!r}")
+    if types.is_map(kind) and not _is_text(_storage_of(kind.key_field, inner=True)):
+        raise _UnreadableType(f"a map in it has keys of type {_shown(kind.key_field)}, which are not text")
+    if types.is_union(kind):
+        raise _UnreadableType("it contains a union")
+    for number in range(kind.num_fields):
+        _check_inner(_storage_of(kind.field(number), inner=True))
+
+
+def _storage_of(field: pa.Field, *, inner: bool = False) -> pa.DataType:
+    """Return the type of a field's values without an extension type. Raises _UnreadableType.
+
+    `inner`: the field lies inside another one.
+    """
+    kind, extension = field.type, _extension(field)
+    if extension is None:
+        return kind
+    name, parameters = extension
+    storage = plain_type(kind)
+    if types.is_string(storage) or types.is_large_string(storage) or types.is_string_view(storage):
+        return storage
+    # The values of a tensor with more dimensions lie flat in its storage, without their shape.
+    if not inner and name in _TENSORS and _dimensions(kind, parameters) == 1:
+        return storage
+    raise _UnreadableType(f"values of the extension type {name} cannot be read")
+
+
+def _extension(field: pa.Field) -> tuple[str, bytes] | None:
+    """Return name and parameters of a field's extension type; a process may not have registered it."""
+    if isinstance(field.type, pa.BaseExtensionType):
+        written = getattr(field.type, "__arrow_ext_serialize__", bytes)
+        return field.type.extension_name, written()
+    metadata = field.metadata or {}
+    return (metadata[_NAME].decode(), metadata.get(_METADATA, b"")) if _NAME in metadata else None
+
+
+def _dimensions(kind: pa.DataType, parameters: bytes) -> int | None:
+    """Return the number of dimensions of a tensor type; None if unknown."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return len(kind.shape)
+    try:
+        shape = json.loads(parameters)
+    except ValueError:
+        return None
+    return len(shape) if isinstance(shape, list) else None
+
+
+def _shown(field: pa.Field) -> str:
+    extension = _extension(field)
+    name = str(field.type) if extension is None or isinstance(field.type, pa.BaseExtensionType) else extension[0]
+    return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
