@@ -167,9 +167,6 @@ def as_it_is(folder: Path, ids: pa.Array, **data: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("ids", "data"),
     [
-        (pa.array([[1.5], [2.5]]), {}),
-        (pa.array([[True], [False]]), {}),
-        (pa.array(["a", "b"]), {}),
         (pa.array([[1], [2]]), {"on_bad_rows": "skip"}),
         (pa.array([[1], None]), {}),
         (pa.array([[1], [2, None]]), {}),
