@@ -15,7 +15,7 @@ class PreflightReport:
     problems: tuple[Problem, ...]
     shape: ModelShape | None
     preview: tuple[Preview, ...] = ()
-    """Counts of the first rows of each text source."""
+    """Counts of the first rows of each source."""
     count: SampleCount | None = None
     """Number of training samples, if it can be counted before the data is prepared."""
 

@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 
 from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService, spec_body
-from train_loop.plan import SampleCount
+from train_loop.plan import Preview, SampleCount
 from train_loop.run_dir import Outcome
 
 YAML = """
@@ -145,6 +145,20 @@ def test_plan_and_job_warn_about_unrequested_gpus(client: TestClient, service: F
     for path in ("/jobs/plan", "/jobs"):
         (message,) = client.post(path, content=spec_body()).json()["warnings"]
         assert message.startswith(warning)
+
+
+def test_every_warning_of_the_plan_is_in_the_answer_to_a_submission(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
+    service.preflight.preview = tuple(Preview(name, 1, 1, 0, 0, "drop", (f"{name}: 1 row is bad",)) for name in "ab")
+    body = spec_body()
+    planned = client.post("/jobs/plan", content=body).json()["warnings"]
+    assert planned[1:] == ["a: 1 row is bad", "b: 1 row is bad"]
+    for key in ("one", "two", "one"):
+        answer = client.post("/jobs", content=body, headers={"Idempotency-Key": key})
+        assert answer.json()["warnings"] == planned
+    assert client.get(f"/jobs/{answer.json()['id']}").json()["warnings"] == []
+    clone = client.post(f"/jobs/{answer.json()['id']}/clone", json={})
+    assert clone.json()["warnings"] == planned
 
 
 def test_hours_are_counted_by_day_and_kept_after_deletion(client: TestClient, service: FakeService) -> None:

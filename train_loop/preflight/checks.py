@@ -8,9 +8,10 @@ and import time. It forks for each request, because a damaged file may crash the
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
-from train_loop.preflight.preview import preview_data
+from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse
@@ -62,14 +63,18 @@ def check_data(spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
     """Return the problems of a spec's data: path, existence, columns, empty files."""
     data = spec.data
     problems = []
+    for place, source in _pointed_sources(data):
+        pointers = (f"{place}/path", f"{place}/columns" if source.columns else "/data/columns")
+        skip = data.on_bad_rows == "skip"
+        problems += _source_problems(source, data.columns_of(source), policy, pointers, skip=skip)
+    return problems
+
+
+def _pointed_sources(data: DataSpec) -> Iterator[tuple[str, SourceSpec]]:
+    """Yield all sources of training and eval data with their JSON pointers."""
     for name, written, sources in (("train", data.train, data.sources), ("eval", data.eval, data.eval_sources)):
         for number, source in enumerate(sources):
-            place = f"/data/{name}/{number}" if isinstance(written, tuple) else f"/data/{name}"
-            columns = f"{place}/columns" if source.columns else "/data/columns"
-            pointers = (f"{place}/path", columns)
-            skip = data.on_bad_rows == "skip"
-            problems += _source_problems(source, data.columns_of(source), policy, pointers, skip=skip)
-    return problems
+            yield f"/data/{name}/{number}" if isinstance(written, tuple) else f"/data/{name}", source
 
 
 def check_model(
@@ -204,12 +209,16 @@ def _template_problems(data: DataSpec, policy: ReadPolicy, folder: str) -> list[
     return []
 
 
-def _preview(spec: JobSpec) -> list[Preview]:
-    """Return the effect of preparation on the first rows; empty for unreadable data, which the run reports."""
-    set_pointer("/data/train")
-    with suppress(ValueError, OSError):
-        return preview_data(spec)
-    return []
+def _preview(spec: JobSpec) -> tuple[list[Preview], list[Problem]]:
+    """Return the effects of preparation on the first rows, and the rows that would end the job."""
+    previews, problems = [], []
+    for place, source in islice(_pointed_sources(spec.data), PREVIEWED_SOURCES):
+        set_pointer(f"{place}/path")
+        try:
+            previews.append(preview_source(spec, source))
+        except _MISTAKES as error:
+            problems.append(Problem(f"{place}/path", _message(error)))
+    return [preview for preview in previews if preview is not None], problems
 
 
 def _count(spec: JobSpec) -> SampleCount | None:
@@ -227,9 +236,11 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
             shape, problems = check_model(spec, policy, parent)
             problems = [*check_data(spec, policy), *problems]
+            preview, bad = ([], []) if problems else _preview(spec)
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
-        preview, count = ([], None) if problems else (_preview(spec), _count(spec))
+        problems += bad
+        count = None if problems else _count(spec)
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),

@@ -96,7 +96,7 @@ class JobOut(BaseModel):
     goodput: float | None = Field(description="share of the time since the first start that was spent on new steps")
     dashboard_url: str | None
     warnings: tuple[str, ...] = Field(
-        default=(), description="in the response to a submission: warnings about placement, as in a plan"
+        default=(), description="in the response to a submission: the warnings of its plan"
     )
 
 

@@ -42,7 +42,7 @@ class MemoryOut(BaseModel):
 
 
 class PreviewOut(BaseModel):
-    """Preview of data preparation: counts over the first rows of a text source."""
+    """Preview of data preparation: counts over the first rows of a source."""
 
     source: str
     rows: int = Field(description="rows read")
@@ -75,5 +75,5 @@ class PlanOut(BaseModel):
     parameters: int
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
-    preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
+    preview: list[PreviewOut] = Field(description="counts of the first rows of each source")
     warnings: list[str]

@@ -48,7 +48,7 @@ class JobView:
     read_at: float | None = None
     """Time at which the summary was read from storage (Unix seconds); None if it never was."""
     warnings: tuple[str, ...] = ()
-    """Warnings about the cluster's nodes, only for a job that was just submitted."""
+    """Warnings of the plan, only for a job that was just submitted."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Jobs:
         sizes: tuple[int, ...] = ()
         if scaling is not None:
             spec = resize_spec(self.find(caller, job_id, Role.EDITOR).spec, scaling)
-            sizes = sizes_of(spec, self.planner.check(spec))
+            sizes = sizes_of(spec, self.planner.check(spec).plans)
         grace = self.grace.pause
         return self._change(
             caller,

@@ -28,6 +28,14 @@ Plans = dict[int, Plan]
 
 
 @dataclass(frozen=True)
+class CheckedSpec:
+    """The plans of a spec that passed all checks, and the warnings that do not depend on the cluster."""
+
+    plans: Plans
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlanView:
     """A plan, its layout on the cluster, and warnings."""
 
@@ -40,7 +48,7 @@ class PlanView:
     """Ranks of each node; None if the cluster is unknown or too small."""
     warnings: tuple[str, ...]
     preview: tuple[Preview, ...] = ()
-    """Counts of the first rows of each text source."""
+    """Counts of the first rows of each source."""
     steps: int | None = None
     """Optimizer steps of the run, if known before the data is prepared."""
 
@@ -52,16 +60,21 @@ class Planner:
     preflight: Preflight
     cluster: Cluster
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Plans:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> CheckedSpec:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, parent)
         # The remaining steps of a clone depend on its parent's checkpoint.
-        return self._plans(spec, found if parent is None else replace(found, count=None))
+        return self._checked(spec, found if parent is None else replace(found, count=None))
 
-    def cached(self, spec: JobSpec) -> Plans | None:
+    def cached(self, spec: JobSpec) -> CheckedSpec | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
         found = self.preflight.cached(spec)
-        return None if found is None else self._plans(spec, found)
+        return None if found is None else self._checked(spec, found)
+
+    def _checked(self, spec: JobSpec, found: PreflightReport) -> CheckedSpec:
+        plans = self._plans(spec, found)
+        notes = (note for source in found.preview for note in source.notes)
+        return CheckedSpec(plans, (*plans[max(plans)].warnings, *notes))
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
         plans, broken = _planned(spec, found.shape)
@@ -77,17 +90,17 @@ class Planner:
     def view(self, spec: JobSpec) -> PlanView:
         """Return the largest plan, laid out on the cluster's nodes. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, None)
-        plans = self._plans(spec, found)
+        checked = self._checked(spec, found)
+        plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
-        notes = [note for source in found.preview for note in source.notes]
-        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans)), *notes]
+        warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
         steps, _ = _schedule(spec, plans, found)
         return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
 
-    def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
-        """Return the warnings about a job on the nodes of the cluster.
+    def warnings(self, spec: JobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
+        """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
 
         Such a job never starts, has Ulysses groups that cross nodes, uses none of the GPUs, lacks CPUs for its data, or
         is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
@@ -102,6 +115,7 @@ class Planner:
         return [
             *([f"the job would stay QUEUED: {never}"] if never else []),
             *filter(None, (split, starves, idle, stuck)),
+            *notes,
         ]
 
 

@@ -43,6 +43,14 @@ class Submitted:
 
 
 @dataclass(frozen=True)
+class _CheckedJob:
+    """A new job that is not stored yet, and the warnings of its checks."""
+
+    new: NewJob
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Submitter:
     """Use cases of new jobs: parse and check a spec, build its job, store it once."""
 
@@ -54,9 +62,11 @@ class Submitter:
     def submit(self, request: JobRequest) -> Submitted:
         """Check a spec and store its job durably. Raises ServiceError."""
 
-        def new_job() -> NewJob:
+        def new_job() -> _CheckedJob:
             spec = self._parse(request.caller, request.body)
-            return self._new_job(request.caller, request.key, self._build(spec, self.jobs.planner.check(spec)))
+            checked = self.jobs.planner.check(spec)
+            new = self._new_job(request.caller, request.key, self._build(spec, checked.plans))
+            return _CheckedJob(new, checked.notes)
 
         return self._store_once(request.caller, request.key, new_job)
 
@@ -64,9 +74,9 @@ class Submitter:
         """Store the jobs whose checks are cached, in one durable commit. The requests left out need `submit`."""
         new_jobs = {request: new for request in requests if (new := self._cached_job(request)) is not None}
         # A key that was used before leaves out all requests: `submit` finds its job.
-        if not new_jobs or not self.jobs.store.add_all(list(new_jobs.values()), now=self.jobs.clock()):
+        if not new_jobs or not self.jobs.store.add_all([job.new for job in new_jobs.values()], now=self.jobs.clock()):
             return {}
-        return {request: self._submitted(new.job, created=True) for request, new in new_jobs.items()}
+        return {request: self._created(job) for request, job in new_jobs.items()}
 
     def clone(
         self,
@@ -84,18 +94,17 @@ class Submitter:
         recorded in the audit log of both.
         """
 
-        def new_job() -> NewJob:
+        def new_job() -> _CheckedJob:
             origin = self.jobs.find(caller, job_id)
             spec = apply_overrides(origin, overrides)
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
-            job = self._build_clone(origin, step, spec)
+            job, notes = self._build_clone(origin, step, spec)
             if spec.project == origin.spec.project:
-                return self._new_job(caller, key, job)
+                return _CheckedJob(self._new_job(caller, key, job), notes)
             after, now = job_facts(job) | {"project": spec.project}, self.jobs.clock()
-            return self._new_job(
-                caller, key, job, action_entry(caller, "clone", origin, before={}, after=after, now=now)
-            )
+            entry = action_entry(caller, "clone", origin, before={}, after=after, now=now)
+            return _CheckedJob(self._new_job(caller, key, job, entry), notes)
 
         return self._store_once(caller, key, new_job)
 
@@ -108,17 +117,19 @@ class Submitter:
         require_any_editor(caller)
         return parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
 
-    def _cached_job(self, request: JobRequest) -> NewJob | None:
+    def _cached_job(self, request: JobRequest) -> _CheckedJob | None:
         """Return the new job if all its checks are cached and pass, else None."""
         if len(request.body) > _SMALL:
             return None
         try:
             spec = self._parse(request.caller, request.body)
-            plans = self.jobs.planner.cached(spec)
+            checked = self.jobs.planner.cached(spec)
         except (InvalidSpec, Forbidden):
             # `submit` reports the error, because an idempotency conflict takes precedence.
             return None
-        return None if plans is None else self._new_job(request.caller, request.key, self._build(spec, plans))
+        if checked is None:
+            return None
+        return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked.plans)), checked.notes)
 
     def _build(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
@@ -131,14 +142,15 @@ class Submitter:
             raise CheckpointNotFound(parent.job, parent.manifest.step)
         return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
-    def _build_clone(self, origin: Job, step: int | None, spec: JobSpec) -> Job:
-        manifest = self._checkpoint_to_clone(origin, step)
-        if manifest is None:
-            return self._build(spec, self.jobs.planner.check(spec))
-        if problems := check_steps_remaining(origin, manifest, spec):
-            raise InvalidSpec(problems)
-        parent = parent_of(origin, manifest, spec)
-        return self._build(spec, self.jobs.planner.check(spec, parent), parent)
+    def _build_clone(self, origin: Job, step: int | None, spec: JobSpec) -> tuple[Job, tuple[str, ...]]:
+        """Build a checked clone; return it with the warnings of its checks."""
+        manifest, parent = self._checkpoint_to_clone(origin, step), None
+        if manifest is not None:
+            if problems := check_steps_remaining(origin, manifest, spec):
+                raise InvalidSpec(problems)
+            parent = parent_of(origin, manifest, spec)
+        checked = self.jobs.planner.check(spec, parent)
+        return self._build(spec, checked.plans, parent), checked.notes
 
     def _checkpoint_to_clone(self, job: Job, step: int | None) -> Manifest | None:
         """Return the checkpoint from which a clone starts; None for a start from scratch."""
@@ -159,23 +171,25 @@ class Submitter:
         entry = change_entry(caller, "submit", None, job, now=self.jobs.clock())
         return NewJob(job, key, (entry, *more))
 
-    def _store_once(self, caller: Principal, key: IdempotencyKey | None, new_job: Callable[[], NewJob]) -> Submitted:
+    def _store_once(
+        self, caller: Principal, key: IdempotencyKey | None, new_job: Callable[[], _CheckedJob]
+    ) -> Submitted:
         """Store a new job, unless its Idempotency-Key was used before. Then return the job of the key."""
         if key is None:
-            new = new_job()
-            self._store(new)
-            return self._submitted(new.job, created=True)
+            job = new_job()
+            self._store(job.new)
+            return self._created(job)
         with self.keys_in_flight.hold(key):
             # Before any check: the data of the stored job may have changed since.
             if (known := self._job_of(caller, key)) is not None:
-                return self._submitted(known, created=False)
-            new = new_job()
-            if self._store(new):
-                return self._submitted(new.job, created=True)
+                return self._known(known)
+            job = new_job()
+            if self._store(job.new):
+                return self._created(job)
             # Another replica has stored a job under the key meanwhile.
             if (known := self._job_of(caller, key)) is None:
                 raise KeyInFlight(key.key)
-            return self._submitted(known, created=False)
+            return self._known(known)
 
     def _job_of(self, caller: Principal, key: IdempotencyKey) -> Job | None:
         """Return the job that was stored under a key. Raises IdempotencyMismatch, Forbidden."""
@@ -203,6 +217,16 @@ class Submitter:
             run_dirs.release_parent(new.job.run_dir)
         return stored
 
-    def _submitted(self, job: Job, *, created: bool) -> Submitted:
-        warnings = self.jobs.planner.warnings(job.spec, job.sizes)
-        return Submitted(replace(self.jobs.view(job), warnings=tuple(warnings)), created)
+    def _created(self, job: _CheckedJob) -> Submitted:
+        return Submitted(self._view(job.new.job, job.notes), created=True)
+
+    def _known(self, job: Job) -> Submitted:
+        """Return a stored job, with the warnings of its checks if these are still cached."""
+        checked = None
+        with suppress(InvalidSpec):
+            checked = self.jobs.planner.cached(job.spec)
+        return Submitted(self._view(job, checked.notes if checked is not None else ()), created=False)
+
+    def _view(self, job: Job, notes: Sequence[str]) -> JobView:
+        warnings = self.jobs.planner.warnings(job.spec, job.sizes, notes)
+        return replace(self.jobs.view(job), warnings=tuple(warnings))

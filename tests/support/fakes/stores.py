@@ -25,7 +25,7 @@ from service.ports import (
     PreflightReport,
     SubmitRequest,
 )
-from train_loop.plan import Capacity, SampleCount, read_shape
+from train_loop.plan import Capacity, Preview, SampleCount, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -297,13 +297,14 @@ class MemoryPreflight:
 
     problems: list[Problem] = field(default_factory=list)
     count: SampleCount | None = None
+    preview: tuple[Preview, ...] = ()
     in_order: dict[str, PreflightReport] = field(default_factory=dict)
     starting: str | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
         shape = read_shape(spec.model.config) if spec.model.config else None
-        found = PreflightReport(tuple(self.problems), shape, count=self.count)
+        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found

@@ -21,11 +21,12 @@ from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
 from train_loop.data.prepare.build_lock import build_once
 from train_loop.data.prepare.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
-from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, is_text
+from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows, is_text
 from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.judge import check_rows
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
-from train_loop.data.prepare.rows import Piece, Row, cut, locate, read_piece
+from train_loop.data.prepare.rows import Piece, Row, cut, read_piece
 from train_loop.data.prepare.sources import list_files
 from train_loop.data.ray_context import configure_ray_data, start_ray
 from train_loop.data.shards import write_part
@@ -183,24 +184,9 @@ def _encode_task(
         for number, piece in enumerate(tasks[task]):
             for chunk in read_piece(piece, columns):
                 encoded = encode(chunk.rows)
-                bad = next((row for row in encoded if isinstance(row, BadRow)), None)
-                if bad is not None and not skip:
-                    (where,) = locate([(piece.file, bad.place)])
-                    raise DataError(f"{where}: {bad.reason}; correct the row, or set on_bad_rows: skip")
-                _check_lengths(encoded, chunk.rows, piece, fit)
+                check_rows(encoded, [(piece.file, row.place) for row in chunk.rows], fit, skip=skip)
                 yield _to_table(encoded, fit, task=task, piece=number, read=before + chunk.read)
             before += piece.bytes
-
-
-def _check_lengths(encoded: list[Encoded], rows: list[Row], piece: Piece, fit: Fit) -> None:
-    """Raise DataError for the first row that is too long, if on_long_rows is `fail`."""
-    for row, document in zip(rows, encoded, strict=True):
-        if isinstance(document, Document) and fit.refuses(document):
-            (where,) = locate([(piece.file, row.place)])
-            raise DataError(
-                f"{where} has {len(document.input_ids)} tokens, more than sequence_length={fit.length}, and "
-                "on_long_rows is fail; raise sequence_length, or choose drop, truncate, truncate_left or split"
-            )
 
 
 def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:

@@ -42,11 +42,12 @@ def test_preview_counts_the_first_rows_and_names_omitted_ones(tmp_path: Path) ->
         "untrained_rows": 1,
         "on_long_rows": "drop",
     }
-    assert [note.partition(": ")[2].split(" rows ")[-1][:40] for note in found["notes"]][:3] == [
-        "cannot be trained on, the first because ",
+    assert [note.partition(": ")[2].split(" rows ", 1)[-1][:40] for note in found["notes"]][:3] == [
+        "cannot be trained on and are skipped, th",
         "are longer than sequence_length=32 and a",
         "have no token that is trained and are dr",
     ]
+    assert f"the first because {tmp_path}/a.jsonl, line 4: messages must be" in found["notes"][0]
     assert "the column 'tools' is not used" in found["notes"][3]
     assert (
         "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][-1]
@@ -69,3 +70,94 @@ def test_tokenised_rows_are_counted_by_their_lengths(
         "samples": samples,
         "exact": exact,
     }
+
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def ask(tmp_path: Path, data: dict[str, Any], *, tokenizer: bool = True) -> dict[str, Any]:
+    """Return preflight's answer for data below a folder, with a tokenizer of 300 tokens in its folder `t`."""
+    model = {"tokenizer": str(tmp_path / "t")} if tokenizer else {}
+    raw = raw_spec(data=data, model=model)
+    return answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "reason"),
+    [
+        ({"text": "c"}, [{"c": "x"}, {"c": 1}], "line 2: column 'c' holds 1 where text is needed"),
+        ({"text": "c"}, [{"c": "x"}, "oops"], "line 2: not a JSON object"),
+        ({"text": "c"}, [{"c": "x"}] * 40 + [{"d": 1}], "line 41: no column 'c'; it has d"),
+        (
+            {"prompt": "p", "response": "c"},
+            [{"p": "x", "c": "x"}, {"p": "x", "c": None}],
+            "line 2: column 'c' holds null",
+        ),
+        ({"messages": "c"}, [{"c": [{"role": "user", "content": "x"}]}, {"c": []}], "line 2: messages must be a non-e"),
+        ({"input_ids": "c"}, [{"c": [1]}, {"c": [1, 384]}], "line 2: column 'c' holds 384 at position 1, which is not"),
+        ({"input_ids": "c"}, [{"c": [1]}, {"c": [1.5]}], "line 2: column 'c' holds a list where a list of whole"),
+        ({"text": "c", "weight": "w"}, [{"c": "x", "w": 1}, {"c": "x", "w": -1}], "line 2: column 'w' holds -1 where"),
+    ],
+)
+def test_bad_row_among_the_first_is_a_problem_or_with_skip_a_warning(
+    tmp_path: Path, columns: dict[str, str], rows: list[Any], reason: str
+) -> None:
+    write_tokenizer(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(CHAT)
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": {"path": str(file)}, "columns": columns}
+    reads_text = "input_ids" not in columns
+    (problem,) = ask(tmp_path, data, tokenizer=reads_text)["problems"]
+    assert problem["pointer"] == "/data/train/path"
+    assert problem["message"].startswith(f"{file}, {reason}")
+    assert problem["message"].endswith("; correct the row, or set on_bad_rows: skip")
+    found = ask(tmp_path, data | {"on_bad_rows": "skip"}, tokenizer=reads_text)
+    assert found["problems"] == []
+    assert any(f"are skipped, the first because {file}, {reason}" in note for note in found["preview"][0]["notes"])
+
+
+def test_bad_row_of_eval_data_is_a_problem_of_its_source(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"c": [1]}')
+    (tmp_path / "b.jsonl").write_text('{"c": [1]}\n{"c": null}')
+    sources = [{"path": f"{tmp_path}/{name}.jsonl"} for name in "ab"]
+    raw = raw_spec(
+        data={"train": sources[0], "eval": sources, "columns": {"input_ids": "c"}}, training={"eval_steps": 1}
+    )
+    found = answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
+    assert [problem["pointer"] for problem in found["problems"]] == ["/data/eval/1/path"]
+
+
+def test_rows_are_judged_before_a_tokenizer_is_trained_on_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"c": "x"}\n{"c": 7}\n{"d": 1}')
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}}
+    (problem,) = ask(tmp_path, data, tokenizer=False)["problems"]
+    assert "a.jsonl, line 2: column 'c' does not hold text; correct the row" in problem["message"]
+    assert ask(tmp_path, data | {"on_bad_rows": "skip"}, tokenizer=False)["problems"] == []
+
+
+def test_row_that_on_long_rows_refuses_is_a_problem(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"c": [[1], [1] * 33]}), tmp_path / "a.parquet")
+    data = {"train": {"path": f"{tmp_path}/a.parquet"}, "columns": {"input_ids": "c"}, "on_long_rows": "fail"}
+    (problem,) = ask(tmp_path, data, tokenizer=False)["problems"]
+    assert (
+        "a.parquet, row 1 has 33 tokens, more than sequence_length=32, and on_long_rows is fail" in problem["message"]
+    )
+
+
+def test_very_long_rows_are_not_previewed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"c": text}) for text in ("x", "y" * 3 * 2**20, "z")))
+    (only,) = ask(tmp_path, {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}})["preview"]
+    assert only["rows"] == 1
+
+
+def test_tokenizer_with_an_id_beyond_the_vocabulary_is_found_in_the_first_rows(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t")
+    content = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    content["model"]["vocab"]["z"] = 900
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "a.jsonl").write_text('{"c": "x"}\n{"c": "yz"}')
+    (problem,) = ask(tmp_path, {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}})["problems"]
+    assert "900" in problem["message"]
+    assert "raise vocab_size to 901" in problem["message"]
