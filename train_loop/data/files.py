@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import fsspec
 import pyarrow as pa
 
+from train_loop.data.patterns import ALL_BELOW, Pattern, search
 from train_loop.errors import DataError
 from train_loop.run_dir import StorageUnavailable
-from train_loop.system.input_files import open_input
+from train_loop.system.input_files import check_regular, open_input
 from train_loop.system.retry import patiently
 
 _PATIENCE = 300.0
@@ -28,7 +29,13 @@ _BUFFER = 4 * 2**20
 _longest: ContextVar[float] = ContextVar("longest", default=math.inf)
 """Upper bound of both timeouts in this context, in seconds."""
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
-_LASTING_NAMES = {"FileExpired", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+_LASTING_NAMES = {
+    "FileExpired",
+    "NoCredentialsError",
+    "ParamValidationError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+}
 """Names of further errors that a retry cannot fix; their packages may not be installed."""
 
 
@@ -153,43 +160,32 @@ class _Ranged(io.RawIOBase):
 
 class _Local:
     def glob(self, pattern: str) -> list[File]:
-        fixed = Path(pattern)
-        while any(wildcard in str(fixed) for wildcard in "*?["):
-            fixed = fixed.parent
-        if "**" in pattern:
-            # glob silently skips links to folders and unreadable folders; `find` raises DataError for both.
-            self.find(str(fixed))
-        return self._described(fixed.glob(str(Path(pattern).relative_to(fixed))))
+        fixed, below = split_glob(pattern)
+        matched = Pattern.parse(below)
+        return self._described(search(fixed, matched)) if os.path.isdir(fixed) else []
 
     def find(self, path: str) -> list[File]:
-        return self._described(_below(path) if os.path.isdir(path) else [Path(path)])
+        if os.path.isdir(path):
+            return self._described(search(path, ALL_BELOW))
+        if os.path.islink(path) and not os.path.exists(path):
+            raise DataError(f"{path} is a broken link; restore its target, or remove the link")
+        return self._described([path] if os.path.exists(path) else [])
 
     @staticmethod
-    def _described(paths: Iterable[Path]) -> list[File]:
+    def _described(paths: Iterable[str]) -> list[File]:
         found = []
         for path in paths:
-            if path.is_symlink() and not path.exists():
-                raise DataError(f"{path} is a broken link; restore its target, or remove the link")
-            if path.is_file():
-                stat = path.stat()
-                found.append(File(str(path), stat.st_size, str(stat.st_mtime_ns)))
+            stat = os.stat(path)
+            check_regular(path, stat)
+            found.append(File(path, stat.st_size, str(stat.st_mtime_ns)))
         return found
 
 
-def _below(folder: str) -> Iterator[Path]:
-    """Yield all files in a folder and its subfolders. Raises DataError for unreadable folders and links to folders."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be listed: {error.strerror}; give service and workers read access")
-
-    for place, folders, files in os.walk(folder, onerror=refuse):
-        for name in folders:
-            if os.path.islink(os.path.join(place, name)):
-                raise DataError(
-                    f"{os.path.join(place, name)} is a link to a folder, which is not followed; name its target "
-                    "as a separate source, or remove the link"
-                )
-        yield from (Path(place, name) for name in files)
+def split_glob(path: str) -> tuple[str, str]:
+    """Return the part of a path or glob before its first wildcard, and the rest; the rest of a plain path is empty."""
+    steps, first = path.split("/"), 3 if "://" in path else 0  # a host may have brackets, such as [::1]
+    wild = next((n for n, step in enumerate(steps) if n >= first and any(w in step for w in "*?[")), len(steps))
+    return "/".join(steps[:wild]) or "/", "/".join(steps[wild:])
 
 
 class _Remote:
@@ -201,13 +197,26 @@ class _Remote:
         self._system.invalidate_cache()
 
     def glob(self, pattern: str) -> list[File]:
-        return self._described(_call_storage(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
+        fixed, below = split_glob(pattern)
+        matched = Pattern.parse(below)
+        root = str(self._system._strip_protocol(fixed)).rstrip("/")
+        found = self._list(fixed, matched.depth)
+        return self._described(
+            {name: info for name, info in found.items() if matched.matches(name.removeprefix(f"{root}/").split("/"))}
+        )
 
     def find(self, path: str) -> list[File]:
+        return self._described(self._list(path, None))
+
+    def _list(self, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
+        options = {"detail": True} if depth is None else {"detail": True, "maxdepth": depth}
         try:
-            return self._described(_call_storage(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+            found: dict[str, dict[str, Any]] = _call_storage(
+                path, _LISTING_PATIENCE, self._system.find, path, **options
+            )
         except FileNotFoundError:
-            return []
+            return {}
+        return found
 
     def _described(self, found: dict[str, dict[str, Any]]) -> list[File]:
         # Storage consoles mark an empty folder by an object whose name ends with a slash.

@@ -3,6 +3,7 @@
 import os
 import re
 from functools import lru_cache
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,8 +11,11 @@ from train_loop.run_dir.durable import local_path
 
 READ_POLICY_VARIABLE = "TRAINSHED_READ_POLICY"
 """Environment variable of a job's processes: its `ReadPolicy` as JSON."""
-_JOB = re.compile(r"job-[0-9a-z]{26}")
-_USER = re.compile(r"(?<=://)[^/@]*@")
+_JOB = re.compile(r"job-[0-9a-z]{26}", re.IGNORECASE)
+_WITH_USERS = {"dask", "ftp", "ftps", "hdfs", "http", "https", "sftp", "smb", "ssh", "webdav", "webhdfs"}
+"""Schemes whose `user@` names a user of the host. In others, such as abfss://container@account, it names data."""
+_USER = re.compile(r"(?<=://)[^/@?#\\]*@")
+_PASSWORD = re.compile(r"(?<=://)[^/@]*:[^/]*@")
 
 
 class ReadPolicy(BaseModel):
@@ -30,7 +34,7 @@ class ReadPolicy(BaseModel):
     def without_users(self) -> "ReadPolicy":
         """Return the policy without user names and passwords in its URIs: a job's environment is not secret."""
         return self.model_copy(
-            update={name: tuple(_USER.sub("", uri) for uri in getattr(self, name)) for name in ("roots", "runs")}
+            update={name: tuple(_without_user(uri) for uri in getattr(self, name)) for name in ("roots", "runs")}
         )
 
     def refusal(self, place: str, *, named: str) -> str | None:
@@ -40,21 +44,34 @@ class ReadPolicy(BaseModel):
         """
         if not any(is_below(place, root) for root in self.roots):
             # A root may contain a user name and a password.
-            shown = ", ".join(_USER.sub("", root) for root in self.roots)
+            shown = ", ".join(_without_user(root) for root in self.roots)
             return (
                 f"{named} lies outside the allowed storage roots ({shown}); move the data under one of them, or have "
                 "the operator add its folder to TRAINSHED_STORAGE_ROOTS"
             )
-        if any(is_below(place, cache) for cache in self.caches):
+        if self._is_cache(place):
             return f"{named} lies in the cache of prepared data; name the data itself"
+        if self._is_foreign_run(place):
+            # Without the job's id: a link may have led there.
+            return (
+                f"{named} lies in the run directory of a job that is not one of project {self.project!r}; clone that "
+                "job, or copy an export of it to a storage root"
+            )
+        return None
+
+    def hides(self, place: str) -> bool:
+        """Return whether listings leave a place out: caches, and run directories of other projects."""
+        return self._is_cache(place) or self._is_foreign_run(place)
+
+    def _is_cache(self, place: str) -> bool:
+        return any(is_below(place, cache) for cache in self.caches)
+
+    def _is_foreign_run(self, place: str) -> bool:
         for runs in self.runs:
             project, job = _steps_below(place, runs)
             if project != self.project and _JOB.fullmatch(job):
-                return (
-                    f"{named} lies in the run directory of {job}, which is not a job of project {self.project!r}; "
-                    "clone that job, or copy an export of it to a storage root"
-                )
-        return None
+                return True
+        return False
 
 
 def is_below(place: str, root: str) -> bool:
@@ -64,15 +81,25 @@ def is_below(place: str, root: str) -> bool:
 
 
 def _steps_below(place: str, root: str) -> tuple[str, str]:
-    """Return the first two path components below a root; empty strings if there are none."""
+    """Return the first two path components below a root; empty strings if there are none.
+
+    Servers may read `//`, `/./` and percent-encoded components as other paths, so compare what they may read.
+    """
     if not is_below(place, root):
         return "", ""
-    first, second, *_ = [*_steps(place)[len(_steps_of_root(root)) :], "", ""]
+    steps = (unquote(step) for step in _steps(place)[len(_steps_of_root(root)) :])
+    first, second, *_ = [*(step for step in steps if step not in ("", ".")), "", ""]
     return first, second
 
 
 def _steps(place: str) -> list[str]:
-    return _USER.sub("", place).rstrip("/").split("/")
+    scheme = place.partition("://")[0]
+    return (_USER.sub("", place) if scheme in _WITH_USERS else place).rstrip("/").split("/")
+
+
+def _without_user(uri: str) -> str:
+    """Return a URI without user name and password. A container before the @ stays."""
+    return (_USER if uri.partition("://")[0] in _WITH_USERS else _PASSWORD).sub("", uri)
 
 
 @lru_cache(maxsize=256)

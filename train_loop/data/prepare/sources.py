@@ -1,15 +1,18 @@
 """Paths and globs of a spec → files in name order, within the storage roots that the operator allows."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
-from train_loop.data.files import File, file_system, is_gone, is_local
+from train_loop.data.files import File, file_system, is_gone, is_local, split_glob
 from train_loop.errors import DataError
 from train_loop.run_dir import ReadPolicy, local_path
 from train_loop.spec import JobSpec, SourceSpec
-from train_loop.system.input_files import stdlib_root
+from train_loop.spec.printable import hidden_character
+from train_loop.system.input_files import current_policy, limit_inputs, stdlib_root
 
 STDLIB = "stdlib://"
 """Scheme of Python's own source files: real text that every machine has."""
@@ -48,34 +51,31 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
 
 def is_missing(uri: str) -> bool:
     """Return whether a local path is missing; for a glob, the folder before its first wildcard. Raises DataError."""
-    return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(_fixed_part(_absolute(uri))))
+    return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(split_glob(_absolute(uri))[0]))
 
 
 def check_allowed(uri: str, policy: ReadPolicy) -> None:
-    """Check a path and all files that it matches, links resolved. Raises DataError if the project may not read one."""
-    path = _absolute(uri)
-    own = str(stdlib_root()) if uri.startswith(STDLIB) else None
+    """Check a path, and that it matches files that the project may read, links resolved. Raises DataError.
 
-    def check(place: str) -> None:
-        if is_local(place):
-            # os.path.realpath would accept circular links.
-            place = str(Path(place).resolve())
-        if own is None:
-            if refusal := policy.refusal(place, named=uri):
-                raise DataError(refusal)
-        elif not Path(place).is_relative_to(own):
+    The error for files that the project may not read is the same whether they exist or not.
+    """
+    fixed, _ = split_glob(_absolute(uri))
+    # os.path.realpath would accept circular links.
+    place = str(Path(fixed).resolve()) if is_local(fixed) else fixed
+    if uri.startswith(STDLIB):
+        if not Path(place).is_relative_to(stdlib_root()):
             raise DataError(f"{uri} lies outside Python's standard library; name files in it")
-
     # Check before the listing: it must not reveal even the number of files outside.
-    check(_fixed_part(path))
-    for file in _match(uri):
-        check(file.uri)
+    elif refusal := policy.refusal(place, named=uri):
+        raise DataError(refusal)
+    with limit_inputs(policy):
+        _match(uri)
 
 
 def check_folder(uri: str, policy: ReadPolicy) -> None:
     """Check a URI that must name a folder, without wildcards. Raises DataError as `check_allowed`."""
     path = _absolute(uri)
-    if uri.startswith(STDLIB) or _fixed_part(path) != path:
+    if uri.startswith(STDLIB) or split_glob(path)[1]:
         raise DataError(f"{uri} is not a plain folder; give the file:// URI of one folder, without wildcards")
     try:
         local_path(uri)
@@ -103,6 +103,10 @@ def _match(pattern: str) -> list[File]:
         # Installed packages lie in the same folder but do not belong to the standard library.
         packages = tuple(f"/{name}/" for name in _PACKAGES)
         found = [file for file in found if file.name.endswith(".py") and not any(p in file.uri for p in packages)]
+    policy = current_policy()
+    if policy is not None and not is_local(path):
+        # A local search has left them out.
+        found = [file for file in found if not policy.hides(file.uri)]
     if not found:
         raise DataError(f"{pattern} matches no file; check the path, which must be visible from service and workers")
     return found
@@ -117,8 +121,8 @@ def _find(path: str) -> list[File]:
     if below:
         # In a folder, hidden files and names with a leading _ are not data: _SUCCESS, _temporary …
         return [file for file in below if not _hides(file.uri.removeprefix(path), (".", "_"))]
-    fixed = _fixed_part(path)
-    found = system.glob(path) if fixed != path else []
+    fixed, below_fixed = split_glob(path)
+    found = system.glob(path) if below_fixed else []
     return [file for file in found if "/." in path or not _hides(file.uri.removeprefix(fixed), (".",))]
 
 
@@ -128,7 +132,7 @@ def _hides(below: str, marks: tuple[str, ...]) -> bool:
 
 def _absolute(uri: str) -> str:
     """Return a remote URI without its trailing slash, or a local path as an absolute path. Raises DataError."""
-    if ".." in Path(uri).parts:
+    if ".." in re.split(r"[/\\]", _decoded(uri)):
         raise DataError(f"{uri} contains '..'; write the resolved path")
     if "::" in uri:
         raise DataError(f"{uri} chains file systems with '::', which is not allowed; give the URI of the data itself")
@@ -138,23 +142,28 @@ def _absolute(uri: str) -> str:
         raise DataError(
             f"{uri} is a relative path, but service and workers have different folders; use an absolute path"
         )
+    if not is_local(uri) and (hidden := hidden_character(uri)) is not None:
+        # Libraries remove some of these characters, and would read another place than the checked one.
+        raise DataError(f"{uri!r} contains {hidden}; write the path without it")
+    if not is_local(uri) and any(wildcard in uri.split("/")[2] for wildcard in "*?"):
+        raise DataError(f"{uri} has a wildcard in the name of its bucket or host; write the whole name")
     try:
         return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
     except ValueError as error:
         raise DataError(str(error)) from error
 
 
+def _decoded(uri: str) -> str:
+    """Return a URI without percent-encoding, however often it is encoded: proxies decode it, too."""
+    while (decoded := unquote(uri)) != uri:
+        uri = decoded
+    return uri
+
+
 def _stdlib_parts() -> list[str]:
     """Return the entries of the standard library's folder, without hidden entries and installed packages."""
     parts = (str(part) for part in stdlib_root().iterdir() if part.name not in _PACKAGES)
     return [part for part in parts if not _hides(Path(part).name, (".", "_"))]
-
-
-def _fixed_part(path: str) -> str:
-    """Return the part of a glob before its first wildcard."""
-    steps = path.split("/")
-    wild = next((place for place, step in enumerate(steps) if any(w in step for w in "*?[")), len(steps))
-    return "/".join(steps[:wild]) or "/"
 
 
 def _describe(file: File, wanted: str) -> SourceFile:

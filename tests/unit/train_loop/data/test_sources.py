@@ -79,8 +79,14 @@ def test_overwritten_object_has_another_version(s3: S3Server) -> None:
         ("s3://nobodys-bucket/x", "matches no file"),
         ("s3://corpus/../other", r"contains '\.\.'"),
         ("simplecache::s3://corpus/text", "chains file systems with '::'"),
+        ("s3://corpus/%2E%2e/other", r"contains '\.\.'"),
+        ("s3://corpus/%252e%252e/other", r"contains '\.\.'"),
+        ("s3://corpus/a\\..\\other", r"contains '\.\.'"),
+        ("s3://corpus/.\t./other", r"contains U\+0009; write the path without it"),
+        ("s3://cor pus/text", "s3://cor pus/text cannot be read: Parameter validation failed"),
+        ("s3://corp*/text", "has a wildcard in the name of its bucket"),
         ("nosuch://corpus/text", "nosuch:// storage cannot be read"),
-        ("/data/**.jsonl", r"invalid pattern /data/\*\*.jsonl"),
+        ("/data/**.jsonl", r"invalid pattern \*\*.jsonl: \*\* is only allowed as a whole step"),
     ],
 )
 def test_source_without_files_is_rejected_with_the_reason(s3: S3Server, uri: str, message: str) -> None:
@@ -98,9 +104,7 @@ def test_missing_credentials_are_reported_at_once(s3: S3Server, monkeypatch: pyt
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-@pytest.mark.parametrize(
-    "uri", ["s3://corpus-evil/x", "s3://corpus/textile", "s3://corp*/x", "/data", "gs://corpus/text"]
-)
+@pytest.mark.parametrize("uri", ["s3://corpus-evil/x", "s3://corpus/textile", "/data", "gs://corpus/text"])
 def test_sibling_of_a_root_is_outside(uri: str) -> None:
     policy = may_read("s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere")
     with pytest.raises(DataError, match=r"lies outside the allowed storage roots \(") as refused:

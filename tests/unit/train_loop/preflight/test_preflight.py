@@ -1,5 +1,7 @@
 """Preflight checks of data: location, existence, columns and emptiness."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,8 @@ def test_path_with_parent_segments_is_rejected(tmp_path: Path, path: str) -> Non
 
 def test_link_to_outside_the_allowed_roots_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "link.txt").symlink_to("/etc/hostname")
-    assert "lies outside" in problems(tmp_path, train={"path": f"{tmp_path}/*.txt"})["/data/train/path"]
+    message = problems(tmp_path, train={"path": f"{tmp_path}/*.txt"})["/data/train/path"]
+    assert message.startswith(f"{tmp_path}/link.txt is a link to a place that jobs of project 'default' may not read")
 
 
 def test_relative_path_is_rejected(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_model_file_linked_to_the_outside_is_not_opened(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "models" / "m")
     (folder / "config.json").rename(tmp_path / "config.json")
     (folder / "config.json").symlink_to(tmp_path / "config.json")
-    assert "lies outside" in folder_problems(on_folder(folder), tmp_path / "models")["/model/path"]
+    assert "config.json is a link to a place" in folder_problems(on_folder(folder), tmp_path / "models")["/model/path"]
 
 
 def test_model_path_must_be_one_folder(tmp_path: Path) -> None:
@@ -245,6 +248,17 @@ def test_circular_links_are_a_problem_of_their_field(tmp_path: Path) -> None:
     found = [*check_model(spec, policy)[1], *check_data(spec, policy), *check_model(tokenizer, policy)[1]]
     assert [problem.pointer for problem in found] == ["/model/path", "/data/train/path", "/model/tokenizer"]
     assert all("symbolic links form a loop" in problem.message for problem in found)
+
+
+@pytest.mark.timeout(20)
+def test_fifo_in_a_model_folder_is_a_problem_of_its_field(tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path / "m"))
+    for name, pointer in (("config.json", "/model/path"), ("tokenizer.json", "/model/path")):
+        folder = tmp_path / name / "m"
+        shutil.copytree(tmp_path / "m", folder)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert folder_problems(on_folder(folder), tmp_path)[pointer].startswith(f"{folder}/{name} is a FIFO, and only")
 
 
 @pytest.mark.parametrize(

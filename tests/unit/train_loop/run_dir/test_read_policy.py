@@ -37,8 +37,8 @@ NLP = ReadPolicy(
         ("s3://vision/a.jsonl", "lies outside the allowed storage roots"),
         ("sftp://other@host/data/a", None),
         (f"s3://runs/nlp/{JOB}/export/model.safetensors", None),
-        (f"s3://runs/vision/{JOB}/export/model.safetensors", f"lies in the run directory of {JOB}"),
-        (f"s3://runs/vision/{JOB}", "which is not a job of project 'nlp'; clone"),
+        (f"s3://runs/vision/{JOB}/export/model.safetensors", "lies in the run directory of a job"),
+        (f"s3://runs/vision/{JOB}", "that is not one of project 'nlp'; clone"),
         ("s3://runs/corpus/job-descriptions.jsonl", None),
         ("s3://runs/corpus", None),
     ],
@@ -47,6 +47,68 @@ def test_project_reads_its_roots_and_run_directories(place: str, reason: str | N
     refusal = NLP.refusal(place, named="it")
     assert refusal is None if reason is None else reason in (refusal or "")
     assert "secret@" not in (refusal or "")
+
+
+AZURE = "abfss://nlp@acct.dfs.core.windows.net"
+
+
+@pytest.mark.parametrize(
+    ("root", "place", "permitted"),
+    [
+        (f"{AZURE}/data", f"{AZURE}/data/a", True),
+        (f"{AZURE}/data", "abfss://secret@acct.dfs.core.windows.net/data/a", False),
+        (f"{AZURE}/data", "abfss://nlp@other.dfs.core.windows.net/data/a", False),
+        (f"{AZURE}/data", "abfss://acct.dfs.core.windows.net/data/a", False),
+        (f"{AZURE}/data", "abfs://nlp@acct.dfs.core.windows.net/data/a", False),
+        ("az://nlp/data", "az://x@nlp/data/a", False),
+        ("wasbs://nlp@acct/data", "wasbs://secret@acct/data/a", False),
+        ("s3://nlp/data", "s3://nlp/data/a", True),
+        ("s3://nlp/data", "s3://key@nlp/data/a", False),
+        ("s3://nlp/data", "s3://key:secret@nlp/data/a", False),
+        ("s3://nlp/data", "S3://nlp/data/a", False),
+        ("s3://nlp/data", "s3a://nlp/data/a", False),
+        ("s3://nlp/data", "s3://NLP/data/a", False),
+        ("s3://nlp/data", "s3://nlp/Data/a", False),
+        ("s3://nlp/data", "s3://nlp//data/a", False),
+        ("s3://nlp/data", "s3://nlp/data//a", True),
+        ("s3://nlp/data", "s3://nlp/da%74a/a", False),
+        ("s3://nlp/data", "s3://nlp/./data/a", False),
+        ("gs://nlp", "gs://x@nlp/a", False),
+        ("gs://nlp", "gs://nlp@x/a", False),
+        ("sftp://me:pw@host/data", "sftp://host/data/a", True),
+        ("sftp://me:pw@host/data", "sftp://you@host/data/a", True),
+        ("sftp://host/data", "sftp://host@evil/data/a", False),
+        ("sftp://host/data", "sftp://evil#@host/data/a", False),
+        ("sftp://host/data", "sftp://evil?@host/data/a", False),
+        ("sftp://host/data", "sftp://evil\\@host/data/a", False),
+        ("sftp://host/data", "sftp://a@b@host/data/a", False),
+        ("sftp://host/data", "sftp://host:2222/data/a", False),
+        ("sftp://host:22/data", "sftp://host:22/data/a", True),
+        ("https://host/data", "https://host.evil/data/a", False),
+        ("https://host/data", "http://host/data/a", False),
+        ("file:///data", "/data/a", True),
+        ("/data", "/data/a", True),
+        ("/data", "/database/a", False),
+        ("/data", "FILE:///data/a", False),
+    ],
+)
+def test_root_permits_its_own_container_host_and_folder_only(root: str, place: str, permitted: bool) -> None:
+    refusal = ReadPolicy(project="nlp", roots=(root,)).refusal(place, named="it")
+    assert (refusal is None) == permitted
+    in_job = ReadPolicy(project="nlp", roots=(root,)).without_users().refusal(place, named="it")
+    assert (in_job is None) == permitted, "a job's processes apply the policy of the service"
+
+
+@pytest.mark.parametrize("root", ["s3://key:secret@nlp", "sftp://me:secret@host/data", "new://me:secret@host/data"])
+def test_passwords_of_any_scheme_are_hidden(root: str) -> None:
+    policy = ReadPolicy(project="nlp", roots=(root,))
+    assert "secret" not in policy.without_users().model_dump_json() + str(policy.refusal("/x", named="it"))
+
+
+@pytest.mark.parametrize("below", ["vision", "/vision", "./vision", "%76ision", "vision/", "vision/.", "VISION"])
+@pytest.mark.parametrize("job", [JOB, JOB.upper(), JOB.replace("j", "%6a")])
+def test_run_directory_of_another_project_is_recognised_as_servers_read_it(below: str, job: str) -> None:
+    assert NLP.hides(f"s3://runs/{below}/{job}/export/model.safetensors")
 
 
 def test_job_environment_contains_no_passwords() -> None:
@@ -101,12 +163,13 @@ def test_link_to_the_run_directory_of_another_project_is_not_followed(roots: Pat
     theirs = roots / "root/vision" / JOB / "export"
     theirs.mkdir(parents=True)
     (theirs / "a.jsonl").write_text("x")
-    for place in (theirs / "a.jsonl", swapped(roots / "root/a.jsonl", theirs / "a.jsonl")):
-        with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+    link = swapped(roots / "root/a.jsonl", theirs / "a.jsonl")
+    for place in (theirs / "a.jsonl", link):
+        with pytest.raises(DataError, match=f"{place} lies in the run directory of a job that is not one of project"):
             open_input(place)
-        with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+        with pytest.raises(DataError, match="lies in the run directory of a job that is not one of project 'nlp'"):
             check_allowed(place.as_uri(), own())
-    with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+    with pytest.raises(DataError, match=f"{link} is a link to a place that jobs of project 'nlp' may not read"):
         check_allowed(f"file://{roots}/root/**/*.jsonl", own())
 
 
