@@ -16,7 +16,10 @@ def start(job: Job, *, now: float, workers: int | None = None) -> Job:
 
 
 def preempt(job: Job, *, whom: str, deadline: float, now: float) -> Job:
-    """Return a running job that is paused for the job `whom`, and resumes automatically later."""
+    """Return a running job that is paused for another one, and resumes automatically later.
+
+    `whom` is the name of the other job that this job's project may see.
+    """
     reason = Reason(Code.PREEMPTED, f"preempted by {whom}; resumes once there is capacity")
     stop_request = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), stop_request=stop_request)

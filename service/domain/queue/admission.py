@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code, Reason
 from service.domain.queue.backfill import may_pass
-from service.domain.queue.entry import QueueEntry, queue_order
+from service.domain.queue.entry import QueueEntry, named_together, queue_order
 from service.domain.queue.placement import Placement
 from service.domain.queue.policy import ProjectUsage, QueuePolicy, Quota
 from service.domain.queue.preemption import choose_victims
@@ -183,17 +183,16 @@ class _AdmissionPass:
         if first is None:
             return None
         self._blocked.append(entry)
-        return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for capacity")
+        before = first.named_to(entry.project)
+        return Reason(Code.QUEUE, f"number {self._place} in the queue; {before} is before it and waits for capacity")
 
     def _block(self, entry: QueueEntry, missing: str) -> Reason:
         if self._rules.preemption and not self._blocked:
-            self.preempts = {
-                victim.id: entry.id
-                for victim in choose_victims(entry, self._holders, held=self._held, total=self._total)
-            }
+            victims = choose_victims(entry, self._holders, held=self._held, total=self._total)
+            self.preempts = {victim.id: entry.id for victim in victims}
+            if victims:
+                missing += f"; preempting {named_together(victims, entry.project)} of lower priority"
         self._blocked.append(entry)
-        if self.preempts and entry.id in self.preempts.values():
-            missing += f"; preempting {', '.join(self.preempts)} of lower priority"
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
         return Reason(Code.CAPACITY, f"{place}; waits for {missing}")
 

@@ -1,5 +1,6 @@
 """Queue entries: the resources that jobs hold or wait for. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,6 +40,10 @@ class QueueEntry:
         """Return the entry with another number of workers."""
         return replace(self, scaling=self.scaling.at(workers))
 
+    def named_to(self, project: str) -> str:
+        """Return the job's name in the reasons of a project's jobs. The ids of other projects' jobs are not shown."""
+        return self.id if self.project == project else "a job of another project"
+
     @classmethod
     def of(cls, job: Job) -> "QueueEntry":
         """Build the entry of a job."""
@@ -73,3 +78,11 @@ def _held_size(job: Job) -> ScalingSpec:
 def queue_order(entry: QueueEntry) -> tuple[int, str]:
     """Return the sort key of the start order: priority, then age (ids sort by time)."""
     return (-entry.priority, entry.id)
+
+
+def named_together(entries: Iterable[QueueEntry], project: str) -> str:
+    """Return the names of several jobs in the reasons of a project's jobs."""
+    entries = list(entries)
+    own = [entry.id for entry in entries if entry.project == project]
+    others = len(entries) - len(own)
+    return ", ".join([*own, *([f"{others} of other projects"] if others else [])])

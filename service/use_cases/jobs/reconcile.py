@@ -155,8 +155,8 @@ class Reconciler:
         admission, entries = self._decide_queue(now), self.queue.entries
         if not leads:
             return []
-        for job_id, whom in admission.preempts.items():
-            deadline = now + self.timings.stop_seconds
+        for job_id, other in admission.preempts.items():
+            deadline, whom = now + self.timings.stop_seconds, entries[other].named_to(entries[job_id].project)
             self._change(entries[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
         for job_id, workers in admission.resizes.items():
             self._change(entries[job_id], partial(resize, workers=workers, timeout=self.timings.stop_seconds, now=now))

@@ -157,6 +157,22 @@ def test_preemption_takes_lowest_priority_then_newest_jobs() -> None:
     assert admit_jobs([*running, gpu_job("job-5", 2, priority=5)], total, QueuePolicy(preemption=False)).preempts == {}
 
 
+def test_reasons_do_not_name_jobs_of_other_projects() -> None:
+    total = {"CPU": 64.0, "GPU": 4.0}
+    running = [active(gpu_job(f"job-{n}", 1, project="ab"[n % 2]), since=n) for n in range(4)]
+    large = [gpu_job("job-7", 4, priority=9, project="a"), gpu_job("job-8", 4, project="b")]
+    small = [gpu_job(f"job-9{name}", 1, project=name) for name in "ab"]
+    preempting = admit_jobs([*running, *large], total).waits
+    assert "preempting job-2, job-0, 2 of other projects of lower priority" in preempting["job-7"].message
+    waiting = admit_jobs([*running[:2], *large, *small], total, QueuePolicy(preemption=False, backfill=False)).waits
+    assert "; job-7 is before it" in waiting["job-9a"].message
+    assert "; a job of another project is before it" in waiting["job-9b"].message
+    project_of = {job.id: job.spec.project for job in [*running, *large, *small]}
+    for job_id, reason in [*preempting.items(), *waiting.items()]:
+        foreign = [other for other, project in project_of.items() if project != project_of[job_id]]
+        assert not [other for other in foreign if other in reason.message]
+
+
 def test_preemption_of_one_large_job_spares_small_jobs() -> None:
     running = [active(gpu_job("job-1", 1), since=2.0), active(gpu_job("job-2", 4, priority=1), since=1.0)]
     found = admit_jobs([*running, gpu_job("job-3", 6, priority=5)], {"CPU": 64.0, "GPU": 8.0})

@@ -88,6 +88,17 @@ def running(service: FakeService, **parts: Any) -> Job:
     return job
 
 
+@pytest.mark.parametrize(("project", "whom"), [("default", "job-0002"), ("other", "a job of another project")])
+def test_preempted_job_names_only_jobs_of_its_project(service: FakeService, project: str, whom: str) -> None:
+    service.cluster.total = {"CPU": 4.0}
+    low = running(service)
+    service.submit(priority=5, project=project)
+    service.reconciler().run_once()
+    reason = service.get(low.id).reason
+    assert reason is not None
+    assert reason.message == f"preempted by {whom}; resumes once there is capacity"
+
+
 def test_higher_priority_job_preempts_a_lower_one_that_restarts_afterwards(service: FakeService) -> None:
     service.cluster.total = {"CPU": 4.0}
     low = running(service)
