@@ -147,7 +147,7 @@ def test_row_that_on_long_rows_refuses_is_a_problem(tmp_path: Path) -> None:
 
 def test_very_long_rows_are_not_previewed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "t")
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"c": text}) for text in ("x", "y" * 3 * 2**20, "z")))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"c": text}) for text in ("x", "y" * 5 * 2**20, "z")))
     (only,) = ask(tmp_path, {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}})["preview"]
     assert only["rows"] == 1
 
