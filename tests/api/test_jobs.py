@@ -149,7 +149,9 @@ def test_plan_and_job_warn_about_unrequested_gpus(client: TestClient, service: F
 
 def test_every_warning_of_the_plan_is_in_the_answer_to_a_submission(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
-    service.preflight.preview = tuple(Preview(name, 1, 1, 0, 0, "drop", notes=(f"{name}: 1 row is bad",)) for name in "ab")
+    service.preflight.preview = tuple(
+        Preview(name, 1, 1, 0, 0, "drop", notes=(f"{name}: 1 row is bad",)) for name in "ab"
+    )
     body = spec_body()
     planned = client.post("/jobs/plan", content=body).json()["warnings"]
     assert planned[1:] == ["a: 1 row is bad", "b: 1 row is bad"]
