@@ -39,6 +39,13 @@ class _UnreadableType(ValueError):
 def check_schema(uri: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
     """Raise DataError if a file's schema lacks a column of a spec, has it twice, or has it with another type."""
     check_names(uri, schema.names, columns)
+    for field in schema:
+        # With Ray, whose tasks read the file, even its other columns could not be read.
+        name, parameters = _extension(field) or ("", b"")
+        if name.startswith("ray.data.") and "tensor" in name and not _is_json(parameters):
+            raise DataError(
+                f"{uri}: column {field.name!r} was written by Ray 2.49 to 2.54; write it again with a newer Ray"
+            )
     for name, expected, accepts in _roles(columns):
         field = schema.field(name)
         try:
@@ -239,11 +246,15 @@ def _dimensions(kind: pa.DataType, parameters: bytes) -> int | None:
     """Return the number of dimensions of a tensor type; None if unknown."""
     if isinstance(kind, pa.FixedShapeTensorType):
         return len(kind.shape)
-    try:
-        shape = json.loads(parameters)
-    except ValueError:
-        return None
+    shape = json.loads(parameters) if _is_json(parameters) else None
     return len(shape) if isinstance(shape, list) else None
+
+
+def _is_json(parameters: bytes) -> bool:
+    try:
+        return json.loads(parameters) is not None
+    except ValueError:
+        return False
 
 
 def _shown(field: pa.Field) -> str:

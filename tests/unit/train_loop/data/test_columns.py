@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.builders.searches import seeds
+from train_loop.data.prepare.columns import check_schema
 from train_loop.data.prepare.rows import Row, check_columns, cut, read_piece
 from train_loop.data.prepare.sources import list_files
 from train_loop.data.stream.local import _whole
@@ -195,7 +196,6 @@ WEIGHT = ColumnsSpec(text="t", weight="c")
         (IDS, pa.string(), "string; expected lists of integers"),
         (IDS, pa.fixed_shape_tensor(pa.int32(), [2, 2]), "shape=[2,2]]> (values of the extension type arrow.fixed_sh"),
         (IDS, extension("ray.data.arrow_tensor_v2", pa.large_list(pa.int64()), "[2, 2]"), "ray.data.arrow_tensor"),
-        (IDS, extension("ray.data.arrow_tensor_v2", pa.large_list(pa.int64()), "\0"), "ray.data.arrow_tensor"),
         (MESSAGES, pa.string(), "string; expected lists of objects (structs or maps)"),
         (MESSAGES, TURN, "expected lists of objects"),
         (MESSAGES, pa.list_(pa.string()), "expected lists of objects"),
@@ -234,6 +234,14 @@ def test_other_type_is_refused_by_name(
         check_columns(files, columns)
     with pytest.raises(DataError, match=refused):
         list(read_piece(cut(files, 99)[0], columns))
+
+
+def test_tensor_of_an_older_ray_is_refused_in_any_column() -> None:
+    schema = pa.schema(
+        [pa.field("t", pa.string()), extension("ray.data.arrow_tensor_v2", pa.large_list(pa.int64()), "\0")]
+    )
+    with pytest.raises(DataError, match=r"a.parquet: column 'c' was written by Ray 2.49 to 2.54; write it again"):
+        check_schema("a.parquet", schema, ColumnsSpec(text="t"))
 
 
 @pytest.mark.parametrize(

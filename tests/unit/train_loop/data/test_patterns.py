@@ -66,8 +66,8 @@ def test_costly_pattern_ends_soon_on_disk_and_object_storage(tmp_path: Path, bel
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-        remote.pipe_file(f"/slow/{name}", b"x")
-    for root in (str(tmp_path), "memory://slow"):
+        remote.pipe_file(f"/slow-globs/{name}", b"x")
+    for root in (str(tmp_path), "memory://slow-globs"):
         with pytest.raises(DataError, match="matches no file"):
             listed(f"{root}/{below}")
 
@@ -185,10 +185,10 @@ def test_answer_does_not_depend_on_what_a_project_may_not_read(tmp_path: Path, p
 def test_listing_of_remote_runs_leaves_out_other_projects() -> None:
     remote = fsspec.filesystem("memory")
     for project, job in zip(("nlp", "vision"), JOBS, strict=True):
-        remote.pipe_file(f"/runs/{project}/{job}/a.txt", b"x")
-    policy = ReadPolicy(project="nlp", roots=("memory://runs",), runs=("memory://runs",))
+        remote.pipe_file(f"/shared-runs/{project}/{job}/a.txt", b"x")
+    policy = ReadPolicy(project="nlp", roots=("memory://shared-runs",), runs=("memory://shared-runs",))
     with limit_inputs(policy):
         for below in ("", "/*/job-*/a.txt", "/**/*.txt"):
-            assert listed(f"memory://runs{below}") == [f"memory://runs/nlp/{JOBS[0]}/a.txt"]
+            assert listed(f"memory://shared-runs{below}") == [f"memory://shared-runs/nlp/{JOBS[0]}/a.txt"]
         with pytest.raises(DataError, match="matches no file; check the path"):
-            listed("memory://runs/vis*/*/a.txt")
+            listed("memory://shared-runs/vis*/*/a.txt")
