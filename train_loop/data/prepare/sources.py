@@ -161,9 +161,10 @@ def _decoded(uri: str) -> str:
 
 
 def _stdlib_parts() -> list[str]:
-    """Return the entries of the standard library's folder, without hidden entries and installed packages."""
-    parts = (str(part) for part in stdlib_root().iterdir() if part.name not in _PACKAGES)
-    return [part for part in parts if not _hides(Path(part).name, (".", "_"))]
+    """Return the entries of the standard library's folder, without hidden entries, packages and links out of it."""
+    root = stdlib_root()
+    parts = [part for part in root.iterdir() if part.name not in _PACKAGES and part.resolve().is_relative_to(root)]
+    return [str(part) for part in parts if not _hides(part.name, (".", "_"))]
 
 
 def _describe(file: File, wanted: str) -> SourceFile:

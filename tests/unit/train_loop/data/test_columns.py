@@ -176,7 +176,6 @@ WEIGHT = ColumnsSpec(text="t", weight="c")
     ("columns", "kind", "message"),
     [
         (TEXT, pa.int64(), "int64; expected text (string or binary)"),
-        (TEXT, pa.bool_(), "bool; expected text"),
         (TEXT, pa.decimal128(5, 2), "decimal128(5, 2); expected text"),
         (TEXT, pa.timestamp("us", "UTC"), "timestamp[us, tz=UTC]; expected text"),
         (TEXT, pa.duration("s"), "duration[s]; expected text"),
@@ -299,19 +298,3 @@ def test_files_of_one_source_may_have_different_layouts(tmp_path: Path) -> None:
     pq.write_table(pa.table({"c": [1]}), tmp_path / "5.parquet")
     with pytest.raises(DataError, match=r"5.parquet: column 'c' has type int64; expected text"):
         read(tmp_path, TEXT)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"c": "x", "c": "y"}', "invalid JSON: an object has the key 'c' 2 times"),
-        ('{"c": "x", "d": [{"e": 1, "e": 1}]}', "invalid JSON: an object has the key 'e' 2 times"),
-        ('{"c": "x", "d": NaN}', "invalid JSON: NaN is not a number in JSON; write null"),
-        ('{"c": "x", "d": -Infinity}', "invalid JSON: -Infinity is not a number in JSON; write null"),
-        ('{"c": "x\t"}', "invalid JSON: Invalid control character at column 9"),
-    ],
-)
-def test_ambiguous_json_is_an_invalid_row(tmp_path: Path, line: str, reason: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"c": "fine", "C": 1}\n' + line)
-    good, bad = read(tmp_path / "a.jsonl", TEXT)
-    assert (good.values["c"], bad.wrong) == ("fine", reason)

@@ -11,7 +11,9 @@ import fsspec
 import pytest
 
 from tests.support.builders.searches import seeds
+from train_loop.data import patterns
 from train_loop.data.patterns import Pattern, search
+from train_loop.data.prepare import sources
 from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.errors import DataError
 from train_loop.run_dir import ReadPolicy
@@ -192,3 +194,19 @@ def test_listing_of_remote_runs_leaves_out_other_projects() -> None:
             assert listed(f"memory://shared-runs{below}") == [f"memory://shared-runs/nlp/{JOBS[0]}/a.txt"]
         with pytest.raises(DataError, match="matches no file; check the path"):
             listed("memory://shared-runs/vis*/*/a.txt")
+
+
+def test_links_out_of_the_standard_library_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lib/a.py", "lib/email/b.py", "etc/sitecustomize.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for link in ("lib/sitecustomize.py", "lib/email/c.py"):
+        (tmp_path / link).symlink_to(tmp_path / "etc/sitecustomize.py")
+    for module in (sources, patterns):
+        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path / "lib")
+    policy = ReadPolicy(project="nlp", roots=("/data",))
+    both = ["a.py", "email/b.py"]
+    with limit_inputs(policy):
+        for uri, found in {"stdlib://": both, "stdlib://*.py": ["a.py"], "stdlib://**/*.py": both}.items():
+            check_allowed(uri, policy)
+            assert listed(uri) == [f"{tmp_path}/lib/{name}" for name in found]

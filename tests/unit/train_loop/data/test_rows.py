@@ -195,3 +195,19 @@ def test_first_row_must_be_valid_unless_invalid_rows_are_skipped(tmp_path: Path)
     check_columns([one_file(tmp_path / "a.jsonl.gz")], TEXT, skip=True)
     with pytest.raises(DataError, match="line 2: invalid JSON"):
         check_columns([one_file(tmp_path / "a.jsonl.gz")], ColumnsSpec(text="body"), skip=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"c": "x", "c": "y"}', "invalid JSON: an object has the key 'c' 2 times"),
+        ('{"c": "x", "d": [{"e": 1, "e": 1}]}', "invalid JSON: an object has the key 'e' 2 times"),
+        ('{"c": "x", "d": NaN}', "invalid JSON: NaN is not a number in JSON; write null"),
+        ('{"c": "x", "d": -Infinity}', "invalid JSON: -Infinity is not a number in JSON; write null"),
+        ('{"c": "x\t"}', "invalid JSON: Invalid control character at column 9"),
+    ],
+)
+def test_ambiguous_json_is_an_invalid_row(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"c": "fine", "C": 1}\n' + line)
+    good, bad = rows(tmp_path / "a.jsonl", ColumnsSpec(text="c"))
+    assert (good.values["c"], bad.wrong) == ("fine", reason)
