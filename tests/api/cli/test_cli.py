@@ -12,6 +12,7 @@ from service.domain.jobs.job import JobState
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.clients.command import run
 from tests.support.fakes.service import KEY, FakeService, spec_body
+from train_loop.plan import Preview
 from train_loop.run_dir import ExportStatus, ExportWish
 from trainshed import Client
 from trainshed.cli.output.jobs import span
@@ -113,9 +114,13 @@ def test_plan_names_mesh_and_warnings(home: Path) -> None:
     assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
 
 
-def test_submit_prints_each_warning_once(home: Path) -> None:
-    printed = run("submit", "-", stdin=spec_body(scaling={"num_workers": 99})).output
-    assert printed.count("99 workers need 99 CPU") == 1
+def test_submit_prints_each_warning_of_the_plan_once(home: Path, service: FakeService) -> None:
+    service.preflight.preview = tuple(Preview(name, 1, 1, 0, 0, "drop", notes=(f"{name} is bad",)) for name in "ab")
+    planned, submitted = (
+        run(command, "-", stdin=spec_body(scaling={"num_workers": 99})).output for command in ("plan", "submit")
+    )
+    for warning in ("warning: the job would stay QUEUED: 99 workers", "warning: a is bad", "warning: b is bad"):
+        assert (planned.count(warning), submitted.count(warning)) == (1, 1)
 
 
 def test_rejected_submit_prints_the_reason_and_exits_1(home: Path) -> None:
