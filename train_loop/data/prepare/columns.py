@@ -70,8 +70,12 @@ def check_names(uri: str, present: list[str], columns: ColumnsSpec) -> None:
             raise DataError(
                 f"{uri} has {counts[name]} columns {name!r}, of which only one can be meant; rename the others"
             )
+        near = [other for other in counts if other != name and other.casefold() == name.casefold()]
+        if counts[name] and near:
+            raise DataError(
+                f"{uri} has the columns {name!r} and {near[0]!r}, whose names differ only in case; rename one of them"
+            )
         if not counts[name]:
-            near = [other for other in counts if other.casefold() == name.casefold()]
             hint = f"; names are case-sensitive: did you mean {near[0]!r}?" if near else "; correct data.columns"
             raise DataError(f"{uri} has no column {name!r}; it has {', '.join(present)}{hint}")
 

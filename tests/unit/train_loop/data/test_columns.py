@@ -246,6 +246,7 @@ def test_tensor_of_an_older_ray_is_refused_in_any_column() -> None:
     ("names", "message"),
     [
         (["c", "d", "c"], r"has 2 columns 'c', of which only one can be meant; rename the others"),
+        (["c", "d", "C"], r"has the columns 'c' and 'C', whose names differ only in case; rename one of them"),
         (["C", "d", "e"], r"has no column 'c'; it has C, d, e; names are case-sensitive: did you mean 'C'\?"),
         (["b", "d", "e"], r"has no column 'c'; it has b, d, e; correct data.columns"),
     ],
