@@ -102,7 +102,7 @@ class Layouts:
     def write(self, path: Path, array: pa.Array) -> None:
         others = [pa.array(range(len(array))), pa.array([uuid.uuid4().bytes] * len(array), pa.binary(16))]
         pq.write_table(
-            pa.Table.from_arrays([others[0], array, *others], names=["C", "c", "c.d", "C"]),
+            pa.Table.from_arrays([others[0], array, *others], names=["d", "c", "c.d", "d"]),
             path,
             row_group_size=self.random.randint(1, 9),
             store_schema=self.random.random() < 0.8,
