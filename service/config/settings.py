@@ -34,7 +34,7 @@ class _Environment(EnvSettingsSource):
         """Decode JSON; return the text itself if it is invalid."""
         try:
             decoded: JsonValue = super().decode_complex_value(field_name, field, value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         return decoded
 
@@ -174,7 +174,7 @@ class Settings(BaseSettings):
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 return json.loads(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"it is not valid JSON: {error}") from error
         if isinstance(value, str):
             value = tuple(part.strip() for part in value.split(",") if part.strip())

@@ -137,7 +137,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         index: dict[str, str] = json.loads(text)["weight_map"]
         names = set(index.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"weight_map not found in {path}; copy it again") from error
     # A name that points outside the folder could also point outside the storage roots.
     strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from train_loop.liveness.heartbeat import Beat, Target, decode
+from train_loop.liveness.heartbeat import MAX_BYTES, Beat, Target, decode
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
@@ -28,6 +28,7 @@ class HeartbeatListener:
         self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
         self.closed = threading.Event()
         self._on_beat, self._tick, self._clock = on_beat, tick, clock
+        self._quiet_until = 0.0
         self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
 
     def start(self) -> None:
@@ -42,23 +43,28 @@ class HeartbeatListener:
         self._socket.close()
 
     def _run(self) -> None:
-        quiet_until = 0.0
         while not self.closed.is_set():
-            try:
-                self._listen()
-                self._tick()
-            except Exception:
-                # An error here must neither stop the monitor nor fill the log.
-                if self._clock() >= quiet_until:
-                    log.exception("an error in the monitor of the worker group; it continues")
-                    quiet_until = self._clock() + _ERROR_SECONDS
-                self.closed.wait(TICK_SECONDS)
+            self._attempt(self._listen)
+            # Also after an error in a heartbeat: silence must be noticed whatever arrives.
+            self._attempt(self._tick)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Call a function. An error must neither stop the monitor nor fill the log."""
+        try:
+            action()
+        except Exception:
+            if self._clock() >= self._quiet_until:
+                log.exception("an error in the monitor of the worker group; it continues")
+                self._quiet_until = self._clock() + _ERROR_SECONDS
+            self.closed.wait(TICK_SECONDS)
 
     def _listen(self) -> None:
+        """Pass on heartbeats for at most one tick; datagrams that are not heartbeats extend it by nothing."""
         deadline = self._clock() + TICK_SECONDS
         while self._clock() < deadline:
             try:
-                data = self._socket.recv(2048)
+                # One byte more shows that a datagram is too long; the kernel drops the rest.
+                data = self._socket.recv(MAX_BYTES + 1)
             except TimeoutError:
                 return
             beat = decode(data, self.target.token)

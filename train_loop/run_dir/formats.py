@@ -135,8 +135,12 @@ class Manifest(Format):
 
         Raises ValueError if it is damaged, and UnknownFormatError if only another version can read it.
         """
-        written = json.loads(text)
-        if not isinstance(written, dict) or written.get("digest") != _digest(written):
+        try:
+            written = json.loads(text)
+            sealed = isinstance(written, dict) and written.get("digest") == _digest(written)
+        except RecursionError as error:
+            raise ValueError("the manifest is nested too deeply to be read") from error
+        if not sealed:
             raise ValueError("the manifest does not match its digest")
         if written.get("format") != FORMAT:
             raise UnknownFormatError(

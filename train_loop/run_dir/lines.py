@@ -152,7 +152,7 @@ def read_appended(path: Path, start: int, length: int) -> bytes:
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -27,7 +27,7 @@ def load(text: str | bytes) -> JobSpec:
     """Parse a spec from `dump`, which may hold more values than a submitted body. Raises SpecError."""
     try:
         return parse(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, SpecError):
             raise
         raise SpecError([Problem("", f"the stored spec is not JSON: {error}")]) from error

@@ -79,7 +79,7 @@ def _complete(incomplete: str, beginning: str, path: str, facts: Sequence[str]) 
             timeout=_COMPLETION_SECONDS,
         )
         found = answer.raise_for_status().json()["data"]
-    except (NoKeyError, OSError, httpx.HTTPError, ValueError, KeyError):
+    except (NoKeyError, OSError, httpx.HTTPError, ValueError, KeyError, RecursionError):
         return []
     return [
         (one["id"].removeprefix(beginning if bare else ""), " ".join(one[fact] for fact in facts))

@@ -238,8 +238,17 @@ def _parse(answer: bytes) -> PreflightReport:
     try:
         return _findings.validate_json(answer)
     except ValidationError as error:
-        found = json.loads(answer)
+        found = _error_in(answer)
         if away := found.get("unavailable"):
             raise StorageAway(away["root"], None, away["error"]) from error
-        reason = found.get("failed", answer.decode()[:200])
+        reason = found.get("failed", answer[:200].decode(errors="replace"))
         raise PreflightFailed(f"the data and the model could not be checked: {reason}") from error
+
+
+def _error_in(answer: bytes) -> dict[str, Any]:
+    """Return the error that the helper answered; empty for any other answer."""
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -13,7 +13,7 @@ def parse(line: str) -> Line | None:
     """Parse a line of JSON; return None if it is not an object."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
