@@ -84,6 +84,8 @@ class _Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_ANSWER_SECONDS,
+            # uvicorn's default trusts loopback, where every process of the host may send these headers.
+            forwarded_allow_ips=_forwarded_allow_ips(),
             http=bounded(_limits(settings)),
             ws="none",
             backlog=BACKLOG,
@@ -128,8 +130,13 @@ def _limits(settings: Settings) -> Limits:
         settings.connections_per_address,
         settings.head_seconds,
         settings.body_bytes_per_second,
-        parse_proxies(os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")),
+        parse_proxies(_forwarded_allow_ips()),
     )
+
+
+def _forwarded_allow_ips() -> str:
+    """Return the addresses of trusted proxies; none unless they are set."""
+    return os.environ.get("FORWARDED_ALLOW_IPS", "")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

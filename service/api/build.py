@@ -14,7 +14,21 @@ from service.api.middleware import HostCheck, RequestIds, RequestMetrics
 from service.api.openapi import OpenApiApp, operation_id
 from service.api.problems import install_problems
 from service.api.readiness import DatabaseProbe, ReadinessGate
-from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, schemas, usage, webhooks
+from service.api.routes import (
+    access,
+    checkpoints,
+    docs,
+    doctor,
+    health,
+    jobs,
+    metrics,
+    nodes,
+    runs,
+    schemas,
+    usage,
+    webhooks,
+)
+from service.api.stranger_limit import StrangerLimit
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup, opened
 from service.use_cases.checkpoints import CheckpointActions
@@ -59,15 +73,18 @@ def build_api(parts: Parts) -> FastAPI:
         lifespan=parts.lifespan,
         generate_unique_id_function=operation_id,
         redirect_slashes=False,
+        # Served by routes/docs.py: FastAPI builds each answer anew, and its pages load scripts from another site.
+        openapi_url=None,
         separate_input_output_schemas=False,
     )
     put_state(app, parts)
     app.add_middleware(ReadinessGate, startup=parts.startup)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
+    app.add_middleware(StrangerLimit, guard=parts.guard)
     app.add_middleware(RequestMetrics, metrics=parts.service_metrics.metrics)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
+    for module in (health, docs, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
         app.include_router(module.router)
     return app
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI
@@ -79,6 +80,11 @@ class OpenApiApp(FastAPI):
             _complete(super().openapi())
         assert self.openapi_schema is not None
         return self.openapi_schema
+
+    @cached_property
+    def openapi_text(self) -> bytes:
+        """The OpenAPI document as JSON."""
+        return json.dumps(self.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def problem(error: ServiceError) -> Response:
     return _answer(error.status, error.code, str(error), errors=errors or None, headers=headers)
 
 
-def _service_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServiceError)
+def answer_error(request: Request, error: ServiceError) -> Response:
+    """Return the response to a ServiceError, and log it if it is notable."""
     request.state.outage = error.outage
     if error.notable:
         client = request.client.host if request.client else None
@@ -51,6 +51,11 @@ def _service_error(request: Request, error: Exception) -> Response:
         path = request.scope["raw_path"][:_LONGEST_PATH].decode("latin-1")
         log.warning("refused", status=error.status, code=error.code, method=request.method, path=path, client=client)
     return problem(error)
+
+
+def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return answer_error(request, error)
 
 
 def _validation_error(request: Request, error: Exception) -> Response:

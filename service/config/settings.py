@@ -144,13 +144,15 @@ class Settings(BaseSettings):
     connections_per_address: int = Field(
         default=512,
         ge=1,
-        description="maximum open connections from one address; proxies in FORWARDED_ALLOW_IPS are exempt",
+        description="maximum open connections from one address (IPv6: one /64); a new one replaces the oldest without "
+        "a key; proxies in FORWARDED_ALLOW_IPS are exempt",
     )
     head_seconds: float = Field(default=10.0, gt=0, description="timeout of a request's head")
     body_bytes_per_second: float = Field(
         default=4096.0,
         gt=0,
-        description="minimum rate of a request body; slower connections are closed after 10 s or more",
+        description="minimum rate of a request body, and of an answer that waits to be read; slower connections are "
+        "closed after 10 s or more",
     )
     logs: LogFormat = Field(default="console", description="log format on stderr: text lines, or JSON")
     reads_per_key: Limit = Field(default=Rate(6000, "minute"), description="rate limit of reads; none: unlimited")

@@ -1,16 +1,16 @@
-"""Connection limits, enforced before authentication: total, per address, and time to receive a request.
+"""Connection limits, enforced before authentication: number, and time to send a request and to read its answer.
 
-uvicorn has no timeout for the head or the body of a request, and its concurrency limit counts requests only. This
-module extends its HTTP protocol (ADR 22).
+uvicorn has no timeout for the head or the body of a request or for an answer that is not read, and its concurrency
+limit counts requests only. This module extends its HTTP protocol (ADR 22).
 """
 
 import asyncio
 import resource
+import socket
+import struct
 import sys
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any, cast
@@ -21,6 +21,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from service.lifecycle.open_connections import OpenConnections
+
 log = structlog.get_logger(__name__)
 BACKLOG = 128
 """Maximum number of connections that the event loop accepts in one iteration."""
@@ -29,8 +31,13 @@ _ITERATIONS = 3
 _OTHER_FILES = 256
 """File descriptors reserved for the database, storage, logs and pipes."""
 _CHECK_SECONDS = 1.0
-_BODY_GRACE_SECONDS = 10.0
-"""Time that every body gets, whatever its rate."""
+_NO_LINGER = struct.pack("ii", 1, 0)
+_GRACE_SECONDS = 10.0
+"""Time that every body and every answer gets, whatever its rate."""
+_MOST_UNREAD = 16 << 10
+"""Bytes of answers above which the application waits for the client to read, in this process and in the kernel."""
+_MOST_PIPELINED = 16 << 10
+"""Maximum bytes of requests that a client sends before it has read the answer to the one before."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Limits:
     head_seconds: float
     """Timeout of a request's head, from the connection or from its first byte."""
     body_bytes_per_second: float
-    """Minimum average rate of a request's body."""
+    """Minimum average rate of a request's body, and of an answer that waits to be read."""
     proxies: tuple[IPv4Network | IPv6Network, ...] = ()
     """Addresses of trusted proxies."""
 
@@ -56,61 +63,8 @@ class Limits:
         return any(place in network for network in self.proxies)
 
 
-@dataclass
-class Connections:
-    """The open connections of a server. If it is full, the oldest one without a complete request head is closed."""
-
-    limits: Limits
-    clock: Callable[[], float] = time.monotonic
-    _waiting: "OrderedDict[BoundedProtocol, None]" = field(default_factory=OrderedDict)
-    _by_address: Counter[str] = field(default_factory=Counter)
-    _refused: int = 0
-    _logged: float = -_CHECK_SECONDS
-
-    def add(self, connection: "BoundedProtocol", address: str) -> bool:
-        """Add a new connection; return False if a limit refuses it."""
-        limits = self.limits
-        # First, so that an address at its limit cannot close the connections of others.
-        if self._by_address[address] >= limits.per_address and not limits.trusts(address):
-            return self._refuse("address", address)
-        if self._by_address.total() >= limits.total and not self._close_oldest():
-            return self._refuse("total", address)
-        self._by_address[address] += 1
-        self.mark_waiting(connection)
-        return True
-
-    def remove(self, connection: "BoundedProtocol", address: str) -> None:
-        """Remove a closed connection."""
-        self.mark_busy(connection)
-        self._by_address[address] -= 1
-        if self._by_address[address] <= 0:
-            del self._by_address[address]
-
-    def mark_waiting(self, connection: "BoundedProtocol") -> None:
-        """Note that the connection waits for the head of a request: it may be closed for another one."""
-        self._waiting[connection] = None
-
-    def mark_busy(self, connection: "BoundedProtocol") -> None:
-        """Note that the connection has a complete request head."""
-        self._waiting.pop(connection, None)
-
-    def _close_oldest(self) -> bool:
-        if not self._waiting:
-            return False
-        oldest, _ = self._waiting.popitem(last=False)
-        oldest.abort("the limit of connections is reached")
-        return True
-
-    def _refuse(self, limit: str, address: str) -> bool:
-        self._refused += 1
-        if self.clock() - self._logged >= _CHECK_SECONDS:
-            log.warning("connections_refused", count=self._refused, limit=limit, address=address)
-            self._refused, self._logged = 0, self.clock()
-        return False
-
-
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with connection limits and timeouts for receiving a request."""
+    """uvicorn's HTTP protocol with connection limits and timeouts for requests and unread answers."""
 
     def __init__(
         self,
@@ -119,25 +73,36 @@ class BoundedProtocol(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        connections: Connections,
+        limits: Limits,
+        open_connections: OpenConnections,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._all, self._limits = connections, connections.limits
+        self._all, self._limits = open_connections, limits
         self._address: str | None = None
         """The client's address; None if the connection was refused."""
+        self._known = False
         self._timer: asyncio.TimerHandle | None = None
         self._head_began: float | None = None
         self._body_began: float | None = None
         self._body_bytes = 0
+        self._unread: tuple[float, int] | None = None
+        """Since when the client does not read its answer fast enough, and the unread bytes at that time."""
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a valid key or token has authenticated a request of the connection."""
+        self._known = self._known or (self.scope is not None and "key_id" in self.scope["state"])
+        return self._known
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or close it at once."""
         address = str((transport.get_extra_info("peername") or ("",))[0])
-        if not self._all.add(self, address):
+        if not self._all.add(self, address, trusted=self._limits.trusts(address)):
             transport.abort()
             return
         self._address = address
         super().connection_made(transport)
+        _limit_unread(transport)
         self._head_began = self.loop.time()
         self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_timeouts)
 
@@ -147,7 +112,7 @@ class BoundedProtocol(H11Protocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._all.remove(self, self._address)
+        self._all.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -156,29 +121,47 @@ class BoundedProtocol(H11Protocol):
             return
         self._body_bytes += len(data)
         super().data_received(data)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > _MOST_PIPELINED:
+            self.abort("too many requests are sent before their answers are read")
         self._update()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, and update the timeouts."""
+        # Asked now: the next request has a scope of its own.
+        _ = self.is_known
         super().on_response_complete()
+        self._update()
+
+    def pause_writing(self) -> None:
+        """Hold back the answer, because the client does not read."""
+        super().pause_writing()
+        self._update()
+
+    def resume_writing(self) -> None:
+        """Continue with the answer: the client has read."""
+        super().resume_writing()
+        self._unread = None
         self._update()
 
     def abort(self, reason: str) -> None:
         """Close the connection without an answer."""
         log.debug("connection_aborted", reason=reason, address=self._address)
+        if self.transport.get_write_buffer_size():
+            # Otherwise the kernel keeps the unread answer for minutes.
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
     def _update(self) -> None:
         """Start or stop the timeouts, depending on the part of a request that the client is sending."""
         state, now = self.conn.their_state, self.loop.time()
+        answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
+        self._all.mark(self, idle=state is h11.IDLE or answered or self.flow.write_paused)
         if state is h11.IDLE:
-            self._all.mark_waiting(self)
             self._body_began = None
             # uvicorn's keep-alive timeout holds until the first byte of the next head.
             if self._head_began is None and self.conn.trailing_data[0]:
                 self._head_began = now
             return
-        self._all.mark_busy(self)
         self._head_began = None
         if state is not h11.SEND_BODY:
             self._body_began = None
@@ -186,20 +169,40 @@ class BoundedProtocol(H11Protocol):
             self._body_began, self._body_bytes = now, 0
 
     def _check_timeouts(self) -> None:
-        """Close the connection if its request takes too long to arrive."""
-        now, limits = self.loop.time(), self._limits
-        if self._head_began is not None and now - self._head_began > limits.head_seconds:
-            self.abort("the head of the request timed out")
-            return
+        """Close the connection if its request takes too long to arrive, or its answer to be read."""
+        reason = self._exceeded(self.loop.time())
+        if reason is not None:
+            self.abort(reason)
+        else:
+            self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_timeouts)
+
+    def _exceeded(self, now: float) -> str | None:
+        """Return the timeout that the client exceeds; None if there is none."""
+        if self._head_began is not None and now - self._head_began > self._limits.head_seconds:
+            return "the head of the request timed out"
         if self.flow.read_paused:
             # The application does not read: the client is not at fault.
             self._body_began, self._body_bytes = (None if self._body_began is None else now), 0
-        if self._body_began is not None:
-            allowed = _BODY_GRACE_SECONDS + self._body_bytes / limits.body_bytes_per_second
-            if now - self._body_began > allowed:
-                self.abort("the body of the request is too slow")
-                return
-        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_timeouts)
+        if self._body_began is not None and self._is_slow(now - self._body_began, self._body_bytes):
+            return "the body of the request is too slow"
+        # A closing connection stays open until its answer is read.
+        waits = self.flow.write_paused or self.transport.is_closing()
+        unread = self.transport.get_write_buffer_size() if waits else 0
+        self._unread = (self._unread or (now, unread)) if unread else None
+        if self._unread is not None and self._is_slow(now - self._unread[0], self._unread[1] - unread):
+            return "the answer is read too slowly"
+        return None
+
+    def _is_slow(self, seconds: float, transferred: int) -> bool:
+        return seconds > _GRACE_SECONDS + transferred / self._limits.body_bytes_per_second
+
+
+def _limit_unread(transport: asyncio.Transport) -> None:
+    """Bound the bytes of answers that a connection keeps in memory while its client does not read."""
+    transport.set_write_buffer_limits(high=_MOST_UNREAD)
+    # Not on every system. It also shows progress in small steps, so that a slow reader is told from none.
+    with suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNREAD)
 
 
 def parse_proxies(allowed: str) -> tuple[IPv4Network | IPv6Network, ...]:
@@ -218,9 +221,9 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 def bounded(limits: Limits) -> type[asyncio.Protocol]:
     """Return a protocol with these limits for `uvicorn.Config(http=…)`."""
-    connections = Connections(limits)
+    connections = OpenConnections(limits.total, limits.per_address)
     # uvicorn only calls it, as it would call a class.
-    return cast("type[asyncio.Protocol]", partial(BoundedProtocol, connections=connections))
+    return cast("type[asyncio.Protocol]", partial(BoundedProtocol, limits=limits, open_connections=connections))
 
 
 def raise_open_files() -> None:

@@ -60,12 +60,24 @@ class Rates:
         self._known = OrderedDict[bytes, str]()
         self._streams = Counter[str]()
 
+    def knows(self, secret: str) -> bool:
+        """Return whether this secret has authenticated a caller."""
+        return hashlib.sha256(secret.encode()).digest() in self._known
+
+    def check_stranger(self, address: str) -> None:
+        """Check the rate limit of calls without a valid key. Raises RateLimited."""
+        self._require_room(Kind.UNAUTHENTICATED, client_network(address))
+
+    def count_stranger(self, address: str) -> None:
+        """Count a call without a valid key."""
+        self._count(Kind.UNAUTHENTICATED, client_network(address))
+
     def check(self, attempt: AuthAttempt) -> bool:
         """Check the rate limit before authentication; return True if the call was counted. Raises RateLimited."""
         # A known key is not limited by unauthenticated calls from the same address.
         known = self._known.get(attempt.digest)
         if known is None:
-            self._require_room(Kind.UNAUTHENTICATED, client_network(attempt.address))
+            self.check_stranger(attempt.address)
             return False
         # Counted now, because concurrent calls are not authenticated yet.
         self._known.move_to_end(attempt.digest)
@@ -81,7 +93,7 @@ class Rates:
     def record_failure(self, attempt: AuthAttempt) -> None:
         """Count a failed authentication."""
         self._known.pop(attempt.digest, None)
-        self._count(Kind.UNAUTHENTICATED, client_network(attempt.address))
+        self.count_stranger(attempt.address)
 
     @contextmanager
     def stream(self, caller: Principal) -> Iterator[None]:

@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 
 from service.domain.access.rate_limit import Rate
 from service.domain.access.roles import OPERATOR, Key, Role
+from service.errors import DatabaseUnreachable
 from service.use_cases.access.rate_limits import Kind, Limits
 from tests.support.fakes.service import KEY, FakeService, spec_body
 from tests.support.fakes.stores import MemoryKeyStore
@@ -100,6 +102,32 @@ def test_guesses_are_limited_without_blocking_known_callers(api: LimitedService)
     assert api.client.get("/healthz").status_code == 200
     api.service.clock.now += 60
     assert api.codes(api.bob, 1) == [200]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/docs", "/docs/swagger-ui.css", "/openapi.json", "/schemas/job.json", "/nowhere", "/metrics", "/jobs/x"],
+)
+@pytest.mark.parametrize("secret", ["", "guess", "trainshed_0009_guess"])
+def test_every_path_is_limited_without_a_key(api: LimitedService, path: str, secret: str) -> None:
+    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    sent = [api.client.get(path, headers=headers, follow_redirects=False) for _ in range(6)]
+    assert [answer.status_code for answer in sent[4:]] == [429] * 2
+    assert 429 not in [answer.status_code for answer in sent[:4]]
+    assert [answer.headers.get("connection") for answer in sent] == [None] * 4 + ["close"] * 2
+    assert api.codes(KEY, 3, path="/openapi.json") == [200] * 3, "the operator has no limits"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_probe_is_answered_over_the_limit_and_closes_its_connection(api: LimitedService, path: str) -> None:
+    sent = [api.client.get(path) for _ in range(6)]
+    assert {answer.status_code for answer in sent} == {200}
+    assert [answer.headers.get("connection") for answer in sent] == [None] * 4 + ["close"] * 2
+
+
+def test_outage_does_not_count_against_strangers(api: LimitedService) -> None:
+    with patch.object(api.keys, "get", side_effect=DatabaseUnreachable.because("it is away")):
+        assert api.codes("trainshed_0009_guess", 6) == [503] * 6
 
 
 def test_revoked_key_counts_as_unauthenticated(api: LimitedService) -> None:

@@ -1,14 +1,17 @@
-"""Incomplete and excess connections to a real service with few open files."""
+"""Incomplete, unread and excess connections to a real service with few open files."""
 
+import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from service.lifecycle.connection_limits import (
@@ -116,8 +119,51 @@ def test_idle_connection_is_kept_for_the_next_request(service: Served) -> None:
             assert kept.sock is used
 
 
-def test_connections_of_an_address_that_is_not_a_trusted_proxy_are_limited(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"TRAINSHED_CONNECTIONS_PER_ADDRESS": "20", "FORWARDED_ALLOW_IPS": "10.9.9.9"}
+def pipeline(service: Served, address: str, path: str) -> socket.socket:
+    """Open a connection from an address that sends many requests and never reads."""
+    url = service.client.base_url
+    connection = socket.create_connection((url.host, url.port), timeout=10, source_address=(address, 0))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    with suppress(OSError):
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode() * 300)
+    return connection
+
+
+def resident_mib(service: Served) -> float:
+    """Return the resident memory of the service in MiB."""
+    text = Path(f"/proc/{service.process.pid}/smaps_rollup").read_text()
+    return int(text.partition("Rss:")[2].split()[0]) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs several loopback addresses")
+def test_strangers_who_never_read_neither_shut_others_out_nor_fill_memory(service: Served) -> None:
+    each = 430 if os.environ.get("MORE") else 90
+    before = resident_mib(service)
+    with ExitStack() as stack:
+        url = service.client.base_url
+        known = stack.enter_context(httpx.Client(base_url=url, headers=service.client.headers))
+        assert known.get("/me").status_code == 200
+        for number in range(5 * each):
+            path = ("/openapi.json", "/docs", "/schemas/job.json", "/me", "/nowhere")[number % 5]
+            stack.enter_context(closing(pipeline(service, f"127.0.0.{2 + number // each}", path)))
+        for _ in range(5):
+            began = time.monotonic()
+            answer = httpx.get(f"{url}/me", headers=service.client.headers)
+            assert (answer.status_code, time.monotonic() - began < 5) == (200, True)
+        assert known.get("/me").status_code == 200, "a connection with a key is kept"
+        # Measured: 84 KiB a connection that reads nothing of /openapi.json.
+        assert resident_mib(service) - before < 10 + 0.1 * 5 * each
+    assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.slow
+def test_unread_answer_is_closed_after_its_timeout(service: Served) -> None:
+    with closing(pipeline(service, "127.0.0.9", "/openapi.json")) as unread:
+        wait_for(lambda: unread.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "the end of the connection", seconds=30)
+
+
+def test_excess_connections_of_an_address_replace_its_own(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"TRAINSHED_CONNECTIONS_PER_ADDRESS": "20"}
     with served(tmp_path, **settings) as service, ExitStack() as stack:
         service.ready()
         connections = [stack.enter_context(closing(connect(service))) for _ in range(60)]
@@ -136,9 +182,20 @@ def test_connections_of_an_address_that_is_not_a_trusted_proxy_are_limited(tmp_p
             return found
 
         assert wait_for(lambda: ended() >= 40 and ended(), "the end of the excess connections") <= 45
-        lines = [line for line in service.log.read_text().splitlines() if "connections_refused" in line]
+        assert service.client.get("/me").status_code == 200
+        lines = [line for line in service.log.read_text().splitlines() if "connections_limited" in line]
         assert 1 <= len(lines) <= 5
         assert "address" in lines[0]
+
+
+def test_forwarded_address_of_an_unknown_proxy_is_ignored(tmp_path: Path) -> None:
+    with served(tmp_path, TRAINSHED_STRANGERS_PER_ADDRESS="3/minute") as service:
+        service.ready()
+        codes = [
+            httpx.get(f"{service.client.base_url}/me", headers={"X-Forwarded-For": f"10.0.0.{number}"}).status_code
+            for number in range(5)
+        ]
+    assert codes == [401, 401, 401, 429, 429]
 
 
 @pytest.mark.parametrize(

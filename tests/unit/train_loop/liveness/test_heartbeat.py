@@ -1,5 +1,6 @@
 """Heartbeats of a real process, over a real socket."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -156,7 +157,7 @@ def test_datagram_without_a_valid_mac_is_ignored() -> None:
 
 
 def test_datagram_is_parsed_only_with_a_valid_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat.json, "loads", lambda text: pytest.fail("parsed"))
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
     assert decode(encode(Beat(0, 1, 2, Phase.DATA, 0.5), "other"), TOKEN) is None
 
 

@@ -2,13 +2,13 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from tests.support.waiting import wait_for
-from train_loop.liveness import heartbeat
 from train_loop.liveness.heartbeat import Beat, Phase, Target, encode
 from train_loop.ray_train.heartbeat_listener import HeartbeatListener
 
@@ -21,9 +21,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.ticks, self.beats, self.fails = 0, 0, False
-        self.listener = HeartbeatListener(
-            "127.0.0.1", on_beat=self._beat, tick=self._tick, clock=heartbeat.time.monotonic
-        )
+        self.listener = HeartbeatListener("127.0.0.1", on_beat=self._beat, tick=self._tick, clock=time.monotonic)
 
     def _beat(self, beat: Beat) -> None:
         assert beat == BEAT
