@@ -8,7 +8,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api.authentication import Guard
-from service.api.concurrency_limits import Checks, FairSlots
+from service.api.concurrency_limits import FairThreads
 from service.api.group_commit import GroupCommit
 from service.api.middleware import HostCheck, RequestIds, RequestMetrics
 from service.api.openapi import OpenApiApp, operation_id
@@ -40,8 +40,10 @@ from service.use_cases.webhooks.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_SLOW_READS = 4
-"""Maximum number of concurrent checkpoint verifications and run audits; further ones wait."""
+_SLOW_READS, _DIGESTS = 4, 1
+"""Maximum numbers of concurrent verifications and run audits, and of digests: each hashes on all cores."""
+_WAITING_PER_KEY = 32
+"""Maximum number of these calls of a key that wait; twice as many of a project."""
 _WEBHOOK_TESTS = 8
 """Maximum number of concurrent webhook tests; further ones wait."""
 
@@ -98,7 +100,8 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.shutdown, app.state.startup, app.state.read_cache = parts.shutdown, parts.startup, ReadCache()
     app.state.database_probe = DatabaseProbe(actions.jobs.store.ping)
     app.state.doctor = parts.doctor
-    app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
+    app.state.checks = FairThreads(parts.checks)
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
-    app.state.slow_reads, app.state.digests = CapacityLimiter(_SLOW_READS), CapacityLimiter(1)
+    app.state.slow_reads = FairThreads(_SLOW_READS, waiting_per_key=_WAITING_PER_KEY)
+    app.state.digests = FairThreads(_DIGESTS, waiting_per_key=_WAITING_PER_KEY)
     app.state.webhooks, app.state.webhook_tests = parts.webhooks, CapacityLimiter(_WEBHOOK_TESTS)

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 
 from service.api.schemas import ProblemDetails, ProblemOut
@@ -17,6 +18,7 @@ from train_loop.spec import Problem
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _LONGEST_PATH = 256
+_CLIENT_LEFT = 499
 log = structlog.get_logger(__name__)
 _faults = FaultLog()
 
@@ -26,6 +28,7 @@ def install_problems(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_left)
 
 
 def fault(error: Exception) -> Response:
@@ -56,6 +59,11 @@ def answer_error(request: Request, error: ServiceError) -> Response:
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     return answer_error(request, error)
+
+
+def _client_left(request: Request, error: Exception) -> Response:
+    """Return a response that nobody reads; its status, nginx's, stands in the log and the metrics."""
+    return Response(status_code=_CLIENT_LEFT)
 
 
 def _validation_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Ports: the interfaces of the service to the outside, as Protocols. adapters/ implements them."""
 
 from service.ports.access import KeyStore, TokenVerifier
+from service.ports.cancellation import CallCancelled, Cancellation
 from service.ports.cluster import Cluster, Node, SubmitRequest
 from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
@@ -31,6 +32,8 @@ __all__ = [
     "IDEMPOTENCY_TTL",
     "AttemptObservation",
     "Batch",
+    "CallCancelled",
+    "Cancellation",
     "Checkpoint",
     "CheckpointTools",
     "Cluster",

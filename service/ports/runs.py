@@ -4,8 +4,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from service.domain.jobs.job import Job
 from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
+from service.ports.cancellation import Cancellation
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -236,14 +238,20 @@ class Digests:
 class CheckpointTools(Protocol):
     """Tools that read whole checkpoints, each call in a separate process."""
 
-    def verify(self, run_dir: str, step: int) -> list[str] | None:
-        """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
+    def verify(self, run_dir: str, step: int, cancellation: Cancellation) -> list[str] | None:
+        """Return the faults of a checkpoint; None if it does not exist.
 
-    def digests(self, run_dir: str, step: int) -> Digests | None:
-        """Return the digests or faults of a checkpoint; None if it does not exist.
-
-        Raises VerifyFailed if it could not be read.
+        Raises VerifyFailed if it could not be read, CallCancelled.
         """
 
-    def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
-        """Start the export of a checkpoint to a Hugging Face folder. Raises Busy if too many exports run."""
+    def digests(self, run_dir: str, step: int, cancellation: Cancellation) -> Digests | None:
+        """Return the digests or faults of a checkpoint; None if it does not exist.
+
+        Raises VerifyFailed if it could not be read, CallCancelled.
+        """
+
+    def export(self, job: Job, step: int, wish: ExportWish) -> None:
+        """Start the export of a checkpoint to a Hugging Face folder.
+
+        Raises Busy if too many exports run, of all projects or of this one.
+        """

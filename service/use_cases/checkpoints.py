@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.job import Job
 from service.errors import CheckpointDamaged, CheckpointNotFound, ExportNotFound, InvalidRequest
-from service.ports import Checkpoint, CheckpointTools, Digests, KeyStore, RunDirs
+from service.ports import Cancellation, Checkpoint, CheckpointTools, Digests, KeyStore, RunDirs
 from service.use_cases.jobs.audit_entries import action_entry
 from service.use_cases.jobs.jobs import Jobs
 from train_loop.run_dir import ExportStatus, ExportWish
@@ -29,18 +29,21 @@ class CheckpointActions:
         """Return the committed checkpoints, oldest first."""
         return self.run_dirs.checkpoints(self.jobs.find(caller, job_id).run_dir)
 
-    def verify(self, caller: Principal, job_id: str, step: int) -> list[str]:
-        """Read a whole checkpoint, and return its faults."""
-        faults = self.tools.verify(self.jobs.find(caller, job_id, Role.EDITOR).run_dir, step)
+    def verify(self, caller: Principal, job_id: str, step: int, cancellation: Cancellation) -> list[str]:
+        """Read a whole checkpoint, and return its faults. Raises VerifyFailed, CallCancelled."""
+        faults = self.tools.verify(self.jobs.find(caller, job_id, Role.EDITOR).run_dir, step, cancellation)
         if faults is None:
             raise CheckpointNotFound(job_id, step)
         return faults
 
-    def digests(self, caller: Principal, job_id: str, step: int) -> Digests:
-        """Read a whole checkpoint, and return the digests of its tensors. Raises CheckpointDamaged, VerifyFailed."""
+    def digests(self, caller: Principal, job_id: str, step: int, cancellation: Cancellation) -> Digests:
+        """Read a whole checkpoint, and return the digests of its tensors.
+
+        Raises CheckpointDamaged, VerifyFailed, CallCancelled.
+        """
         # Missing steps need no process.
         self._find(caller, job_id, step)
-        found = self.tools.digests(self.jobs.find(caller, job_id).run_dir, step)
+        found = self.tools.digests(self.jobs.find(caller, job_id).run_dir, step, cancellation)
         if found is None:
             raise CheckpointNotFound(job_id, step)
         if found.faults:
@@ -89,7 +92,7 @@ class CheckpointActions:
                 ]
             )
         # Started before it is recorded, because the start may be refused.
-        self.tools.export(job.run_dir, step, wish)
+        self.tools.export(job, step, wish)
         after: dict[str, JsonValue] = {"step": step, "dtype": wish.dtype, "weights": wish.weights}
         self.audit.record(action_entry(caller, "export", job, before={}, after=after, now=self.clock()))
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from service.adapters.helper_processes.checkpoints import HelperTools
 from service.errors import Busy, VerifyFailed
-from service.ports import Digests
+from service.ports import Cancellation, Digests
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.fakes.service import FakeService, spec_body
@@ -110,7 +110,7 @@ def test_digests_are_computed_one_at_a_time(client: TestClient, url: str, monkey
 
 def test_digests_that_take_too_long_are_a_problem(service: FakeService, url: str, job_id: str) -> None:
     with pytest.raises(VerifyFailed, match=r"took over 0\.01 s; check that the storage answers"):
-        HelperTools(timeout=0.01).digests(service.get(job_id).run_dir, 20)
+        HelperTools(timeout=0.01).digests(service.get(job_id).run_dir, 20, Cancellation())
 
 
 def test_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeService, job_id: str, url: str) -> None:

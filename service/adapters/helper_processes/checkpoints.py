@@ -3,16 +3,18 @@
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
+from service.domain.jobs.job import Job
 from service.errors import Busy, VerifyFailed
-from service.ports import Digests
+from service.ports import Cancellation, Digests
 from train_loop.run_dir import ExportWish
 
-_AT_ONCE = 2
-"""Maximum number of concurrent exports of one service."""
+_AT_ONCE, _PER_PROJECT = 4, 2
+"""Maximum numbers of concurrent exports: of one service, and of one project. The last is left to a project without."""
 _FAULTS: TypeAdapter[list[str] | None] = TypeAdapter(list[str] | None)
 _DIGESTS: TypeAdapter[Digests | None] = TypeAdapter(Digests | None)
 
@@ -26,45 +28,71 @@ class HelperTools:
     def __init__(self, *, timeout: float, python: Sequence[str] = (sys.executable,)) -> None:
         self._timeout = timeout
         self._python = tuple(python)
-        self._free = threading.Semaphore(_AT_ONCE)
+        self._lock = threading.Lock()
+        self._exports = Counter[str]()
 
-    def verify(self, run_dir: str, step: int) -> list[str] | None:
-        """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
-        return _FAULTS.validate_json(self._read("manifest", run_dir, step))
+    def verify(self, run_dir: str, step: int, cancellation: Cancellation) -> list[str] | None:
+        """Return the faults of a checkpoint; None if it does not exist.
 
-    def digests(self, run_dir: str, step: int) -> Digests | None:
+        Raises VerifyFailed if it could not be read, CallCancelled.
+        """
+        return _FAULTS.validate_json(self._read("manifest", run_dir, step, cancellation))
+
+    def digests(self, run_dir: str, step: int, cancellation: Cancellation) -> Digests | None:
         """Return the digests or faults of a checkpoint; None if it does not exist.
 
-        Raises VerifyFailed if it could not be read.
+        Raises VerifyFailed if it could not be read, CallCancelled.
         """
-        return _DIGESTS.validate_json(self._read("digest", run_dir, step))
+        return _DIGESTS.validate_json(self._read("digest", run_dir, step, cancellation))
 
-    def _read(self, tool: str, run_dir: str, step: int) -> str:
-        """Return the output of a tool that reads a whole checkpoint. Raises VerifyFailed."""
+    def _read(self, tool: str, run_dir: str, step: int, cancellation: Cancellation) -> str:
+        """Return the output of a tool that reads a whole checkpoint. Raises VerifyFailed, CallCancelled."""
         command = [*self._python, "-m", f"train_loop.checkpoint.{tool}", run_dir, "--step", str(step)]
+        pipe = subprocess.PIPE
+        with (
+            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
+            cancellation.ending(process.kill),
+        ):
+            out, err = self._wait(process)
+        if process.returncode:
+            raise VerifyFailed(f"the checkpoint could not be read: {(err.strip().splitlines() or ['?'])[-1]}")
+        return out
+
+    def _wait(self, process: "subprocess.Popen[str]") -> tuple[str, str]:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=self._timeout)
+            return process.communicate(timeout=self._timeout)
         except subprocess.TimeoutExpired as error:
+            process.kill()
             raise VerifyFailed(
                 f"reading the checkpoint took over {self._timeout:g} s; check that the storage answers, or raise "
                 "TRAINSHED_VERIFY_SECONDS"
             ) from error
-        if done.returncode:
-            raise VerifyFailed(f"the checkpoint could not be read: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        return done.stdout
 
-    def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
-        """Start an export, which outlives this process. Raises Busy if too many exports run."""
-        command = [*self._python, "-m", "train_loop.checkpoint.export", run_dir, "--step", str(step)]
+    def export(self, job: Job, step: int, wish: ExportWish) -> None:
+        """Start an export, which outlives this process.
+
+        Raises Busy if too many exports run, of all projects or of this one.
+        """
+        command = [*self._python, "-m", "train_loop.checkpoint.export", job.run_dir, "--step", str(step)]
         command += ["--dtype", wish.dtype, "--weights", wish.weights]
-        if not self._free.acquire(blocking=False):
-            raise Busy(f"{_AT_ONCE} exports are running, the maximum; retry when one has finished")
-        threading.Thread(target=self._run, args=(command,), name="export", daemon=True).start()
+        project = job.spec.project
+        with self._lock:
+            self._require_share(project)
+            self._exports[project] += 1
+        threading.Thread(target=self._run, args=(command, project), name="export", daemon=True).start()
 
-    def _run(self, command: Sequence[str]) -> None:
+    def _require_share(self, project: str) -> None:
+        own, others = self._exports[project], self._exports.total() - self._exports[project]
+        if own >= _PER_PROJECT:
+            raise Busy(f"{own} exports of project {project} are running, the maximum; retry when one has finished")
+        if own + others >= _AT_ONCE - bool(own):
+            raise Busy(f"{own + others} exports are running, the maximum; retry when one has finished")
+
+    def _run(self, command: Sequence[str], project: str) -> None:
         nothing = subprocess.DEVNULL
         try:
             # The export's status file reports failures.
             subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
         finally:
-            self._free.release()
+            with self._lock:
+                self._exports[project] -= 1

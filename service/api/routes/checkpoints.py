@@ -1,15 +1,16 @@
 """/jobs/{id}/checkpoints: list, verify, digest, pin, export."""
 
+from functools import partial
 from typing import Annotated
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from service.api.authentication import CallerIs, require_key
 from service.api.bodies import parse_body, read_body
+from service.api.concurrency_limits import FairThreads
 from service.api.convert import checkpoint_out, digests_out, export_out
 from service.api.openapi import Answers, json_body
+from service.api.routes.jobs import claim_for
 from service.api.schemas import CheckpointOut, Checkpoints, DigestsOut, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job
 from service.use_cases.checkpoints import CheckpointActions
@@ -38,18 +39,19 @@ def checkpoints(caller: CallerIs, actions: UseCases, job_id: str) -> Checkpoints
 @router.post("/{step}/verify")
 async def verify(request: Request, caller: CallerIs, actions: UseCases, job_id: str, step: Step) -> Verified:
     """Read all files of a checkpoint and compare them with the checksums of its commit."""
-    # Use separate threads: reading a large checkpoint takes long.
-    threads: CapacityLimiter = request.app.state.slow_reads
-    faults = await run_sync(actions.verify, caller, job_id, step, limiter=threads)
+    # Separate threads, shared by project: reading a large checkpoint takes long.
+    threads: FairThreads = request.app.state.slow_reads
+    claim = await claim_for(caller, actions.jobs, job_id)
+    faults = await threads.run(request, claim, partial(actions.verify, caller, job_id, step))
     return Verified(step=step, ok=not faults, faults=faults)
 
 
 @router.get("/{step}/digests")
 async def digests(request: Request, caller: CallerIs, actions: UseCases, job_id: str, step: Step) -> DigestsOut:
     """Verify a checkpoint and compute the SHA-256 of each tensor, to compare it with that of another job."""
-    # One at a time: each is a process that imports torch and hashes on all cores.
-    threads: CapacityLimiter = request.app.state.digests
-    return digests_out(await run_sync(actions.digests, caller, job_id, step, limiter=threads), step)
+    threads: FairThreads = request.app.state.digests
+    claim = await claim_for(caller, actions.jobs, job_id)
+    return digests_out(await threads.run(request, claim, partial(actions.digests, caller, job_id, step)), step)
 
 
 @router.post("/{step}/pin")

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, R
 
 from service.api.authentication import CallerIs, require_key
 from service.api.bodies import parse_body, read_body
-from service.api.concurrency_limits import Checks
+from service.api.concurrency_limits import Claim, FairThreads
 from service.api.convert import job_out, plan_out
 from service.api.group_commit import GroupCommit
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
@@ -49,6 +49,12 @@ async def jobs_of(request: Request) -> Jobs:
 UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
+async def claim_for(caller: Principal, jobs: Jobs, job_id: str) -> Claim:
+    """Return the claim of a caller to a slot for a job: it counts for the job's project. Raises JobNotFound."""
+    job = await run_sync(jobs.find, caller, job_id)
+    return Claim(caller.id, job.spec.project)
+
+
 @dataclass(frozen=True)
 class SpecRequest:
     """A request with a spec, or changes to one. Its checks may take long, so they run in separate threads."""
@@ -58,7 +64,8 @@ class SpecRequest:
     jobs: Jobs
     submitter: Submitter
     submit_cached: GroupCommit[JobRequest, Submitted]
-    checks: Checks
+    checks: FairThreads
+    request: Request
 
     @classmethod
     async def read(cls, request: Request, caller: CallerIs) -> "SpecRequest":
@@ -73,7 +80,7 @@ class SpecRequest:
                 await run_sync(state.jobs.find, caller, job_id)
             require_any_editor(caller)
         body = await read_body(request)
-        return cls(caller, body, state.jobs, state.submitter, state.submit_cached, state.checks)
+        return cls(caller, body, state.jobs, state.submitter, state.submit_cached, state.checks, request)
 
     def key(self, given: str | None, *, prefix: str = "") -> IdempotencyKey | None:
         """Return the Idempotency-Key of this request. `prefix` distinguishes it from other calls with the same body."""
@@ -101,7 +108,7 @@ class SpecRequest:
 
     async def check(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """Return the result of a use case that checks a spec. It runs in the threads for checks."""
-        return await self.checks.run(self.caller, use_case, *given)
+        return await self.checks.run(self.request, Claim.of(self.caller), lambda _: use_case(*given))
 
 
 ToCheck = Annotated[SpecRequest, Depends(SpecRequest.read)]

@@ -4,15 +4,14 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from service.api.authentication import CallerIs, require_key
+from service.api.concurrency_limits import FairThreads
 from service.api.convert import run_audit_out
 from service.api.openapi import Answers
 from service.api.query_parameters import ANY_CASE
-from service.api.routes.jobs import UseCases
+from service.api.routes.jobs import UseCases, claim_for
 from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
 from service.domain.jobs.job import Job
@@ -120,8 +119,10 @@ def metrics(
 async def audit(request: Request, caller: CallerIs, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
     """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
     # Reads all metrics lines twice, so it uses separate threads.
-    threads: CapacityLimiter = request.app.state.slow_reads
-    return run_audit_out(await run_sync(lambda: audit_job(dirs, jobs.find(caller, job_id)), limiter=threads))
+    threads: FairThreads = request.app.state.slow_reads
+    claim = await claim_for(caller, jobs, job_id)
+    found = await threads.run(request, claim, lambda end: audit_job(dirs, jobs.find(caller, job_id), end))
+    return run_audit_out(found)
 
 
 def log_of(

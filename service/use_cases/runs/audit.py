@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from service.domain.jobs.job import Job
 from service.domain.runs.audit import GroupStart, Schedule, StepLine, audit_run
 from service.domain.runs.audit_report import RunAudit
 from service.domain.runs.json_lines import Line, number
 from service.errors import NotAudited
-from service.ports import Cursor, LogSource, RunDirs
-from service.use_cases.runs.streams import Reader, read_lines
+from service.ports import Cancellation, Cursor, LogSource, RunDirs
+from service.use_cases.runs.streams import Numbered, Reader, read_lines
 from train_loop.plan import plan_samples
 
 
@@ -26,12 +27,13 @@ class _Facts:
     last: int | None = None
 
 
-def audit_job(run_dirs: RunDirs, job: Job) -> RunAudit:
-    """Audit a job. Reads its run directory line by line. Raises NotAudited."""
+def audit_job(run_dirs: RunDirs, job: Job, cancellation: Cancellation) -> RunAudit:
+    """Audit a job. Reads its run directory line by line. Raises NotAudited, CallCancelled."""
     if not job.spec.training.audit_samples:
         raise NotAudited(job.id)
-    facts = _read_events(run_dirs, job.run_dir)
-    return audit_run(partial(_step_lines, run_dirs, job.run_dir), facts.starts, _schedule(run_dirs, job, facts))
+    read = partial(_lines, run_dirs, job.run_dir, cancellation)
+    facts = _read_events(read("events"))
+    return audit_run(lambda: _step_lines(read("metrics")), facts.starts, _schedule(run_dirs, job, facts))
 
 
 def _schedule(run_dirs: RunDirs, job: Job, facts: _Facts) -> Schedule:
@@ -63,9 +65,17 @@ def _consumed(run_dirs: RunDirs, job: Job, samples: int, *, mixed: bool) -> int 
     return position.epoch * samples + position.samples if parent.same_order else 0
 
 
-def _read_events(run_dirs: RunDirs, run_dir: str) -> _Facts:
+def _lines(
+    run_dirs: RunDirs, run_dir: str, cancellation: Cancellation, kind: Literal["events", "metrics"]
+) -> Iterator[Numbered]:
+    for found in read_lines(Reader(run_dirs, run_dir, LogSource(kind)), Cursor()):
+        cancellation.check()
+        yield found
+
+
+def _read_events(events: Iterator[Numbered]) -> _Facts:
     facts = _Facts([])
-    for found in read_lines(Reader(run_dirs, run_dir, LogSource("events")), Cursor()):
+    for found in events:
         line, attempt = found.line, found.cursor.attempt
         if line.get("event") == "prepared":
             facts.sources = _source_sizes(line) or facts.sources
@@ -90,9 +100,9 @@ def _source_sizes(line: Line) -> tuple[int, ...]:
     return tuple(size or 0 for size in sizes)
 
 
-def _step_lines(run_dirs: RunDirs, run_dir: str) -> Iterator[StepLine]:
-    """Read the metrics lines that have samples; steps without such a line count as missing."""
-    for found in read_lines(Reader(run_dirs, run_dir, LogSource("metrics")), Cursor()):
+def _step_lines(metrics: Iterator[Numbered]) -> Iterator[StepLine]:
+    """Parse the metrics lines that have samples; steps without such a line count as missing."""
+    for found in metrics:
         line = found.line
         step, samples = _whole(line, "step"), line.get("samples")
         if step is None or not isinstance(samples, list):

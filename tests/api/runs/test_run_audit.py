@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from service.ports import CallCancelled, Cancellation
+from service.use_cases.runs.audit import audit_job
 from tests.support.clients.command import run
 from tests.support.fakes.service import KEY, FakeService, spec_body
 from trainshed import Client
@@ -40,6 +42,14 @@ def test_audit_names_the_wrong_sample(client: TestClient, service: FakeService, 
     found = client.get(f"/jobs/{job_id}/audit").json()
     assert found["duplicated"]["listed"] == [{"sample": 0, "data_epoch": 0, "first_step": 1, "step": 5}]
     assert (found["clean"], found["missing_samples"]["listed"]) == (False, [{"sample": 9, "data_epoch": 0}])
+
+
+def test_audit_ends_if_its_client_has_gone(service: FakeService, job_id: str) -> None:
+    train(service, job_id)
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(CallCancelled):
+        audit_job(service.run_dirs, service.get(job_id), cancellation)
 
 
 def test_audit_of_a_run_without_steps_is_clean(client: TestClient, job_id: str) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from service.adapters.helper_processes.checkpoints import HelperTools
-from service.ports import Digests, TensorDigest
+from service.ports import Cancellation, Digests, TensorDigest
 from tests.support.builders.checkpoints import manifest
 from train_loop.checkpoint.digest import digest_step
 from train_loop.checkpoint.manifest import describe_file
@@ -38,7 +38,7 @@ def tensor_checkpoint(run_dir: RunDir, step: int, values: dict[str, Any], *, crc
     return run_dir.checkpoint(step)
 
 
-def digests_in_process(_: HelperTools, run_dir: str, step: int) -> Digests | None:
+def digests_in_process(_: HelperTools, run_dir: str, step: int, cancellation: Cancellation) -> Digests | None:
     """Return the digests of a checkpoint like `HelperTools.digests`, without its process, which imports torch."""
     found = digest_step(RunDir.at(run_dir), step)
     if found is None:

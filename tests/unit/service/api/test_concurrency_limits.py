@@ -1,13 +1,21 @@
 """Fair slots for spec checks: limits per key and per project."""
 
 import asyncio
+import threading
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
+from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
 
-from service.api.concurrency_limits import Claim, FairSlots
+from service.api.concurrency_limits import Claim, FairSlots, FairThreads
 from service.domain.access.roles import OPERATOR, Principal, Role
+from service.errors import RateLimited
+from service.ports import Cancellation
 
 
 class Callers:
@@ -49,6 +57,74 @@ def test_one_key_holds_at_most_a_quarter_and_another_project_starts_at_once() ->
             assert callers.held[-1] == Claim("quiet", "alpha")
             callers.leave.set()
         assert len(callers.held) == 36 + 40 + 40 + 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("total", [1, 2, 4])
+def test_newcomer_waits_for_running_calls_only(total: int) -> None:
+    async def scenario() -> list[Claim]:
+        slots, order = FairSlots(total), list[Claim]()
+
+        async def call(claim: Claim) -> None:
+            async with slots.hold(claim):
+                order.append(claim)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            for claim in [Claim("loud", "beta")] * 6 + [Claim("other", "beta")] * 2 + [Claim("quiet", "alpha")] * 2:
+                tasks.create_task(call(claim))
+        return order
+
+    order = [claim.key for claim in asyncio.run(scenario())]
+    assert order.index("quiet") <= total
+    assert order[: order.index("loud") + 5].count("loud") <= 3, "projects take turns, and keys within one"
+    assert order.index("other") <= 2 * total + 1
+
+
+def test_waiting_calls_of_a_key_and_of_a_project_are_limited() -> None:
+    async def scenario() -> None:
+        callers = Callers(FairSlots(1, waiting_per_key=2))
+        async with asyncio.TaskGroup() as tasks:
+            for claim in [Claim("a", "p")] * 3 + [Claim("b", "p")] * 2:
+                tasks.create_task(callers.call(claim))
+            await _settled()
+            for claim, whose in ((Claim("a", "p"), "this key"), (Claim("c", "p"), "project p")):
+                with pytest.raises(RateLimited, match=whose):
+                    await callers.call(claim)
+            tasks.create_task(callers.call(Claim("c", "q")))
+            await _settled()
+            callers.leave.set()
+        assert len(callers.held) == 6
+
+    asyncio.run(scenario())
+
+
+def test_call_that_waits_leaves_the_queue_if_its_client_disconnects() -> None:
+    async def scenario() -> None:
+        threads, gone, go = FairThreads(1), asyncio.Event(), threading.Event()
+
+        async def stays() -> Message:
+            await asyncio.sleep(600)
+            raise AssertionError
+
+        async def leaves() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        def run(receive: Receive, work: Callable[[Cancellation], object]) -> asyncio.Task[object]:
+            request = Request({"type": "http"}, receive)
+            return asyncio.create_task(threads.run(request, Claim("a", "p"), work))
+
+        first = run(stays, lambda _: go.wait(60))
+        second = run(leaves, lambda _: pytest.fail("its client has gone"))
+        third = run(stays, lambda _: "third")
+        await _settled()
+        gone.set()
+        with pytest.raises(ClientDisconnect):
+            await second
+        go.set()
+        assert (await first, await third) == (True, "third")
 
     asyncio.run(scenario())
 
