@@ -27,6 +27,7 @@ from service.backends import Backends, build_backends
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.jobs.decide import Retry
+from service.domain.queue.policy import PriorityLimits
 from service.lifecycle.connection_limits import max_connections
 from service.lifecycle.lifespan import Background, Part, looping
 from service.lifecycle.shutdown import Shutdown
@@ -115,7 +116,12 @@ def _submitter(settings: Settings, backends: Backends) -> Submitter:
         grace=Grace(cancel=settings.cancel_grace_seconds, pause=settings.pause_grace_seconds),
         clock=time.time,
     )
-    return Submitter(jobs, settings.default_root, new_id=lambda: f"job-{_new_number()}")
+    return Submitter(
+        jobs,
+        settings.default_root,
+        new_id=lambda: f"job-{_new_number()}",
+        priorities=PriorityLimits(settings.max_priority),
+    )
 
 
 def _checkpoints(settings: Settings, backends: Backends, jobs: Jobs) -> CheckpointActions:

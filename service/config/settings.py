@@ -119,6 +119,11 @@ class Settings(BaseSettings):
     quotas: dict[str, Quota] = Field(
         default={}, description='by project, as JSON: {"nlp": {"jobs": 4, "workers": 32, "gpus": 16}, "*": {"jobs": 1}}'
     )
+    max_priority: dict[Annotated[str, Field(pattern=PROJECT_OR_ANY)], Annotated[int, Field(ge=-1000, le=1000)]] = Field(
+        default={ANY: 0},
+        description="maximum priority of jobs that callers other than admins of all projects submit: a number, or by "
+        'project, as JSON: {"nlp": 10, "*": 0}',
+    )
     backfill: bool = Field(default=True, description="let a job start before a blocked job that it does not delay")
     preemption: bool = Field(default=True, description="pause jobs of lower priority for others, and resume them later")
     resize_seconds: float = Field(default=600.0, ge=0, description="minimum time before an elastic job grows")
@@ -169,6 +174,11 @@ class Settings(BaseSettings):
     oidc_groups: dict[str, dict[str, Role]] = Field(
         default={}, description='roles per project for each group, as JSON: {"nlp-team": {"nlp": "editor"}}'
     )
+
+    @field_validator("max_priority", mode="before")
+    @classmethod
+    def _for_all(cls, value: object) -> object:
+        return {ANY: value} if isinstance(value, int) else value
 
     @field_validator("storage_roots", mode="before")
     @classmethod

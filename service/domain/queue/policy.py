@@ -3,7 +3,29 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from service.domain.access.roles import ANY, Principal, Role
 from service.domain.queue.entry import QueueEntry
+from train_loop.spec import JobSpec, Problem
+
+
+@dataclass(frozen=True)
+class PriorityLimits:
+    """The operator's maximum priority of the jobs of each project: priority also preempts jobs of other projects."""
+
+    by_project: Mapping[str, int] = field(default_factory=dict)
+    """Maximum by project; "*" applies to all other projects, and is 0 if it is not given."""
+
+    def problem(self, caller: Principal, spec: JobSpec) -> Problem | None:
+        """Return why the caller may not submit a spec with its priority; None if it may."""
+        most = self.by_project.get(spec.project, self.by_project.get(ANY, 0))
+        # An admin of the project alone must not preempt others either.
+        if spec.priority <= most or caller.has_role(Role.ADMIN, ANY):
+            return None
+        return Problem(
+            "/priority",
+            f"priority {spec.priority} is over the maximum of project {spec.project}, {most}; choose at most {most}, "
+            "or ask the operator to raise TRAINSHED_MAX_PRIORITY; only an admin of all projects may exceed it",
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from service.domain.access.permissions import require_any_editor, require_role
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import Job, JobState, Lineage
 from service.domain.jobs.lineage import check_steps_remaining, parent_of
+from service.domain.queue.policy import PriorityLimits
 from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
 from service.ports import IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
@@ -57,6 +58,7 @@ class Submitter:
     jobs: Jobs
     default_root: str
     new_id: Callable[[], str]
+    priorities: PriorityLimits = field(default_factory=PriorityLimits)
     keys_in_flight: KeysInFlight = field(default_factory=KeysInFlight)
 
     def submit(self, request: JobRequest) -> Submitted:
@@ -99,6 +101,7 @@ class Submitter:
             spec = apply_overrides(origin, overrides)
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
+            self._check_priority(caller, spec)
             job, notes = self._build_clone(origin, step, spec)
             if spec.project == origin.spec.project:
                 return _CheckedJob(self._new_job(caller, key, job), notes)
@@ -115,7 +118,14 @@ class Submitter:
     def _parse(self, caller: Principal, body: bytes) -> JobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
         require_any_editor(caller)
-        return parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
+        spec = parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
+        self._check_priority(caller, spec)
+        return spec
+
+    def _check_priority(self, caller: Principal, spec: JobSpec) -> None:
+        """Raise InvalidSpec if the caller may not submit a job of this priority."""
+        if (problem := self.priorities.problem(caller, spec)) is not None:
+            raise InvalidSpec([problem])
 
     def _cached_job(self, request: JobRequest) -> _CheckedJob | None:
         """Return the new job if all its checks are cached and pass, else None."""

@@ -21,7 +21,7 @@ from service.domain.access.roles import OPERATOR
 from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.observation import SubmissionStatus
-from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.policy import PriorityLimits, QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.domain.webhooks.ssrf import AllowList
 from service.lifecycle.startup import DatabaseStartup, opened
@@ -115,6 +115,7 @@ class FakeService:
     metrics: Metrics = field(default_factory=PrometheusMetrics)
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
+    priorities: PriorityLimits = field(default_factory=PriorityLimits)
     hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
     sender: MemorySender = field(default_factory=MemorySender)
 
@@ -150,7 +151,8 @@ class FakeService:
     @property
     def submitter(self) -> Submitter:
         """Return the use cases of new jobs."""
-        return Submitter(self.jobs, self.root.as_uri(), new_id=lambda: f"job-{next(self.ids):04d}")
+        new_id, priorities = (lambda: f"job-{next(self.ids):04d}"), self.priorities
+        return Submitter(self.jobs, self.root.as_uri(), new_id=new_id, priorities=priorities)
 
     @property
     def service_metrics(self) -> ServiceMetrics:
