@@ -23,3 +23,19 @@ def require_admin(caller: Principal, project: str) -> None:
     if not caller.has_role(Role.ADMIN, project):
         what = "all projects" if project == ANY else f"project {project!r}"
         raise Forbidden(f"key {caller.name!r} is not an admin of {what}; ask an admin for a key")
+
+
+def administered(caller: Principal, project: str | None) -> frozenset[str] | None:
+    """Return the projects whose admin lists the caller may see: those it administers, or `project`. None means all.
+
+    Raises Forbidden if there is none: an empty list would look as if nothing existed.
+    """
+    if project is not None:
+        require_admin(caller, project)
+        return frozenset({project})
+    projects = caller.projects(Role.ADMIN)
+    if projects is not None and not projects:
+        raise Forbidden(
+            f"key {caller.name!r} is not an admin of any project; ask an admin of your project for the role"
+        )
+    return projects

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from service.domain.access.oidc_claims import MissingSubject, TokenRules, is_token
-from service.domain.access.permissions import require_admin
-from service.domain.access.roles import ANY, OPERATOR, AuditEntry, Key, Principal, Role, Roles
+from service.domain.access.permissions import administered, require_admin
+from service.domain.access.roles import ANY, OPERATOR, AuditEntry, Key, Principal, Roles
 from service.errors import Forbidden, InvalidRequest, KeyNotFound, Unauthorized
 from service.ports import KeyStore, TokenVerifier
 from train_loop.spec import Problem
@@ -95,12 +95,16 @@ class Access:
         return key, secret
 
     def visible(self, caller: Principal) -> list[Key]:
-        """Return the keys of the projects that the caller administers, newest first."""
+        """Return the keys of the projects that the caller administers, newest first. Raises Forbidden."""
+        administered(caller, None)
+        return self._shown(caller)
+
+    def _shown(self, caller: Principal) -> list[Key]:
         return [key for key in self.store.all() if key.roles_shown_to(caller)]
 
     def revoke(self, caller: Principal, key_id: str) -> None:
         """Revoke a key; idempotent. Raises KeyNotFound, Forbidden."""
-        key = next((key for key in self.visible(caller) if key.id == key_id), None)
+        key = next((key for key in self._shown(caller) if key.id == key_id), None)
         if key is None:
             raise KeyNotFound(key_id)
         if key.roles_shown_to(caller) != key.roles:
@@ -112,9 +116,11 @@ class Access:
     def audit_log(
         self, caller: Principal, project: str | None, *, after: int | None, limit: int
     ) -> list[tuple[int, AuditEntry]]:
-        """Return the audit log of a project, or of all projects that the caller administers, newest first."""
-        projects = caller.projects(Role.ADMIN, among=None if project is None else frozenset({project}))
-        return self.store.entries(projects, after=after, limit=limit)
+        """Return the audit log of a project, or of all projects that the caller administers, newest first.
+
+        Raises Forbidden.
+        """
+        return self.store.entries(administered(caller, project), after=after, limit=limit)
 
     def _audit_entry(self, caller: Principal, verb: str, key: Key) -> AuditEntry:
         project = next(iter(key.roles)) if len(key.roles) == 1 else ANY

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from service.domain.access.permissions import require_admin
+from service.domain.access.permissions import administered, require_admin
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import OVERLAP, Answer, Delivery, Webhook, test_message
@@ -40,8 +40,11 @@ class Webhooks:
         return webhook
 
     def visible(self, caller: Principal, project: str | None) -> list[Webhook]:
-        """Return the webhooks of a project, or of all projects that the caller administers, newest first."""
-        return self.store.among(caller.projects(Role.ADMIN, among=None if project is None else frozenset({project})))
+        """Return the webhooks of a project, or of all projects that the caller administers, newest first.
+
+        Raises Forbidden.
+        """
+        return self.store.among(administered(caller, project))
 
     def find(self, caller: Principal, webhook_id: str) -> Webhook:
         """Return a webhook."""

@@ -18,8 +18,10 @@ from tests.support.fakes.service import KEY, FakeService, spec_body
 from tests.support.fakes.stores import MemoryJobStore, MemoryTokens
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz"), ("get", "/schemas/job.json")}
-VISIBLE_ONLY = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
+VISIBLE_ONLY = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/me")}
 """Calls that return only the resources that the caller may see."""
+ADMIN_LISTS = {("get", path) for path in ("/keys", "/audit", "/webhooks")}
+"""Calls that return only the resources of projects that the caller administers, and need one."""
 REJECTED = ("none", "unknown", "revoked", "expired", "token-expired")
 TOKENS = {f"token-{role}": f"token.{role}.sound" for role in Role}
 CLAIMS: dict[str, Claims] = {TOKENS[f"token-{role}"]: {"sub": role, "exp": 1e12, "groups": [role]} for role in Role}
@@ -118,6 +120,8 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
         return 200, None
     if call in ADMIN_ONLY:
         return 403, "forbidden"
+    if call in ADMIN_LISTS:
+        return (200, None) if Role(kind.removeprefix("token-")) is Role.ADMIN else (403, "forbidden")
     admins = path.startswith(("/keys", "/webhooks"))
     needed = Role.ADMIN if admins else Role.VIEWER if method == "get" else Role.EDITOR
     if project == "own" and Role(kind.removeprefix("token-")).covers(needed):
@@ -162,7 +166,10 @@ def test_lists_contain_only_what_the_caller_may_see(world: World) -> None:
     assert [job["id"] for job in world.client.get("/jobs", headers=mine).json()["data"]] == [world.job]
     assert world.client.get("/jobs?project=other", headers=mine).json()["data"] == []
     assert [job["id"] for job in world.client.get("/jobs").json()["data"]] == [other, world.job]
-    assert world.client.get("/audit", headers=mine).json()["data"] == []
+    for path in ("/keys", "/audit", "/webhooks"):
+        answer = world.client.get(path, headers=mine)
+        assert code_of(answer) == (403, "forbidden")
+        assert "is not an admin of any project; ask an admin" in answer.json()["detail"]
     assert world.client.get("/me", headers=mine).json()["roles"] == {"own": "viewer"}
 
 
