@@ -11,8 +11,8 @@ from service.adapters.helper_processes.preflight import _parse as parse_prefligh
 from service.config.environment import BadSettings, read_settings
 from service.domain.runs.json_lines import parse as parse_run_line
 from service.errors import PreflightFailed
-from train_loop.data.prepare.messages import read_tools
-from train_loop.data.prepare.tokenizer import read_object
+from train_loop.data.text.messages import _read_arguments, read_tools
+from train_loop.data.text.tokenizer_files import _read_object
 from train_loop.errors import DataError, ModelError
 from train_loop.liveness.heartbeat import _mac, decode
 from train_loop.model.folder import _read_config
@@ -30,7 +30,6 @@ TRUSTED = {
     "train_loop/checkpoint/files/writer.py:write",
     "train_loop/checkpoint/files/writer.py:serve",
     "train_loop/liveness/heartbeat.py:main",
-    "train_loop/preflight/fork_server.py:handle",
     "train_loop/ray_train/dashboards.py:main",
     "train_loop/ray_train/raylet.py:worker_group_environment",
     "train_loop/run_dir/formats.py:sealed",
@@ -81,6 +80,7 @@ def test_every_parser_of_foreign_json_handles_nesting() -> None:
         pytest.param(load, SpecError, id="stored spec"),
         pytest.param(Manifest.parse, ValueError, id="manifest"),
         pytest.param(read_tools, DataError, id="tools of a row"),
+        pytest.param(lambda text: _read_arguments(text, 1), DataError, id="arguments of a tool"),
         pytest.param(lambda text: parse_preflight(text.encode()), PreflightFailed, id="answer of preflight"),
         pytest.param(parse_run_line, None, id="line of a run, in the service"),
         pytest.param(lambda text: decode(_mac(text.encode(), "t") + text.encode(), "t"), None, id="heartbeat"),
@@ -100,7 +100,7 @@ def test_nested_text_is_rejected(read: Callable[[str], Any], expected: type[Exce
     [
         ("config.json", lambda file: _read_config(file.parent), ModelError),
         ("model.safetensors.index.json", lambda file: _read_index(file.parent), ModelError),
-        ("tokenizer_config.json", read_object, DataError),
+        ("tokenizer_config.json", lambda file: _read_object(file, file.read_bytes()), DataError),
     ],
 )
 def test_nested_file_is_rejected(

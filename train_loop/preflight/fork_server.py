@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
-from typing import Any
+from typing import IO, Any
 
 Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
@@ -35,7 +35,10 @@ def serve(path: str, answer: Answer) -> None:
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
-            self.wfile.write(_watched(json.load(self.rfile), answer))
+            if (question := _read_question(self.rfile)) is not None:
+                # The requester may have stopped waiting.
+                with suppress(ConnectionError):
+                    self.wfile.write(_watched(question, answer))
 
     with Server(path, Handler) as server:
         threading.Thread(target=_leave_with_stdin, args=(Path(path),), daemon=True).start()
@@ -44,6 +47,15 @@ def serve(path: str, answer: Answer) -> None:
 
 class Server(ForkingMixIn, UnixStreamServer):
     """A server that forks for each request."""
+
+
+def _read_question(connection: IO[bytes]) -> dict[str, Any] | None:
+    """Return the question of a requester; None if it was killed before it had sent all of it."""
+    try:
+        question = json.load(connection)
+    except (ConnectionError, ValueError, RecursionError):
+        return None
+    return question if isinstance(question, dict) else None
 
 
 def _watched(question: dict[str, Any], answer: Answer) -> bytes:

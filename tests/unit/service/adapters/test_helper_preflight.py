@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,21 @@ def test_hanging_check_is_killed_after_timeout() -> None:
         assert helper._helper is not None
         here = psutil.Process(helper._helper.pid)
         wait_for(lambda: not here.children(), "the end of the hanging fork")
+
+
+def test_requester_that_has_gone_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with preflight(f"time.sleep(0.1) or {ECHO}") as helper:
+        assert helper.check(a_spec()).problems
+        whole = b'{"seconds": 9, "spec": {"name": "x"}, "read_policy": {"roots": [""]}}'
+        for question in (b"", b'{"spec": ', b"[" * 100_000, whole):
+            with helper._connect() as connection:
+                connection.sendall(question)
+                connection.shutdown(socket.SHUT_WR)
+        assert helper.check(a_spec(name="next")).problems
+        assert helper._helper is not None
+        here = psutil.Process(helper._helper.pid)
+        wait_for(lambda: not here.children(), "the end of the forks")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture(scope="module")
