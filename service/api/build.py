@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api.authentication import Guard
@@ -104,4 +103,5 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
     app.state.slow_reads = FairThreads(_SLOW_READS, waiting_per_key=_WAITING_PER_KEY)
     app.state.digests = FairThreads(_DIGESTS, waiting_per_key=_WAITING_PER_KEY)
-    app.state.webhooks, app.state.webhook_tests = parts.webhooks, CapacityLimiter(_WEBHOOK_TESTS)
+    tests = FairThreads(_WEBHOOK_TESTS, waiting_per_key=_WAITING_PER_KEY)
+    app.state.webhooks, app.state.webhook_tests = parts.webhooks, tests

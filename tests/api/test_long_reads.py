@@ -4,8 +4,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,10 +16,12 @@ import pytest
 
 from service.adapters.helper_processes.checkpoints import HelperTools
 from service.domain.access.roles import OPERATOR, Role
+from service.domain.webhooks.delivery import Answer, Webhook
 from service.errors import Busy
 from service.ports import CallCancelled, Cancellation
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.fakes.service import KEY, FakeService
+from tests.support.fakes.webhooks import MemorySender
 from tests.support.servers.streams import Address
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportWish
@@ -92,6 +96,26 @@ def test_calls_of_a_client_that_hung_up_are_ended(slow: Slow, method: str, call:
     answer = httpx.request(method, f"{slow.address.url}{other}", headers={"authorization": f"Bearer {KEY}"})
     assert (answer.status_code, time.monotonic() - began < 5) == (404, True)
     assert len(slow.pids()) <= 3, "waiting calls start no process"
+
+
+def test_webhook_tests_of_one_project_leave_places_to_others(slow: Slow) -> None:
+    go, begun = threading.Event(), list[str]()
+
+    def send(webhook: Webhook, *_: object, **__: object) -> Answer:
+        begun.append(webhook.project)
+        go.wait(60)
+        return Answer(200)
+
+    hooks, paths, keys = slow.service.webhooks, dict[str, str](), dict[str, str]()
+    for name in ("nlp", "vision"):
+        paths[name] = f"/webhooks/{hooks.create(OPERATOR, name, 'https://1.1.1.1/', []).id}/test"
+        keys[name] = slow.service.access.create(OPERATOR, name, {name: Role.ADMIN}, None)[1]
+    with patch.object(MemorySender, "send", side_effect=send), ExitStack() as stack:
+        stack.callback(go.set)
+        for name in (*["nlp"] * 9, "vision"):
+            stack.enter_context(closing(slow.send(paths[name], keys[name], "POST")))
+        wait_for(lambda: len(begun) >= 3, "three tests")
+        assert sorted(begun) == ["nlp", "nlp", "vision"]
 
 
 @pytest.mark.parametrize("early", [True, False])

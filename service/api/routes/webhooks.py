@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request
 
 from service.api.authentication import CallerIs
 from service.api.bodies import parse_body, read_body
+from service.api.concurrency_limits import Claim, FairThreads
 from service.api.convert import delivery_out, new_webhook, trial_out, webhook_out
 from service.api.openapi import json_body
 from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
@@ -55,9 +55,10 @@ def delete(caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> None:
 @router.post("/{webhook_id}/test")
 async def test(request: Request, caller: CallerIs, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
     """Send a test message at once and return the result. A disabled webhook that receives it is enabled."""
-    # Use separate threads: a receiver may respond slowly.
-    threads: CapacityLimiter = request.app.state.webhook_tests
-    return trial_out(await run_sync(webhooks.test, caller, webhook_id, limiter=threads))
+    # Separate threads, shared by project: a receiver may respond slowly.
+    threads: FairThreads = request.app.state.webhook_tests
+    claim = Claim(caller.id, (await run_sync(webhooks.find, caller, webhook_id)).project)
+    return trial_out(await threads.run(request, claim, lambda _: webhooks.test(caller, webhook_id)))
 
 
 @router.post("/{webhook_id}/rotate")
