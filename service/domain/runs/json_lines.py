@@ -9,13 +9,29 @@ Line = Mapping[str, JsonValue]
 """One line of events.jsonl or metrics.jsonl. Any writer may add fields."""
 
 
+_MOST_LEVELS = 64
+"""Maximum nesting of a line: answers cannot contain much more, and writers of Trainshed use five."""
+
+
 def parse(line: str) -> Line | None:
-    """Parse a line of JSON; return None if it is not an object."""
+    """Parse a line of JSON; return None if it is not an object, or nested too deeply."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    # A line has at most as many levels as brackets, which are faster to count.
+    if line.count("[") + line.count("{") > _MOST_LEVELS and _levels(value) > _MOST_LEVELS:
+        return None
     return value if isinstance(value, dict) else None
+
+
+def _levels(value: JsonValue) -> int:
+    """Return the number of nested lists and objects."""
+    levels, inside = 0, [value]
+    while inside := [part for part in inside if isinstance(part, dict | list)]:
+        levels += 1
+        inside = [part for one in inside for part in (one.values() if isinstance(one, dict) else one)]
+    return levels
 
 
 def number(line: Line, name: str) -> float | None:

@@ -115,3 +115,12 @@ def test_events_are_filtered_by_text(client: TestClient, service: FakeService) -
     assert ([line["message"] for line in page["data"]], page["has_more"]) == (["number 0", "number 1"], True)
     rest = client.get(f"/jobs/{job_id}/events", params={"contains": "warning", "after": page["next"]}).json()
     assert ([line["message"] for line in rest["data"]], rest["has_more"]) == (["number 2"], False)
+
+
+def test_line_that_is_nested_too_deeply_is_skipped(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    service.event(job_id, "before")
+    with service.run_dir(job_id).attempt(1).events.open("a") as file:
+        for depth in (60, 70, 300, 900, 100_000):
+            file.write(f'{{"event": "x", "attempt": 1, "seq": {depth}, "v": {"[" * depth}{"]" * depth}}}\n')
+    assert [event["event"] for event in client.get(f"/jobs/{job_id}/events").json()["data"]] == ["before", "x"]
