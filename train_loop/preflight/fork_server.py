@@ -10,9 +10,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedIOBase
 from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
-from typing import IO, Any
+from typing import Any
 
 Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
@@ -49,7 +50,7 @@ class Server(ForkingMixIn, UnixStreamServer):
     """A server that forks for each request."""
 
 
-def _read_question(connection: IO[bytes]) -> dict[str, Any] | None:
+def _read_question(connection: BufferedIOBase) -> dict[str, Any] | None:
     """Return the question of a requester; None if it was killed before it had sent all of it."""
     try:
         question = json.load(connection)

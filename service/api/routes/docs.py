@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.openapi import OpenApiApp
 
 router = APIRouter(include_in_schema=False)
+_READ = ["GET", "HEAD"]
 _PIECE = 16 << 10
 """Bytes after which an answer waits until the client has read them: nothing else bounds unread answers in memory."""
 _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
@@ -28,26 +29,26 @@ class CachedResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-@router.get("/")
+@router.api_route("/", methods=_READ)
 async def root() -> RedirectResponse:
     """Redirect to the API description."""
     return RedirectResponse("docs")
 
 
-@router.get("/openapi.json")
+@router.api_route("/openapi.json", methods=_READ)
 async def openapi(request: Request) -> CachedResponse:
     """Return the OpenAPI document."""
     app: OpenApiApp = request.app
     return CachedResponse(app.openapi_text, media_type="application/json")
 
 
-@router.get("/docs")
+@router.api_route("/docs", methods=_READ)
 async def page() -> CachedResponse:
     """Return the page that shows the API description."""
     return CachedResponse(_page(), media_type="text/html; charset=utf-8")
 
 
-@router.get("/docs/{name}")
+@router.api_route("/docs/{name}", methods=_READ)
 async def asset(name: str) -> CachedResponse:
     """Return a file of the page."""
     if name not in _ASSETS:

@@ -33,6 +33,7 @@ def test_docs_load_everything_from_the_service(client: TestClient) -> None:
     style = client.get("/docs/swagger-ui.css").text
     assert not re.findall(r"url\((?!['\"]?data:)[^)]*\)|@import", style)
     assert client.get("/docs/other.js").status_code == 404
+    assert client.head("/docs").headers["content-length"] == str(len(page))
 
 
 def test_description_is_built_once(client: TestClient) -> None:
