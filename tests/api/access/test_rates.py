@@ -104,18 +104,15 @@ def test_guesses_are_limited_without_blocking_known_callers(api: LimitedService)
     assert api.codes(api.bob, 1) == [200]
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/docs", "/docs/swagger-ui.css", "/openapi.json", "/schemas/job.json", "/nowhere", "/metrics", "/jobs/x"],
-)
 @pytest.mark.parametrize("secret", ["", "guess", "trainshed_0009_guess"])
-def test_every_path_is_limited_without_a_key(api: LimitedService, path: str, secret: str) -> None:
+def test_every_path_is_limited_without_a_key(api: LimitedService, secret: str) -> None:
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
-    sent = [api.client.get(path, headers=headers, follow_redirects=False) for _ in range(6)]
-    assert [answer.status_code for answer in sent[4:]] == [429] * 2
-    assert 429 not in [answer.status_code for answer in sent[:4]]
-    assert [answer.headers.get("connection") for answer in sent] == [None] * 4 + ["close"] * 2
-    assert api.codes(KEY, 3, path="/openapi.json") == [200] * 3, "the operator has no limits"
+    for path in ("/", "/docs", "/docs/swagger-ui.css", "/openapi.json", "/schemas/job.json", "/nowhere", "/metrics"):
+        sent = [api.client.get(path, headers=headers, follow_redirects=False) for _ in range(6)]
+        assert [answer.status_code == 429 for answer in sent] == [False] * 4 + [True] * 2, path
+        assert [answer.headers.get("connection") for answer in sent] == [None] * 4 + ["close"] * 2
+        assert api.codes(KEY, 1, path="/openapi.json") == [200], "the operator has no limits"
+        api.service.clock.now += 60.0
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
