@@ -9,7 +9,10 @@ from service.adapters.helper_processes.preflight import HelperPreflight
 from service.adapters.helper_processes.preflight import Limits as PreflightLimits
 from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.ray.embedded import EmbeddedRay
-from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.environment import environment_of_jobs
+from service.adapters.ray.head import HeadSettings
+from service.adapters.ray.jobs import RayJobs
+from service.adapters.ray.session import RayAddress
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.database import Database
@@ -97,7 +100,13 @@ def _has_run_below(store: SqlJobStore, root: str) -> bool:
 def _embedded(settings: Settings) -> EmbeddedRay | None:
     if settings.ray_address is not None:
         return None
-    return EmbeddedRay(settings.home, cpus=settings.ray_cpus, object_store_bytes=settings.ray_object_store_bytes)
+    roots = (settings.default_root, *settings.all_roots)
+    head = HeadSettings(
+        cpus=settings.ray_cpus,
+        object_store_bytes=settings.ray_object_store_bytes,
+        environment=environment_of_jobs(os.environ, roots=roots, sinks=settings.sinks),
+    )
+    return EmbeddedRay(settings.home, head)
 
 
 def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:

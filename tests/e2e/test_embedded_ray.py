@@ -16,7 +16,8 @@ import pytest
 
 from service.adapters.ray import head as ray_head
 from service.adapters.ray.embedded import EmbeddedRay
-from service.adapters.ray.head import FolderOpen, RayHead, read_head
+from service.adapters.ray.environment import environment_of_jobs
+from service.adapters.ray.head import FolderOpen, HeadSettings, RayHead, read_head
 from service.adapters.ray.jobs import RayJobs
 from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
@@ -26,11 +27,18 @@ from train_loop.system.private_folder import parent_folder
 
 CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
+SECRETS = {
+    "TRAINSHED_SECRET_KEY": "of-the-service-1",
+    "TRAINSHED_DATABASE_URL": "postgresql://shed:of-the-service-2@db/jobs",
+    "PGPASSWORD": "of-the-service-3",
+    "AWS_SECRET_ACCESS_KEY": "of-the-service-4",
+}
 KILLED_SERVICE = """
 import sys, time
 from pathlib import Path
 from service.adapters.ray.embedded import EmbeddedRay
-ray = EmbeddedRay(Path(sys.argv[1]), cpus=2, object_store_bytes=80_000_000)
+from tests.e2e.test_embedded_ray import settings
+ray = EmbeddedRay(Path(sys.argv[1]), settings())
 ray.start()
 while ray.address() is None:
     time.sleep(0.1)
@@ -52,9 +60,15 @@ def driver(tmp_path: Path) -> str:
 
 @pytest.fixture
 def ray(tmp_path: Path) -> Iterator[EmbeddedRay]:
-    embedded = EmbeddedRay(tmp_path, cpus=CPUS, object_store_bytes=OBJECT_STORE_BYTES)
+    embedded = EmbeddedRay(tmp_path, settings())
     yield embedded
     embedded.stop()
+
+
+def settings() -> HeadSettings:
+    """Return settings of a service whose environment holds secrets; no storage root is on S3."""
+    environment = environment_of_jobs({**os.environ, **SECRETS}, roots=["file:///runs"], sinks=["tensorboard"])
+    return HeadSettings(cpus=CPUS, object_store_bytes=OBJECT_STORE_BYTES, environment=environment)
 
 
 def recorded(home: Path) -> RayHead:
@@ -90,6 +104,12 @@ def listen_addresses(head: RayHead) -> set[str]:
     return {c.laddr[0] for c in connections if c.status == psutil.CONN_LISTEN and c.pid in family and c.laddr}
 
 
+def holders_of_secrets(head: RayHead) -> list[str]:
+    """Return the names of a head's processes whose environment holds a secret of the service."""
+    found = {process: Path(f"/proc/{process.pid}/environ").read_bytes() for process in processes(head)}
+    return [process.name() for process, environ in found.items() if b"of-the-service" in environ]
+
+
 def assert_closed_to_others(head: RayHead) -> None:
     """Check that another user cannot access any of Ray's files; if run as root, try it as such a user."""
     paths = [head.temp_dir, *(str(path) for path in Path(head.temp_dir).rglob("*"))]
@@ -120,6 +140,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     address = wait_for(ray.address, what="the head of the killed service")
     assert (recorded(tmp_path), address.url) == (left, left.dashboard_url)
     assert httpx.get(f"{address.url}/api/version").status_code == 401
+    assert holders_of_secrets(left) == []
     jobs = RayJobs(ray.address, python=driver)
     assert wait_for(jobs.capacity).total["CPU"] == CPUS
     assert jobs.status("job-1-1") is SubmissionStatus.MISSING
@@ -139,8 +160,13 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     assert jobs.status("job-1-1") is SubmissionStatus.MISSING
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
-    # Replacement if other users can enter its folder.
+    # The token of the dead head is useless.
     before = ray.address()
+    assert before is not None
+    assert httpx.get(f"{before.url}/api/version", headers=address.headers).status_code == 403
+    assert httpx.get(f"{before.url}/api/version", headers=before.headers).status_code == 200
+
+    # Replacement if other users can enter its folder.
     Path(recorded(tmp_path).temp_dir).chmod(0o711)
     wait_for(lambda: ray.address() not in (None, before), what="a head with a private folder")
     assert_closed_to_others(recorded(tmp_path))
@@ -166,7 +192,7 @@ def test_failed_start_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatc
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setattr(ray_head, "write_durably", _full_disk)
         with pytest.raises(OSError, match="No space left"):
-            ray_head.start_head(tmp_path, cpus=1, object_store_bytes=OBJECT_STORE_BYTES)
+            ray_head.start_head(tmp_path, settings())
         assert list(Path(folder).iterdir()) == []
     assert psutil.Process().children() == before
 
@@ -185,7 +211,7 @@ def test_ray_parent_folder_is_short_enough_for_sockets(monkeypatch: pytest.Monke
 def test_check_folder_accessible_to_others_raises_folder_open(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "shed"
     folder.mkdir(mode=0o700)
-    head = RayHead(pid=1, create_time=0, dashboard_url="", address="", temp_dir=str(folder))
+    head = RayHead(pid=1, create_time=0, temp_dir=str(folder))
     head.check_folder()
     folder.chmod(mode)
     with pytest.raises(FolderOpen, match=f"has mode {mode:04o} and owner {os.geteuid()}; it must be"):

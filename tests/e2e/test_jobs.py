@@ -15,7 +15,8 @@ import torch
 from pydantic import JsonValue
 
 from service.adapters.ray.head import read_head
-from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.jobs import RayJobs
+from service.adapters.ray.session import RayAddress
 from service.api.schemas import ExaminationOut
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
@@ -78,7 +79,7 @@ def test_doctor_finds_no_faults_and_leaves_nothing(service: LiveService) -> None
     assert list((service.home / "runs").glob("_doctor*")) == []
     head = read_head(service.home / "ray.json")
     assert head is not None
-    stranger = RayAddress(head.dashboard_url, "not-the-token")
+    stranger = RayAddress(head.dashboard_url or "", "not-the-token")
     assert RayJobs(lambda: stranger, python="python").greet().reach is Reachability.REFUSED
 
 
@@ -187,7 +188,7 @@ def test_ray_dashboard_names_the_attempt_and_shows_its_train_run(service: LiveSe
     assert head is not None
     token = (service.home / "ray.token").read_text().strip()
     name, run_name = f"{job.name} ({job.id})", f"{job.name} ({job.id}-1)"
-    with httpx.Client(base_url=head.dashboard_url, headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
+    with httpx.Client(base_url=head.dashboard_url or "", headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
         submission = ray.get(f"/api/jobs/{job.id}-1").json()
         runs = ray.get("/api/train/v2/runs/v1").json()["train_runs"]
     metadata = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}

@@ -16,6 +16,11 @@ _LEAST = 6
 MASK = "***"
 
 
+def may_hold_secret(name: str, value: str) -> bool:
+    """Return whether a variable has a secret name, also for a secret's file, or a URL with a password as its value."""
+    return bool((_NAMES.search(name) and not value.isdigit()) or _IN_URLS.search(value))
+
+
 def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Return a function that masks secrets in a text: values of variables with secret names, and URL passwords."""
     values = {value for name, value in environment.items() if _NAMES.search(name)}

@@ -9,29 +9,32 @@ from pathlib import Path
 import structlog
 
 from service.adapters.key_files import ensure_key
-from service.adapters.ray.head import FolderOpen, RayHead, read_head, start_head
-from service.adapters.ray.jobs import RayAddress
+from service.adapters.ray.head import FolderOpen, HeadSettings, RayHead, read_head, record_head, start_head
+from service.adapters.ray.session import RayAddress, request_version
 
 log = structlog.get_logger(__name__)
 _POLL_SECONDS = 0.5
 _UP_SECONDS = 90.0
 _JOIN_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class EmbeddedRay:
     """A Ray head that the service owns. It survives a SIGKILL of the service, but not a graceful stop."""
 
-    def __init__(self, home: Path, *, cpus: int, object_store_bytes: int) -> None:
-        self._home = home
-        self._cpus = cpus
-        self._object_store_bytes = object_store_bytes
+    def __init__(self, home: Path, settings: HeadSettings) -> None:
+        self._home, self._settings = home, settings
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep_alive, name="embedded-ray", daemon=True)
         self._head: RayHead | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._up: RayAddress | None = None
+
+    @property
+    def _token_file(self) -> Path:
+        return self._home / "ray.token"
 
     def address(self) -> RayAddress | None:
         """Return the address of the head; None while it is not up."""
@@ -68,12 +71,12 @@ class EmbeddedRay:
         if self._up is not None and self._alive() and self._is_private():
             return
         self._up = None
-        token = ensure_key(self._home / "ray.token")
-        if not (self._alive() and self._is_private() and self._comes_up(token)):
+        if not (self._alive() and self._is_private() and self._comes_up()):
             self._replace_head()
-        if self._comes_up(token) and self._is_private():
+        if self._comes_up() and self._is_private():
             assert self._head is not None
-            self._up = RayAddress(self._head.dashboard_url, token)
+            record_head(self._home, self._head)
+            self._up = self._address()
             log.info("embedded_ray_up", dashboard=self._head.dashboard_url, pid=self._head.pid)
         elif not self._stopped.is_set():
             with self._lock:
@@ -85,15 +88,32 @@ class EmbeddedRay:
             # Do not start a head after `stop`: it would keep running.
             if not self._stopped.is_set():
                 self._end_head()
-                self._head, self._child = start_head(
-                    self._home, cpus=self._cpus, object_store_bytes=self._object_store_bytes
-                )
+                # Each head has its own token: one that leaked is useless for the next head.
+                self._token_file.unlink(missing_ok=True)
+                ensure_key(self._token_file)
+                self._head, self._child = start_head(self._home, self._settings)
 
-    def _comes_up(self, token: str) -> bool:
-        head = self._head
-        if head is None:
+    def _comes_up(self) -> bool:
+        return _wait(self._answers, lambda: self._head is None or self._stopped.is_set() or not self._alive())
+
+    def _answers(self) -> bool:
+        """Return whether the dashboard has announced its port and accepts the token there."""
+        address = self._address()
+        if address is None:
             return False
-        return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())
+        try:
+            return request_version(address, _ANSWER_SECONDS).ok
+        except OSError:
+            return False
+
+    def _address(self) -> RayAddress | None:
+        """Return the head's address, which only the head's dashboard may answer; None if it is not known yet."""
+        if self._head is None:
+            return None
+        if self._head.dashboard_url is None:
+            self._head = self._head.model_copy(update={"dashboard_url": self._head.find_dashboard()})
+        url = self._head.dashboard_url
+        return None if url is None else RayAddress(url, ensure_key(self._token_file), self._head.dashboard)
 
     def _is_private(self) -> bool:
         """Return whether the head's folder is closed to other users. If not, log the reason."""

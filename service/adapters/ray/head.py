@@ -1,16 +1,16 @@
 """A Ray head on loopback (`ray start --head`): its command, folder, record on disk, and processes."""
 
 import os
+import re
 import shutil
 import socket
 import stat
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,10 @@ _MARK = "TRAINSHED_EMBEDDED_RAY"
 _KILL_SECONDS = 2.0
 """Timeout for the processes of a head to exit after SIGKILL."""
 _POLL_SECONDS = 0.02
+_DASHBOARD = "dashboard/dashboard.py"
+"""End of the path of the dashboard's program."""
+_ANNOUNCEMENT = re.compile(r"Dashboard head http address: (127\.0\.0\.1:\d+)")
+"""The line in the dashboard's log with the port that the operating system has chosen."""
 
 
 class FolderOpen(Exception):
@@ -34,10 +38,10 @@ class RayHead(BaseModel):
 
     pid: int
     create_time: float
-    dashboard_url: str
-    address: str
     temp_dir: str
     """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it."""
+    dashboard_url: str | None = None
+    """None until the dashboard has announced it."""
 
     def alive(self) -> bool:
         """Return whether the head's process runs. A reused pid does not count."""
@@ -51,13 +55,23 @@ class RayHead(BaseModel):
         except psutil.NoSuchProcess:
             return None
 
-    def answers(self, token: str) -> bool:
-        """Return whether the dashboard accepts the token."""
+    def find_dashboard(self) -> str | None:
+        """Return the dashboard's URL, which it announces in its log; None until then. Others cannot write there."""
         try:
-            headers = {"Authorization": f"Bearer {token}"}
-            return httpx.get(f"{self.dashboard_url}/api/version", headers=headers, timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
+            log = Path(self.temp_dir, "r", "session_latest", "logs", "dashboard.log").read_text(errors="replace")
+        except OSError:
+            return None
+        announced = _ANNOUNCEMENT.findall(log)
+        return f"http://{announced[-1]}" if announced else None
+
+    def dashboard(self) -> psutil.Process | None:
+        """Return the process of the dashboard; None if it does not run. Only it may receive the token."""
+        head = self.process()
+        with suppress(psutil.Error):
+            for child in head.children() if head is not None else ():
+                if any(word.endswith(_DASHBOARD) for word in child.cmdline()):
+                    return child
+        return None
 
     def check_folder(self) -> None:
         """Raise FolderOpen if the folder is missing or another user can enter it."""
@@ -98,19 +112,33 @@ def read_head(record: Path) -> RayHead | None:
         return None
 
 
-def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
+class HeadSettings(BaseModel):
+    """Settings of a head: its CPUs, the size of its object store, and the environment of its processes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cpus: int
+    object_store_bytes: int
+    environment: dict[str, str]
+
+
+def record_head(home: Path, head: RayHead) -> None:
+    """Write home/ray.json."""
+    write_durably(home / "ray.json", head.model_dump_json(indent=2))
+
+
+def start_head(home: Path, settings: HeadSettings) -> tuple[RayHead, subprocess.Popen[bytes]]:
     """Start a head in a new session, so that it outlives the service. Record it in home/ray.json before it runs."""
     temp_dir = make_private_folder()
     try:
-        return _start(home, temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
+        return _start(home, temp_dir, settings)
     except BaseException:
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
 
 
-def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
-    ports = _free_ports(8)
-    command = _command(ports[:6], f"{temp_dir}/r", cpus=cpus, object_store_bytes=object_store_bytes)
+def _start(home: Path, temp_dir: str, settings: HeadSettings) -> tuple[RayHead, subprocess.Popen[bytes]]:
+    command = _command(f"{temp_dir}/r", settings)
     with (home / "ray.log").open("ab") as log:
         # The shell waits for a line before it executes Ray. If the service dies before the record is written, the shell
         # reads end of file and exits. So Ray never runs without a record.
@@ -119,19 +147,14 @@ def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> 
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=_environment(home, temp_dir, metric_ports=ports[6:]),
+            env=settings.environment | _own_variables(home, temp_dir),
             start_new_session=True,
         )
     assert child.stdin is not None
     try:
-        head = RayHead(
-            pid=child.pid,
-            create_time=psutil.Process(child.pid).create_time(),
-            dashboard_url=f"http://127.0.0.1:{ports[1]}",
-            address=f"127.0.0.1:{ports[0]}",
-            temp_dir=temp_dir,
-        )
-        write_durably(home / "ray.json", head.model_dump_json(indent=2))
+        created = psutil.Process(child.pid).create_time()
+        head = RayHead(pid=child.pid, create_time=created, temp_dir=temp_dir)
+        record_head(home, head)
     except BaseException:
         child.stdin.close()
         child.kill()
@@ -142,22 +165,22 @@ def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> 
     return head, child
 
 
-def _command(ports: list[int], temp_dir: str, *, cpus: int, object_store_bytes: int) -> list[str]:
-    gcs, dashboard, agent_http, agent_grpc, metrics, client = ports
+def _command(temp_dir: str, settings: HeadSettings) -> list[str]:
+    # With port 0, each process binds a free port itself and announces it in Ray's private folder. A port that is chosen
+    # before Ray binds it could be taken by another user, who would receive the token.
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--num-cpus={cpus}", f"--temp-dir={temp_dir}"),
-        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
-        *(f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"),
-        *(f"--metrics-export-port={metrics}", f"--object-store-memory={object_store_bytes}"),
-        f"--ray-client-server-port={client}",
+        *("--node-ip-address=127.0.0.1", "--port=0", f"--num-cpus={settings.cpus}", f"--temp-dir={temp_dir}"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"),
+        *("--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0", "--metrics-export-port=0"),
+        f"--object-store-memory={settings.object_store_bytes}",
+        # Ray rejects 0 here. No process of ours connects to this port.
+        f"--ray-client-server-port={_free_port()}",
     ]
 
 
-def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[str, str]:
-    autoscaler, dashboard = map(str, metric_ports)
+def _own_variables(home: Path, temp_dir: str) -> dict[str, str]:
     return {
-        **os.environ,
         _MARK: temp_dir,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
@@ -165,18 +188,15 @@ def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A single node cannot move its work to another node, so a drain need not wait.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        "AUTOSCALER_METRIC_PORT": autoscaler,
-        "DASHBOARD_METRIC_PORT": dashboard,
+        "AUTOSCALER_METRIC_PORT": "0",
+        "DASHBOARD_METRIC_PORT": "0",
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return distinct ports that were free a moment ago."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+def _free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
@@ -15,9 +14,11 @@ import structlog
 from pydantic import BaseModel
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
+from requests import codes
 
 from service.adapters.ray.breaker import LONG, SHORT, Breaker
 from service.adapters.ray.nodes import RayNode, read_nodes, read_ray_nodes
+from service.adapters.ray.session import VERSION, RayAddress, open_session, request_version
 from service.domain.doctor.measurements import ProbeReply, Reachability
 from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
@@ -26,7 +27,6 @@ from train_loop.plan import Capacity
 from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, storage_path
 
 log = structlog.get_logger(__name__)
-_VERSION = "/api/version"
 _CAPACITY_SECONDS = 2.0
 _RUNNING_SECONDS = 2.0
 """Seconds for which the status RUNNING is cached: each request to the dashboard takes CPU time from training."""
@@ -34,40 +34,30 @@ _RUNNING_SECONDS = 2.0
 _FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
 
-@dataclass(frozen=True)
-class RayAddress:
-    """The URL of a cluster's dashboard, and its token. If the token is None, Ray reads it from the environment."""
-
-    url: str
-    token: str | None
-
-
 class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed by mypy
-    """Ray's client with a timeout for each request. The original waits forever."""
+    """Ray's client with a timeout for each request, and a check of who receives it. The original waits forever."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None, breaker: Breaker) -> None:
-        self._breaker = breaker
-        super().__init__(url, headers=headers)
+    def __init__(self, address: RayAddress, breaker: Breaker) -> None:
+        self._breaker, self._server = breaker, address.server
+        super().__init__(address.url, headers=address.headers)
 
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
         # Writes get the long timeout: after a timeout, Ray may still have executed them.
         seconds = None if method == "GET" else LONG
         return self._breaker.call(partial(self.send_request, method, endpoint, **arguments), seconds=seconds)
 
-    def send_request(self, method: str, endpoint: str, seconds: float, **arguments: Any) -> requests.Response:
-        """Send a request, even if the breaker is open."""
+    def send_request(
+        self, method: str, endpoint: str, seconds: float, *, json_data: object = None, **arguments: Any
+    ) -> requests.Response:
+        """Send a request, even if the breaker is open. Raises AuthenticationError, requests.RequestException."""
         timeout = (min(seconds, SHORT), seconds)
-        answer: requests.Response = super()._do_request(method, endpoint, timeout=timeout, **arguments)
+        with open_session(self._server, seconds=seconds) as session:
+            answer = session.request(
+                method, self._address + endpoint, json=json_data, headers=self._headers, timeout=timeout, **arguments
+            )
+        if answer.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
+            raise AuthenticationError(answer.text)
         return answer
-
-
-def _headers(address: RayAddress) -> dict[str, str] | None:
-    return {"Authorization": f"Bearer {address.token}"} if address.token else None
-
-
-def _version(address: RayAddress, seconds: float) -> requests.Response:
-    """Request the dashboard's version. Any response is an answer, even a rejection."""
-    return requests.get(f"{address.url}{_VERSION}", headers=_headers(address), timeout=(min(seconds, SHORT), seconds))
 
 
 class _VersionAnswer(BaseModel):
@@ -188,7 +178,7 @@ class RayJobs:
             return ProbeReply(Reachability.STARTING, "", "the embedded Ray is not up yet")
         try:
             client, before = self._connect(), time.time()
-            answer = client.send_request("GET", _VERSION, LONG)
+            answer = client.send_request("GET", VERSION, LONG)
             answer.raise_for_status()
             version = _VersionAnswer.model_validate_json(answer.text).ray_version
         except AuthenticationError as error:
@@ -268,9 +258,9 @@ class RayJobs:
             raise ConnectionError("the cluster is not up yet")
         with self._lock:
             if self._breaker is None or self._breaker[0] != address:
-                self._breaker, self._client = (address, Breaker(partial(_version, address))), None
+                self._breaker, self._client = (address, Breaker(partial(request_version, address))), None
             if self._client is None:
-                self._client = _Client(address.url, _headers(address), self._breaker[1])
+                self._client = _Client(address, self._breaker[1])
             return self._client
 
     def _entrypoint(self, launch: SubmitRequest) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from service.adapters.ray import breaker as module
 from service.adapters.ray.breaker import LONG, SHORT, Breaker, ClusterSilentError
-from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.jobs import RayJobs
+from service.adapters.ray.session import RayAddress
 from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError

@@ -7,8 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from service.adapters.ray import probe as ray_probe
-from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.probe import RayProbe
+from service.adapters.ray.session import RayAddress
 from service.domain.doctor.checks import min_distance
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.observation import SubmissionStatus
