@@ -23,6 +23,7 @@ _NAMES = {
     "AsyncBaseTransport": "BaseTransport",
     "AsyncClient": "Client",
     "AsyncJob": "Job",
+    "AsyncPeerCheck": "PeerCheck",
     "AsyncTransport": "Transport",
     "aclose": "close",
     "aclosing": "closing",

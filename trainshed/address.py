@@ -8,13 +8,14 @@ import httpx
 from trainshed.errors import InvalidUrl, NoKeyError
 
 if TYPE_CHECKING:
-    from service.config.address import LocalService
-
-_DEFAULT_URL = "http://127.0.0.1:8000"
+    from service.config.address import LocalService as LocalService
 
 
 def find_url() -> str:
-    """Return the service's URL. Raises InvalidUrl, or BadSettings if the settings of the local service are invalid."""
+    """Return the service's URL.
+
+    Raises InvalidUrl if it is missing or invalid, or BadSettings if the settings of the local service are invalid.
+    """
     url = _variable("TRAINSHED_URL")
     if url is None:
         return _local_url()
@@ -45,8 +46,12 @@ def _is_url(text: str) -> bool:
     return url.scheme in ("http", "https") and bool(url.host)
 
 
+def find_local() -> "LocalService | None":
+    """Return the service of this machine's home if TRAINSHED_URL is not set. None if only the client is installed."""
+    return None if _variable("TRAINSHED_URL") else _local_service()
+
+
 def _local_service() -> "LocalService | None":
-    """Return the service on this machine. None if only the client is installed."""
     try:
         # Imported only here: without the extra `service`, pydantic-settings is missing.
         from service.config.address import local_service  # noqa: PLC0415
@@ -59,7 +64,9 @@ def _local_service() -> "LocalService | None":
 
 def _local_url() -> str:
     local = _local_service()
-    return _DEFAULT_URL if local is None else local.url
+    if local is None:
+        raise InvalidUrl("TRAINSHED_URL is not set; set it to the URL of the service, http://HOST:PORT")
+    return local.url
 
 
 def _local_key() -> str:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainshed.errors import error_of
 
@@ -52,8 +52,14 @@ class Call(Generic[T]):
         return self.parse(response.content or b"null")
 
     def parse(self, content: bytes | str) -> T:
-        """Parse a response, or one line of a stream, from JSON."""
-        return TypeAdapter(self.response).validate_json(content)
+        """Parse a response, or one line of a stream, from JSON. Raises httpx.DecodingError if it has another form."""
+        try:
+            return TypeAdapter(self.response).validate_json(content)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise httpx.DecodingError(
+                f"{self.method} {self.path}: the server does not answer like Trainshed: {fault}"
+            ) from error
 
 
 def segment(value: str | int) -> str:

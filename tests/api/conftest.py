@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def home(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "service.json").write_text(json.dumps({"url": url, "pid": 1}))
+    (tmp_path / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
     (tmp_path / "admin.key").write_text(KEY + "\n")
     (tmp_path / "spec.json").write_text(spec_body())
     return tmp_path

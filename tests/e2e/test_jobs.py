@@ -188,7 +188,9 @@ def test_ray_dashboard_names_the_attempt_and_shows_its_train_run(service: LiveSe
     assert head is not None
     token = (service.home / "ray.token").read_text().strip()
     name, run_name = f"{job.name} ({job.id})", f"{job.name} ({job.id}-1)"
-    with httpx.Client(base_url=head.dashboard_url or "", headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
+    with httpx.Client(
+        base_url=head.dashboard_url or "", headers={"authorization": f"Bearer {token}"}, timeout=60
+    ) as ray:
         submission = ray.get(f"/api/jobs/{job.id}-1").json()
         runs = ray.get("/api/train/v2/runs/v1").json()["train_runs"]
     metadata = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}

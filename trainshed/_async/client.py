@@ -8,8 +8,8 @@ import httpx
 
 from service.api.schemas import PlanOut
 from trainshed._async.api import AsyncApi
+from trainshed._async.connection import open_http
 from trainshed._async.job import AsyncJob, pages
-from trainshed.address import find_key, find_url
 from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text, states_of
 
 _PATIENCE_SECONDS = 60.0
@@ -19,7 +19,8 @@ _PAGE = 100
 class AsyncClient:
     """A connection to one service. `AsyncClient()` finds URL and key as the `trainshed` command does.
 
-    Raises NoKeyError if no key is found. Every call raises ApiError, or httpx.HTTPError if the service does not
+    Raises NoKeyError if no key is found, and InvalidUrl if no URL is found. Without a URL, the key is sent only to the
+    service that runs in the home. Every call raises ApiError, or httpx.HTTPError if the service does not
     answer for `patience` seconds. `api` has all calls of the REST API.
     """
 
@@ -31,8 +32,7 @@ class AsyncClient:
         patience: float = _PATIENCE_SECONDS,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {key or find_key()}"}
-        self._http = httpx.AsyncClient(base_url=url or find_url(), headers=headers, transport=transport)
+        self._http = open_http(url, key, transport=transport)
         self.api = AsyncApi(self._http, patience)
 
     async def __aenter__(self) -> Self:

@@ -10,8 +10,8 @@ import httpx
 
 from service.api.schemas import PlanOut
 from trainshed._sync.api import Api
+from trainshed._sync.connection import open_http
 from trainshed._sync.job import Job, pages
-from trainshed.address import find_key, find_url
 from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text, states_of
 
 _PATIENCE_SECONDS = 60.0
@@ -21,7 +21,8 @@ _PAGE = 100
 class Client:
     """A connection to one service. `Client()` finds URL and key as the `trainshed` command does.
 
-    Raises NoKeyError if no key is found. Every call raises ApiError, or httpx.HTTPError if the service does not
+    Raises NoKeyError if no key is found, and InvalidUrl if no URL is found. Without a URL, the key is sent only to the
+    service that runs in the home. Every call raises ApiError, or httpx.HTTPError if the service does not
     answer for `patience` seconds. `api` has all calls of the REST API.
     """
 
@@ -33,8 +34,7 @@ class Client:
         patience: float = _PATIENCE_SECONDS,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {key or find_key()}"}
-        self._http = httpx.Client(base_url=url or find_url(), headers=headers, transport=transport)
+        self._http = open_http(url, key, transport=transport)
         self.api = Api(self._http, patience)
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import httpx
 
 from trainshed import Api, NoKeyError
-from trainshed.address import find_key, find_url
+from trainshed._sync.connection import open_http
 from trainshed.cli.exit_codes import fail
 
 LAST = "last"
@@ -72,12 +72,8 @@ def _complete(incomplete: str, beginning: str, path: str, facts: Sequence[str]) 
     # Only jobs may be too many to request all of them.
     query = {"limit": "50"} | ({"id": part} if part else {}) if path == "/jobs" else {}
     try:
-        answer = httpx.get(
-            f"{find_url()}{path}",
-            params=query,
-            headers={"Authorization": f"Bearer {find_key()}"},
-            timeout=_COMPLETION_SECONDS,
-        )
+        with open_http() as http:
+            answer = http.get(path, params=query, timeout=_COMPLETION_SECONDS)
         found = answer.raise_for_status().json()["data"]
     except (NoKeyError, OSError, httpx.HTTPError, ValueError, KeyError, RecursionError):
         return []

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import httpx
 import psutil
-from pydantic import ValidationError
 
-from service.config.address import ServiceAddress
+from service.config.address import ServiceAddress, find_process
 from service.config.settings import Settings
 
 _COMMAND = ("-m", "service.serve")
@@ -34,14 +33,10 @@ class Running:
 
 def find_running(settings: Settings) -> Running | None:
     """Return the running service of this home, or None. service.json must name the service process that wrote it."""
+    found = find_process(settings.address_file)
     try:
-        address = ServiceAddress.model_validate_json(settings.address_file.read_bytes())
-        written = settings.address_file.stat().st_mtime
-        process = psutil.Process(address.pid)
-        # The pid may have been reused: by another program, or by a process that started after the file was written.
-        ours = _serves(process.cmdline()) and process.create_time() <= written + 1
-        return Running(address, process) if ours and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValidationError, psutil.Error):
+        return Running(*found) if found is not None and _serves(found[1].cmdline()) else None
+    except psutil.Error:
         return None
 
 

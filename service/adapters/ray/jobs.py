@@ -47,7 +47,7 @@ class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed 
         return self._breaker.call(partial(self.send_request, method, endpoint, **arguments), seconds=seconds)
 
     def send_request(
-        self, method: str, endpoint: str, seconds: float, *, json_data: object = None, **arguments: Any
+        self, method: str, endpoint: str, seconds: float, *, json_data: Any = None, **arguments: Any
     ) -> requests.Response:
         """Send a request, even if the breaker is open. Raises AuthenticationError, requests.RequestException."""
         timeout = (min(seconds, SHORT), seconds)

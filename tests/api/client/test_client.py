@@ -1,5 +1,6 @@
 """The Python client, sync and async, against a real service behind a faulty network."""
 
+import os
 import random
 import socket
 import time
@@ -330,6 +331,6 @@ def test_client_finds_service_and_key_as_the_cli_does(
     with pytest.raises(NoKeyError, match="key not found"):
         Client()
     (tmp_path / "admin.key").write_text(f"{KEY}\n")
-    (tmp_path / "service.json").write_text(f'{{"url": "{proxy.url}", "pid": 1}}')
+    (tmp_path / "service.json").write_text(f'{{"url": "{proxy.url}", "pid": {os.getpid()}}}')
     with Client() as client:
         assert client.api.me().id == "operator"

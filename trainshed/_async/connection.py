@@ -1,0 +1,62 @@
+"""HTTP clients that send a key only to the service that it is for."""
+
+from asyncio import sleep
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from trainshed.address import find_key, find_local, find_url
+
+if TYPE_CHECKING:
+    from trainshed.address import LocalService
+
+_ACCEPT_SECONDS, _POLL_SECONDS = 2.0, 0.01
+"""Timeout for the service to accept a connection, and the pause between two checks."""
+
+
+def open_http(
+    url: str | None = None, key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """Return an HTTP client of a service. Without a URL, only the service of this machine's home receives requests.
+
+    Raises NoKeyError if no key is found, and InvalidUrl if no URL is found.
+    """
+    headers = {"Authorization": f"Bearer {key or find_key()}"}
+    local = None if url else find_local()
+    if local is None:
+        return httpx.AsyncClient(base_url=url or find_url(), headers=headers, transport=transport)
+    # A proxy of the environment would receive the key.
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [AsyncPeerCheck(local)]}
+    return httpx.AsyncClient(
+        base_url=local.url, headers=headers, transport=transport, event_hooks=hooks, trust_env=False
+    )
+
+
+class AsyncPeerCheck:
+    """A hook that checks, before a request is sent, that the home's service has accepted its connection.
+
+    Any user may listen on the port of a service that has ended.
+    """
+
+    def __init__(self, service: "LocalService") -> None:
+        self._service = service
+
+    async def __call__(self, request: httpx.Request) -> None:
+        """Have httpx report each new connection."""
+        request.extensions = {**request.extensions, "trace": self._trace}
+
+    async def _trace(self, event: str, info: dict[str, Any]) -> None:
+        if event != "connection.connect_tcp.complete":
+            return
+        stream = info["return_value"]
+        connection, deadline = stream.get_extra_info("socket"), monotonic() + _ACCEPT_SECONDS
+        while not self._service.accepted(connection):
+            if monotonic() > deadline or not self._service.runs():
+                await stream.aclose()
+                raise httpx.ConnectError(
+                    f"no service runs in {self._service.address_file.parent}; another program listens at "
+                    f"{self._service.url}"
+                )
+            await sleep(_POLL_SECONDS)
