@@ -201,6 +201,11 @@ def test_ray_dashboard_names_the_attempt_and_shows_its_train_run(service: LiveSe
     assert any(run_name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
 
 
+def listen_addresses(process: psutil.Process) -> set[str]:
+    listening = [one for one in process.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN]
+    return {one.laddr[0].removeprefix("::ffff:") for one in listening}
+
+
 def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, reference: str) -> None:
     """Kill one worker, all workers, then the driver, at random steps: two restarts, then a second attempt."""
     chance, job_id = random.Random(7), service.submit()
@@ -208,7 +213,10 @@ def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, r
     def workers_at(step: int) -> list[psutil.Process]:
         service.wait_for_step(job_id, step)
         newest = service.events(job_id, "training_started")[-1]
-        return [psutil.Process(worker["pid"]) for worker in newest["workers"]]
+        workers = [psutil.Process(worker["pid"]) for worker in newest["workers"]]
+        # Neither the store of the group nor gloo may be reached from other hosts.
+        assert {ip for worker in workers for ip in listen_addresses(worker)} == {"127.0.0.1"}
+        return workers
 
     chance.choice(workers_at(chance.randint(13, 17))).kill()
     service.wait_for_state(job_id, JobState.RECOVERING)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from train_loop.parallel.process_group import Meeting, meet_at
 from train_loop.system.exit import leave
 
 _ELEMENTS = 1 << 18
@@ -24,13 +25,9 @@ def main() -> None:
     parser.add_argument("--master", required=True, metavar="HOST:PORT")
     parser.add_argument("--seconds", type=float, default=10.0)
     arguments = parser.parse_args()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{arguments.master}",
-        rank=arguments.rank,
-        world_size=arguments.world,
-        timeout=timedelta(seconds=arguments.seconds),
-    )
+    timeout = timedelta(seconds=arguments.seconds)
+    store = meeting(arguments.master, serve=arguments.rank == 0).open(arguments.world, timeout)
+    dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.world, timeout=timeout)
     numbers = torch.full((_ELEMENTS,), float(arguments.rank + 1))
     dist.all_reduce(numbers)
     expected = arguments.world * (arguments.world + 1) / 2
@@ -39,6 +36,13 @@ def main() -> None:
     dist.destroy_process_group()
     # A normal exit could abort the process, because threads of gloo may still run.
     leave(0)
+
+
+def meeting(place: str, *, serve: bool) -> Meeting:
+    """Return the store at HOST:PORT; with `serve`, this process listens there."""
+    host, _, port = place.rpartition(":")
+    address = host.strip("[]")
+    return meet_at(address, int(port)) if serve else Meeting(address=address, port=int(port))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def session_folder() -> str:
+    """Return the folder of Ray's session on this process's host, which is removed with the session."""
+    return str(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
 def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
     """Return the total and the free resources by node id; Ray updates them with a short delay.
 

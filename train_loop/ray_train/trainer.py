@@ -14,7 +14,7 @@ import ray
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
@@ -27,7 +27,7 @@ from train_loop.plan import forgotten_gpu
 from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.ray_train.inputs import read_inputs
 from train_loop.ray_train.placement import autoscaled
-from train_loop.ray_train.rank_setup import work
+from train_loop.ray_train.rank_setup import GroupConfig, work
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import current_policy
@@ -121,7 +121,7 @@ def trainer(
     return Trainer(
         work,
         train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
-        torch_config=TorchConfig(
+        torch_config=GroupConfig(
             backend="cpu:gloo,cuda:nccl" if resources.get("GPU") else "gloo",
             timeout_s=math.ceil(spec.failure.hang_timeout_seconds),
         ),
