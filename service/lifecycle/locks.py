@@ -1,14 +1,19 @@
 """Locks on the home and on a SQLite database, so that one process at a time uses them."""
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+import structlog
 from filelock import FileLock, Timeout
 
 from service.adapters.sql.database import sqlite_file
 from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable
+
+log = structlog.get_logger(__name__)
 
 
 @contextmanager
@@ -17,12 +22,30 @@ def locked(settings: Settings) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             settings.make_home()
+            close_to_others(settings.home)
             for path, refusal in _locks(settings):
                 stack.enter_context(_lock(path, refusal))
         except OSError as error:
             what = f"{error.filename}: {error.strerror}; set TRAINSHED_HOME, and TRAINSHED_DATABASE_URL if it is set, "
             raise HomeUnusable(f"{what}to writable folders") from error
         yield
+
+
+def close_to_others(home: Path) -> None:
+    """Make the home private if all users may enter it: it contains the database, logs and samples. Log the change.
+
+    Permissions for the home's group are the operator's choice and stay.
+    """
+    found = home.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not mode & 0o007:
+        return
+    if found.st_uid == os.geteuid() and not mode & stat.S_ISVTX and str(home) not in (os.path.expanduser("~"), "/"):
+        home.chmod(0o700)
+        log.warning("home_made_private", home=str(home), mode=f"{mode:04o}", now="0700")
+    else:
+        remedy = "set TRAINSHED_HOME to a folder of this user with mode 0700"
+        log.warning("home_open_to_others", home=str(home), mode=f"{mode:04o}", owner=found.st_uid, remedy=remedy)
 
 
 def _lock(path: Path, refusal: str) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ _LITTLE, _TOO_LITTLE = 10.0, 1.0
 def check_home(config: Settings, *, runs: bool) -> Iterator[Finding]:
     """Yield a finding for each check. `runs`: a service uses the port already."""
     yield _writable(config.home)
+    yield _private(config.home)
     yield _key(config.admin_key, group_may_read=config.admin_key_file is not None)
     yield _disk(config.home)
     yield skipped("home.port", "the service has it") if runs else _port(config.host, config.port)
@@ -35,6 +36,17 @@ def _writable(home: Path) -> Finding:
     except OSError as error:
         return failed("home.writable", f"{home}: {error.strerror}", remedy)
     return ok("home.writable", f"{home}")
+
+
+def _private(home: Path) -> Finding:
+    try:
+        mode = stat.S_IMODE(home.stat().st_mode)
+    except OSError as error:
+        return skipped("home.private", f"{home}: {error.strerror}")
+    if mode & 0o007:
+        remedy = f"chmod 700 {home}; the service does that when it starts, if it owns a folder of its own"
+        return warning("home.private", f"other users may enter {home} ({mode:04o})", remedy)
+    return ok("home.private", f"other users may not enter {home} ({mode:04o})")
 
 
 def _key(file: Path, *, group_may_read: bool) -> Finding:

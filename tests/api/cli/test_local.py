@@ -103,14 +103,15 @@ def test_failed_up_shows_the_last_lines_of_the_log(environment: dict[str, str], 
 
 
 def test_doctor_without_a_service_checks_the_home(environment: dict[str, str], home: Path) -> None:
-    home.mkdir()
+    home.mkdir(mode=0o755)
     (home / "admin.key").write_text("0" * 64)
     (home / "admin.key").chmod(0o644)
     examined = run(environment, "doctor")
     assert examined.returncode == 1
     lines = examined.stdout.splitlines()
-    assert [line.split()[:2] for line in lines if not line.startswith(" ")][:5] == [
+    assert [line.split()[:2] for line in lines if not line.startswith(" ")][:6] == [
         ["ok", "home.writable"],
+        ["warning", "home.private"],
         ["failed", "home.key"],
         ["ok", "home.disk"],
         ["ok", "home.port"],

@@ -1,5 +1,6 @@
 """Locks of the home and the SQLite database: one process at a time, and errors for unusable paths."""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,30 @@ def test_unwritable_home_or_database_raises_home_unusable(tmp_path: Path) -> Non
     ):
         with pytest.raises(HomeUnusable, match=rf"{file}.*; set TRAINSHED_HOME, and"), locked(settings):
             pass
+
+
+@pytest.mark.parametrize(("mode", "after"), [(0o755, 0o700), (0o777, 0o700), (0o701, 0o700), (0o750, 0o750)])
+def test_home_that_all_users_may_enter_is_made_private(
+    tmp_path: Path, mode: int, after: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(mode)
+    with locked(Settings(home=home)):
+        assert stat.S_IMODE(home.stat().st_mode) == after
+    assert ("home_made_private" in capsys.readouterr().out) == (mode != after)
+
+
+@pytest.mark.parametrize("shared", ["temporary folder", "home of the user"])
+def test_shared_folder_as_home_keeps_its_mode_with_a_warning(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mode = 0o1777 if shared == "temporary folder" else 0o755
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("HOME", str(tmp_path) if shared == "home of the user" else "/nowhere")
+    with locked(Settings(home=tmp_path)):
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+    assert "home_open_to_others" in capsys.readouterr().out
 
 
 def test_invalid_database_url_raises_database_unusable_without_password(tmp_path: Path) -> None:
