@@ -4,7 +4,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
@@ -39,6 +39,8 @@ class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed 
 
     def __init__(self, address: RayAddress, breaker: Breaker) -> None:
         self._breaker, self._server = breaker, address.server
+        # Reused, because the check of a connection takes CPU time from training.
+        self._reads = open_session(self._server) if self._server is not None else None
         super().__init__(address.url, headers=address.headers)
 
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
@@ -51,7 +53,9 @@ class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed 
     ) -> requests.Response:
         """Send a request, even if the breaker is open. Raises AuthenticationError, requests.RequestException."""
         timeout = (min(seconds, SHORT), seconds)
-        with open_session(self._server, seconds=seconds) as session:
+        reused = self._reads if method == "GET" else None
+        # A write must not fail because the server has just closed an idle connection.
+        with open_session(self._server) if reused is None else nullcontext(reused) as session:
             answer = session.request(
                 method, self._address + endpoint, json=json_data, headers=self._headers, timeout=timeout, **arguments
             )

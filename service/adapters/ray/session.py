@@ -39,30 +39,36 @@ class RayAddress:
 
 def request_version(address: RayAddress, seconds: float) -> requests.Response:
     """Request the dashboard's version. Any response is an answer, even a rejection."""
-    timeout = (min(seconds, SHORT), seconds)
-    with open_session(address.server, seconds=seconds) as session:
-        return session.get(f"{address.url}{VERSION}", headers=address.headers, timeout=timeout)
+    with open_session(address.server) as session:
+        return session.get(f"{address.url}{VERSION}", headers=address.headers, timeout=(min(seconds, SHORT), seconds))
 
 
-def open_session(server: Server | None, *, seconds: float) -> requests.Session:
-    """Return a session for one request. With `server`, only that process receives it; else any process does.
+def open_session(server: Server | None) -> requests.Session:
+    """Return a session. With `server`, only that process receives its requests; else any process does.
 
-    The process has `seconds` to accept the connection. Proxies and ~/.netrc of the environment apply to other servers
-    only: a proxy would receive the token.
+    Proxies and ~/.netrc of the environment apply to other servers only: a proxy would receive the token.
     """
     session = requests.Session()
     if server is not None:
         session.trust_env = False
-        session.mount("http://", _Adapter(server, seconds))
+        session.mount("http://", _Adapter(server))
     return session
 
 
 class _Adapter(HTTPAdapter):
     """An adapter whose connections check their peer before they send anything."""
 
-    def __init__(self, server: Server, seconds: float) -> None:
-        self._server, self._seconds = server, seconds
+    def __init__(self, server: Server) -> None:
+        self._server = server
         super().__init__()
+
+    def send(
+        self, request: requests.PreparedRequest, *args: Any, timeout: Any = None, **named: Any
+    ) -> requests.Response:
+        """Send a request. Called by requests."""
+        # A busy process may accept a connection late: the whole timeout applies to that, too.
+        seconds = timeout[1] if isinstance(timeout, tuple) else timeout
+        return super().send(request, *args, timeout=seconds, **named)
 
     def init_poolmanager(self, *args: Any, **named: Any) -> None:
         """Create the pools. Called by requests."""
@@ -82,7 +88,7 @@ class _Adapter(HTTPAdapter):
     def _check(self, connection: HTTPConnection) -> None:
         server = self._server()
         assert isinstance(connection.sock, socket.socket)
-        if server is not None and wait_for_peer(connection.sock, server, seconds=self._seconds):
+        if server is not None and wait_for_peer(connection.sock, server, seconds=_seconds(connection)):
             return
         connection.close()
         if server is None or not server.is_running():
@@ -91,3 +97,7 @@ class _Adapter(HTTPAdapter):
             connection,
             f"process {server.pid} of Ray does not accept connections at {connection.host}:{connection.port}",
         )
+
+
+def _seconds(connection: HTTPConnection) -> float:
+    return float(connection.timeout) if isinstance(connection.timeout, int | float) else SHORT
