@@ -62,13 +62,11 @@ class _Adapter(HTTPAdapter):
         self._server = server
         super().__init__()
 
-    def send(
-        self, request: requests.PreparedRequest, *args: Any, timeout: Any = None, **named: Any
-    ) -> requests.Response:
-        """Send a request. Called by requests."""
-        # A busy process may accept a connection late: the whole timeout applies to that, too.
-        seconds = timeout[1] if isinstance(timeout, tuple) else timeout
-        return super().send(request, *args, timeout=seconds, **named)
+    def send(self, request: requests.PreparedRequest, **arguments: Any) -> requests.Response:  # type: ignore[override]
+        """Send a request. Called by requests, with keywords only."""
+        # A busy process may accept a connection late: the timeout of the answer applies to that, too.
+        _, seconds = arguments.pop("timeout")
+        return super().send(request, timeout=seconds, **arguments)
 
     def init_poolmanager(self, *args: Any, **named: Any) -> None:
         """Create the pools. Called by requests."""
