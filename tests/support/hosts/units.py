@@ -42,7 +42,7 @@ class Unit:
 
     @classmethod
     def read(cls, file: Path) -> "Unit":
-        """Parse a unit file; its environment files must exist."""
+        """Parse a unit file. Raises FileNotFoundError if a required environment file is missing."""
         unit = cls(command="")
         for line in file.read_text().splitlines():
             name, separator, value = line.partition("=")
@@ -53,7 +53,10 @@ class Unit:
     def _set(self, name: str, value: str) -> None:
         match name:
             case "EnvironmentFile":
-                self.environment |= read_environment(Path(value))
+                # After "-", a missing file is not an error.
+                file = Path(value.removeprefix("-"))
+                if not value.startswith("-") or file.exists():
+                    self.environment |= read_environment(file)
             case "Environment":
                 self.environment |= dict(pair.split("=", 1) for pair in shlex.split(value))
             case "User":
