@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.domain.jobs.observation import SubmissionStatus
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, NodeRoom
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Node:
     ended_at: float | None = None
     message: str | None = None
     """Cause of death, as the cluster reports it."""
+    memory: int | None = None
+    """Host memory in bytes, within the limit of its container; None if unknown."""
+    gpu_memory: tuple[int, ...] | None = None
+    """Memory of each GPU in bytes; None if unknown."""
+    object_store: int = 0
+    """Bytes of host memory that Ray's objects may take."""
 
 
 class Cluster(Protocol):
@@ -57,6 +63,9 @@ class Cluster(Protocol):
 
         Returns None if the cluster does not answer.
         """
+
+    def rooms(self) -> tuple[NodeRoom, ...]:
+        """Return resources and memory of the live nodes; empty if the nodes of a job are unknown."""
 
     def nodes(self) -> list[Node] | None:
         """Return the nodes, also nodes that died in the last hour; None if the cluster does not answer."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from train_loop.plan import ModelShape
 from train_loop.spec import Problem, as_pointer
 
 _BOUNDS = (
@@ -17,6 +18,22 @@ _BOUNDS = (
 """Patterns of field names with their largest allowed number, far above the number of any real model."""
 _LARGEST = 1 << 40
 """Largest allowed number of all other integer fields."""
+
+_MOST_PARAMETERS = 1 << 44
+"""Largest allowed number of parameters, 17.6 trillion: ten times those of the largest known model."""
+
+
+def large_model(shape: ModelShape, pointer: str) -> list[Problem]:
+    """Return a problem if a model is too large for any cluster. Its modules alone would take minutes to build."""
+    if shape.parameters <= _MOST_PARAMETERS:
+        return []
+    return [
+        Problem(
+            pointer,
+            f"the config describes a model of {shape.parameters:,} parameters; expected at most {_MOST_PARAMETERS:,}; "
+            "correct its sizes",
+        )
+    ]
 
 
 def large_numbers(config: dict[str, Any], pointer: str) -> list[Problem]:

@@ -25,14 +25,22 @@ def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Op
     parameters = [p for p in model.parameters() if p.requires_grad]
     if training.optimizer != "muon":
         return (_build(training.optimizer, parameters, training),)
-    # Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings()]
-    rest = {id(p) for table in tables for p in table.parameters()} | {id(p) for p in parameters if p.ndim != 2}
+    matrices = muon_matrices(model)
     parts = {
-        "muon": [p for p in parameters if id(p) not in rest],
-        "adamw": [p for p in parameters if id(p) in rest],
+        "muon": [p for p in parameters if id(p) in matrices],
+        "adamw": [p for p in parameters if id(p) not in matrices],
     }
     return tuple(_build(name, part, training) for name, part in parts.items() if part)
+
+
+def muon_matrices(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the parameters that muon updates, frozen or not.
+
+    Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings()]
+    rows = {id(p) for table in tables for p in table.parameters()}
+    return {id(p) for p in model.parameters() if p.ndim == 2 and id(p) not in rows}
 
 
 def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) -> Optimizer:

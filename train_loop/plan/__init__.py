@@ -3,6 +3,17 @@
 from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
 from train_loop.plan.data_facts import Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
+from train_loop.plan.fit import (
+    NodeRoom,
+    certain_needs,
+    crowded_preparation,
+    estimated_need,
+    fits,
+    no_preparation,
+    overfull_node,
+    task_bytes,
+    unknown_memory,
+)
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
     Capacity,
@@ -19,7 +30,8 @@ from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
-from train_loop.plan.shape import ModelShape, read_shape
+from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
+from train_loop.plan.shape import ModelShape, ParameterCounts, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
@@ -32,16 +44,24 @@ __all__ = [
     "MemoryTerm",
     "MeshPlan",
     "ModelShape",
+    "NodeRoom",
     "Origin",
+    "ParameterCounts",
     "Plan",
     "Preview",
     "ReductionTree",
     "SampleCount",
     "allowed_workers",
+    "certain_needs",
+    "cheapest_change",
     "check_schedule",
     "chunk_rows",
+    "crowded_preparation",
     "data_starves",
+    "describe_terms",
     "device_problems",
+    "estimated_need",
+    "fits",
     "forgotten_gpu",
     "format_bytes",
     "groups_across_hosts",
@@ -49,21 +69,27 @@ __all__ = [
     "list_ranks",
     "mask_bytes",
     "memory_advice",
+    "memory_problem",
     "memory_remedies",
     "memory_terms",
     "missing_places",
     "needed",
     "no_place",
+    "no_preparation",
+    "overfull_node",
     "plan_batch",
     "plan_job",
     "plan_mesh",
     "plan_samples",
     "plan_sizes",
     "plan_steps",
+    "plans_that_fit",
     "read_shape",
     "shards_of",
     "splits",
+    "task_bytes",
     "too_big",
+    "unknown_memory",
     "why_no_data_cpu",
     "why_split",
 ]

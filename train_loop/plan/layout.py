@@ -50,7 +50,7 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
     ranks = lay_out(scaling, nodes, group=group) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
         return None
-    places = [count for count in (_places(scaling, node) for node in nodes) if count]
+    places = [count for count in (count_places(scaling, node) for node in nodes) if count]
     sizes = " + ".join(
         f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
     )
@@ -69,7 +69,7 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
 def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
     """Return the room that nodes without space for a worker group lack, as a phrase for a message."""
     each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
-    places = sorted((_places(scaling, node) for node in nodes), reverse=True)
+    places = sorted((count_places(scaling, node) for node in nodes), reverse=True)
     if scaling.placement_strategy == "STRICT_PACK":
         most = max(places, default=0)
         return f"{scaling.world} workers with {each} each on one node; the largest room is for {most}"
@@ -85,7 +85,7 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
     if _arranged(scaling, nodes, group) is not None:
         return None
     each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
-    most, strategy = max(_places(scaling, node) for node in nodes), scaling.placement_strategy
+    most, strategy = max(count_places(scaling, node) for node in nodes), scaling.placement_strategy
     if not most:
         return f"a worker needs {each}, which no single node of the cluster has; add larger nodes, or ask for less"
     if strategy == "STRICT_PACK":
@@ -94,12 +94,12 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
             f"more than {most}; choose PACK, or fewer workers"
         )
     if strategy == "STRICT_SPREAD":
-        apart = sum(_places(scaling, node) > 0 for node in nodes)
+        apart = sum(count_places(scaling, node) > 0 for node in nodes)
         return (
             f"placement_strategy=STRICT_SPREAD asks for a node for each of {scaling.world} workers, and {apart} nodes "
             "have room for one; choose SPREAD, or fewer workers"
         )
-    count = sum(_places(scaling, node) for node in nodes)
+    count = sum(count_places(scaling, node) for node in nodes)
     return (
         f"{scaling.world} workers need {each} each, and the nodes of the cluster have places for {count} such workers; "
         "add nodes, or ask for fewer or smaller workers"
@@ -107,14 +107,14 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
 
 
 def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> Arrangement | None:
-    places = [_places(scaling, node) for node in nodes]
+    places = [count_places(scaling, node) for node in nodes]
     found = arrange(places, scaling.world, strategy=scaling.placement_strategy, group=group)
     if found is None or _keeps_data_cpu(scaling, nodes, found):
         return found
     others: dict[tuple[int, int], Arrangement] = {}
     for index, node in enumerate(nodes):
         kept = {**node, "CPU": node.get("CPU", 0.0) - DATA_CPUS}
-        change = places[index], _places(scaling, kept)
+        change = places[index], count_places(scaling, kept)
         # Nodes of the same size give layouts of the same shape.
         if kept["CPU"] < -_NOISE or change in others:
             continue
@@ -144,7 +144,7 @@ def why_no_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: 
     )
 
 
-def _places(scaling: ScalingSpec, node: Resources) -> int:
+def count_places(scaling: ScalingSpec, node: Resources) -> int:
     """Return the number of workers that a node has room for."""
     wanted = [(name, amount) for name, amount in scaling.resources_per_worker.items() if amount]
     return min((max(int(node.get(name, 0.0) / amount + _NOISE), 0) for name, amount in wanted), default=scaling.world)

@@ -15,6 +15,8 @@ CHUNK_BYTES = 2**29
 MASK_BYTES = 2**30
 """Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
+_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "logits")
+
 
 @dataclass(frozen=True)
 class MemoryTerm:
@@ -26,28 +28,36 @@ class MemoryTerm:
     place: Place = "device"
     """`device` for the memory in which the model computes; `host` for host memory of a worker with a GPU."""
 
+    @property
+    def estimated(self) -> bool:
+        """Return whether the bytes depend on the model's code and on kernels, rather than on sizes alone."""
+        return self.name in _ESTIMATED
+
 
 def estimate_memory(
     spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None = None
 ) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
-    Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters count too, because their
-    names are not known here. FSDP2 gathers one layer ahead of the current layer. Activations are those of one
-    micro-batch on 1/sp of the sequence.
+    Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters have no gradients and no
+    optimizer state. FSDP2 gathers one layer ahead of the current layer. Activations are those of one micro-batch on
+    1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
     home: Place = beside if spec.strategy.offload_policy else "device"
-    shard = -(-shape.parameters // mesh.fsdp)
+    shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
-    gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
+    gathered = max(min(2, shape.layers) * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
         MemoryTerm(
-            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, if ema_decay is set", home
+            "ema",
+            4 * trained if spec.training.ema_decay else 0,
+            "4 bytes x trained parameters / fsdp, if ema_decay is set",
+            home,
         ),
     )
     return (
@@ -57,9 +67,9 @@ def estimate_memory(
             compute * gathered,
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
-        MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
-        *_partial_sums(shape, mesh, tree, shard),
-        _staging(spec, sum(term.bytes for term in state), beside),
+        MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
+        *_partial_sums(shape, mesh, tree, trained),
+        _staging(spec, -(-sum(term.bytes for term in state) // mesh.ddp), beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
@@ -77,9 +87,9 @@ def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None,
 
 
 def _staging(spec: JobSpec, state: int, beside: Place) -> MemoryTerm:
-    """Estimate checkpoint staging. Replicas of a shard divide it among them, which does not count here."""
+    """Estimate checkpoint staging; replicas of a shard divide it among them."""
     copied = spec.strategy.save_mode != "sync" or beside == "host"
-    formula = "parameters + optimizer + ema, copied while a checkpoint is written"
+    formula = "(parameters + optimizer + ema) / ddp, copied while a checkpoint is written"
     return MemoryTerm("checkpoint_staging", state if copied else 0, formula, beside)
 
 
@@ -96,14 +106,15 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
 
 
 def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> tuple[int, str]:
-    total, in_layers = shape.parameters, shape.layers * shape.layer_parameters
+    total, matrices = shape.trained, shape.trained_matrices
+    momentum = 0 if spec.training.momentum == 0 else 1
     size, formula = {
-        "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x parameters / fsdp"),
-        "adamw_8bit": (2 * total, "2 Adam moments x 1 byte x parameters / fsdp"),
-        "sgd": (master * total, f"1 momentum x {master} bytes x parameters / fsdp"),
+        "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
+        "adamw_8bit": (2 * total, "2 Adam moments x 1 byte x trained parameters / fsdp"),
+        "sgd": (momentum * master * total, f"{momentum} momentum x {master} bytes x trained parameters / fsdp"),
         "muon": (
-            master * (2 * total - in_layers),
-            f"{master} bytes x (1 momentum of layers + 2 Adam moments of the rest) / fsdp",
+            master * (2 * total - matrices),
+            f"{master} bytes x (1 momentum of matrices + 2 Adam moments of the rest) / fsdp",
         ),
         "adafactor": (8 * total // shape.hidden, "4 bytes x means of rows and columns, about 2 parameters / hidden"),
     }[spec.training.optimizer]

@@ -110,4 +110,5 @@ def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
     if shape.known:
         return ()
-    return (f"model_type={shape.model_type}: memory is estimated as for a dense decoder with a gated MLP",)
+    what = "memory is" if shape.counts is None else "activations are"
+    return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)

@@ -53,6 +53,23 @@ _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_head
 
 
 @dataclass(frozen=True)
+class ParameterCounts:
+    """Exact numbers of parameters, from the model on the meta device."""
+
+    total: int
+    trained: int
+    """Parameters without the frozen ones."""
+    trained_matrices: int
+    """Trained matrices outside embeddings and head, which muon updates."""
+    layer: int
+    """Parameters of the largest decoder layer."""
+    outside: int
+    """Parameters outside the decoder layers."""
+    module: int
+    """Parameters of the largest module without its children: each rank draws them whole for random weights."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A dense decoder: H hidden, F intermediate, L layers, V vocabulary, attention heads and kv heads of head_dim."""
 
@@ -69,15 +86,19 @@ class ModelShape:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    counts: ParameterCounts | None = None
+    """Exact numbers of parameters; None if the model has not been built."""
 
     @property
     def known(self) -> bool:
-        """Return True if the parameter count is exact; for other families it is an estimate."""
+        """Return True if the sizes describe the whole layer; for other families they are an estimate."""
         return self.model_type in _DEFAULTS
 
     @property
     def layer_parameters(self) -> int:
         """Return the parameters of one decoder layer: attention, gated MLP, two norms."""
+        if self.counts is not None:
+            return self.counts.layer
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key)
         biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
@@ -88,12 +109,31 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         """Return the parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
+        if self.counts is not None:
+            return self.counts.outside
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
         """Return the parameters of the whole model."""
+        if self.counts is not None:
+            return self.counts.total
         return self.layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def trained(self) -> int:
+        """Return the trained parameters: all of them, unless frozen ones have been counted."""
+        return self.parameters if self.counts is None else self.counts.trained
+
+    @property
+    def trained_matrices(self) -> int:
+        """Return the parameters that muon updates; without counts, those of the layers."""
+        return self.layers * self.layer_parameters if self.counts is None else self.counts.trained_matrices
+
+    @property
+    def largest_module(self) -> int:
+        """Return the parameters of the largest single module, which is the embedding if they are not counted."""
+        return max(self.vocab, self.intermediate) * self.hidden if self.counts is None else self.counts.module
 
 
 def read_shape(config: dict[str, Any]) -> ModelShape:

@@ -10,7 +10,7 @@ and import time. It forks for each request, because a damaged file may crash the
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -24,15 +24,16 @@ from train_loop.data.prepare.sources import check_allowed, check_folder, list_fi
 from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
-from train_loop.model.bounds import large_numbers
+from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import build_model, check_rules
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.optim.build import muon_matrices
 from train_loop.parallel.units import decoder_layers, find_units
-from train_loop.plan import ModelShape, Preview, SampleCount
+from train_loop.plan import ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
@@ -93,6 +94,8 @@ def check_model(
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
         shape = model_shape(spec.model)
+        if problems := large_model(shape, pointer):
+            return None, problems
         model, folder = build_model(spec.model), model_folder(spec.model)
         homes = match_folder(model, folder) if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
@@ -100,7 +103,25 @@ def check_model(
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
-    return shape, [*problems, *_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
+    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
+    # Counted last, because the check of freeze_module_prefix freezes.
+    return (shape if problems else replace(shape, counts=_count_parameters(model, spec))), problems
+
+
+def _count_parameters(model: PreTrainedModel, spec: JobSpec) -> ParameterCounts:
+    """Count the parameters of a model whose frozen modules are frozen."""
+    layers = [sum(p.numel() for p in one.parameters()) for one in decoder_layers(model, spec.strategy.wrap_policy)]
+    parameters, matrices = list(model.parameters()), muon_matrices(model)
+    trained = [p for p in parameters if p.requires_grad]
+    total = sum(p.numel() for p in parameters)
+    return ParameterCounts(
+        total=total,
+        trained=sum(p.numel() for p in trained),
+        trained_matrices=sum(p.numel() for p in trained if id(p) in matrices),
+        layer=max(layers),
+        outside=max(total - sum(layers), 0),
+        module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
+    )
 
 
 def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:

@@ -23,11 +23,13 @@ from service.domain.doctor.measurements import ProbeReply, Reachability
 from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import Node, SubmitRequest
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, NodeRoom
 from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, storage_path
 
 log = structlog.get_logger(__name__)
 _CAPACITY_SECONDS = 2.0
+USABLE_MEMORY = 0.95
+"""Part of a host's memory above which Ray kills workers, unless RAY_memory_usage_threshold differs there."""
 _RUNNING_SECONDS = 2.0
 """Seconds for which the status RUNNING is cached: each request to the dashboard takes CPU time from training."""
 # Errors of Ray's client if Ray cannot be reached or gives an unexpected answer.
@@ -72,7 +74,8 @@ class RayJobs:
     """A Cluster that runs drivers as Ray jobs.
 
     `address` returns the current address of the cluster; None while it is not up. `limit` holds the resources up to
-    which an autoscaler may grow it. `environment` holds variables for the drivers; every user of the cluster can read
+    which an autoscaler may grow it. `room` is the only node of a cluster that the service starts, with the memory that
+    its workers may use. `environment` holds variables for the drivers; every user of the cluster can read
     them. `read_policy` returns the policy of a project's jobs. `shown_at` is the URL at which users open the dashboard,
     if it differs.
     """
@@ -83,6 +86,7 @@ class RayJobs:
         *,
         python: str,
         limit: Mapping[str, float] | None = None,
+        room: NodeRoom | None = None,
         shown_at: str | None = None,
         environment: Mapping[str, str] | None = None,
         read_policy: Callable[[str], ReadPolicy] | None = None,
@@ -92,6 +96,7 @@ class RayJobs:
         self._environment = dict(environment or {})
         self._read_policy = read_policy
         self._limit = limit or {}
+        self._room = room
         self._shown_at = shown_at
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
@@ -164,6 +169,17 @@ class RayJobs:
                     known = None
                 self._nodes = (time.monotonic(), known)
             return known
+
+    def rooms(self) -> tuple[NodeRoom, ...]:
+        """Return resources and memory of the live nodes, also of a head that is not up yet.
+
+        Empty if the cluster does not answer, or if nodes of unknown size may join.
+        """
+        if self._room is not None:
+            return (self._room,)
+        if self._limit:
+            return ()
+        return tuple(_room(node) for node in self.nodes() or () if node.alive)
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """Return a submission's dashboard URL for users, or the cluster's address if `submission_id` is None.
@@ -279,6 +295,11 @@ class RayJobs:
         except _FAULTS:
             return None
         return entrypoint
+
+
+def _room(node: Node) -> NodeRoom:
+    usable = None if node.memory is None else int(node.memory * USABLE_MEMORY)
+    return NodeRoom(node.total, usable, node.gpu_memory, node.object_store)
 
 
 _STATUS: Mapping[JobStatus, SubmissionStatus] = {

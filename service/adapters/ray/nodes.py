@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from service.ports import Node
 
@@ -58,8 +58,25 @@ class _Raylet(BaseModel):
     host: str = Field(default="", alias="nodeManagerHostname")
 
 
+class _Gpu(BaseModel):
+    total: int = Field(alias="memoryTotal", ge=0)
+    """MiB."""
+
+
 class _Summary(BaseModel):
     raylet: _Raylet
+    mem: list[float] = []
+    """Bytes: total, available, percent, used; empty until the node's agent has reported."""
+    gpus: list[_Gpu] = []
+
+    @field_validator("mem", "gpus", mode="wrap")
+    @classmethod
+    def _or_unknown(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        """Treat values that another version of Ray reports otherwise as unknown."""
+        try:
+            return read(value)
+        except ValidationError:
+            return []
 
 
 class _SummaryData(BaseModel):
@@ -86,11 +103,13 @@ def read_nodes(get: Get, hosts: dict[str, str]) -> list[Node]:
     for gone in hosts.keys() - {node.node_id for node in found}:
         del hosts[gone]
     usage = _usage(get)
-    return [_node(node, hosts, usage) for node in found]
+    reports = {one.raylet.id: one for one in summary}
+    return [_node(node, hosts, usage, reports.get(node.node_id)) for node in found]
 
 
-def _node(node: RayNode, hosts: Mapping[str, str], usage: Mapping[str, Any]) -> Node:
+def _node(node: RayNode, hosts: Mapping[str, str], usage: Mapping[str, Any], report: _Summary | None) -> Node:
     alive = node.state == "ALIVE"
+    memory, gpus = (report.mem, report.gpus) if report is not None else ([], [])
     return Node(
         id=node.node_id,
         host=hosts.get(node.node_id) or node.node_name or node.node_ip,
@@ -102,6 +121,9 @@ def _node(node: RayNode, hosts: Mapping[str, str], usage: Mapping[str, Any]) -> 
         started_at=(node.start_time_ms or 0) / 1000,
         ended_at=None if alive else (node.end_time_ms or 0) / 1000,
         message=node.state_message,
+        memory=int(memory[0]) if memory else None,
+        gpu_memory=tuple(gpu.total * 2**20 for gpu in gpus) or None,
+        object_store=int(node.resources_total.get("object_store_memory", 0)),
     )
 
 

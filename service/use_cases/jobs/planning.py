@@ -7,6 +7,7 @@ from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Preflight, PreflightReport
+from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from train_loop.plan import (
     ModelShape,
     Plan,
@@ -16,7 +17,9 @@ from train_loop.plan import (
     device_problems,
     forgotten_gpu,
     lay_out,
+    memory_problem,
     plan_sizes,
+    plans_that_fit,
     why_no_data_cpu,
     why_split,
 )
@@ -73,8 +76,9 @@ class Planner:
 
     def _checked(self, spec: JobSpec, found: PreflightReport) -> CheckedSpec:
         plans = self._plans(spec, found)
-        notes = (note for source in found.preview for note in source.notes)
-        return CheckedSpec(plans, (*plans[max(plans)].warnings, *notes))
+        notes, most = (note for source in found.preview for note in source.notes), max(plans)
+        memory = memory_warnings(spec.at(most), plans[most], self.cluster.rooms())
+        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes))
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
         plans, broken = _planned(spec, found.shape)
@@ -83,9 +87,17 @@ class Planner:
         starves = data_starves(fewest, cluster.total if cluster else None)
         _, unfit = _schedule(spec, plans, found)
         problems = [*([starves] if starves else []), *device_problems(spec), *broken, *unfit, *found.problems]
-        if problems or not plans:
+        if problems or found.shape is None or not plans:
             raise InvalidSpec(problems)
-        return plans
+        return self._fitting(spec, plans, found.shape)
+
+    def _fitting(self, spec: JobSpec, plans: Plans, shape: ModelShape) -> Plans:
+        """Return the plans that fit the memory of the nodes. Raises InvalidSpec if none does."""
+        nodes = self.cluster.rooms()
+        lacks = (memory_problem(spec, plans, shape, nodes), preparation_problem(spec, nodes))
+        if problems := list(filter(None, lacks)):
+            raise InvalidSpec(problems)
+        return plans_that_fit(spec, plans, nodes)
 
     def view(self, spec: JobSpec) -> PlanView:
         """Return the largest plan, laid out on the cluster's nodes. Raises InvalidSpec, PreflightFailed."""

@@ -25,7 +25,7 @@ from service.ports import (
     PreflightReport,
     SubmitRequest,
 )
-from train_loop.plan import Capacity, Preview, SampleCount, read_shape
+from train_loop.plan import Capacity, NodeRoom, Preview, SampleCount, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -249,6 +249,8 @@ class MemoryCluster:
     total: Mapping[str, float] | None = field(default_factory=lambda: {"CPU": 8.0})
     nodes_total: tuple[Mapping[str, float], ...] = ()
     known_nodes: list[Node] = field(default_factory=list)
+    memory: int | None = 1 << 50
+    """Host memory of each node in bytes."""
     submissions: dict[str, SubmissionStatus] = field(default_factory=dict)
     launches: list[SubmitRequest] = field(default_factory=list)
 
@@ -281,6 +283,11 @@ class MemoryCluster:
     def capacity(self) -> Capacity | None:
         """Return the resources of all live nodes; None if the cluster does not answer."""
         return None if self.total is None else Capacity(self.total, self.nodes_total)
+
+    def rooms(self) -> tuple[NodeRoom, ...]:
+        """Return the live nodes, or one that has all resources, with the memory that a test set."""
+        nodes = self.nodes_total or ((self.total,) if self.total is not None else ())
+        return tuple(NodeRoom(node, self.memory, (1 << 50,) * int(node.get("GPU", 0))) for node in nodes)
 
     def nodes(self) -> list[Node] | None:
         """Return the nodes that a test set; None if the cluster does not answer."""

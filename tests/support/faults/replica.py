@@ -18,7 +18,7 @@ from service.domain.jobs.decide import Retry
 from service.domain.jobs.observation import SubmissionStatus
 from service.ports import Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, NodeRoom
 
 LEASE = 1.0
 CPUS = 24.0
@@ -55,6 +55,10 @@ class FileCluster:
     def capacity(self) -> Capacity | None:
         """Return the fixed capacity."""
         return Capacity({"CPU": CPUS})
+
+    def rooms(self) -> tuple[NodeRoom, ...]:
+        """Return nothing: the nodes are unknown."""
+        return ()
 
     def nodes(self) -> list[Node] | None:
         """Return None: the nodes are unknown."""

@@ -15,7 +15,7 @@ from service.errors import ClusterError, IllegalState, StaleAttempt
 from service.ports import AttemptObservation, Node, SubmitRequest
 from tests.support.fakes.service import a_spec
 from tests.support.fakes.stores import MemoryJobStore
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, NodeRoom
 from train_loop.run_dir import Outcome, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 from train_loop.spec.scaling import WorkerRange
@@ -149,6 +149,10 @@ class World:
     def capacity(self) -> Capacity | None:
         """Return the current capacity; None while the cluster does not answer."""
         return None if self.now < self.silent_until else Capacity({"CPU": self.cpus})
+
+    def rooms(self) -> tuple[NodeRoom, ...]:
+        """Return nothing: the nodes are unknown."""
+        return ()
 
     def nodes(self) -> list[Node] | None:
         """Return None: the nodes are unknown."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from service.adapters.ray.nodes import NODES, SUMMARY, USAGE, read_nodes
 
+GPUS = [{"index": 0, "name": "H100", "memoryUsed": 0, "memoryTotal": 81559}]
 GROUP = "CPU_group_0_93f100cb05afe3a7ea614d81280601000000"
 
 
@@ -29,7 +30,7 @@ def dashboard_json(usage: dict[str, Any] | None) -> dict[str, str]:
     dead = alive | {"node_id": "0b7b", "state": "DEAD", "state_message": "Terminated due to preemption: going"}
     dead["end_time_ms"] = 1795537385901
     raylets = [
-        {"raylet": {"nodeId": "0a7a", "nodeManagerHostname": "node2"}},
+        {"raylet": {"nodeId": "0a7a", "nodeManagerHostname": "node2"}, "mem": [16e9, 9e9, 44.0, 7e9], "gpus": GPUS},
         {"raylet": {"nodeId": "0b7b", "nodeManagerHostname": ""}},
     ]
     report = None if usage is None else {"loadMetricsReport": {"usageByNode": usage}}
@@ -47,6 +48,8 @@ def test_nodes_have_hosts_free_resources_and_death_message() -> None:
     assert (alive.host, alive.address, alive.alive, alive.started_at) == ("node2", "10.0.0.2", True, 1795537378.886)
     assert alive.total == {"CPU": 2.0, "accelerator_type:A100": 1.0}
     assert alive.free == {"CPU": 0.5, "accelerator_type:A100": 0.0}
+    assert (alive.memory, alive.gpu_memory, alive.object_store) == (16 * 10**9, (81559 << 20,), 8 * 10**7)
+    assert (dead.memory, dead.gpu_memory) == (None, None)
     assert (dead.host, dead.alive, dead.free, dead.ended_at) == ("node3", False, None, 1795537385.901)
     assert dead.message == "Terminated due to preemption: going"
     assert hosts == {"0a7a": "node2", "0b7b": "node3"}
@@ -54,3 +57,12 @@ def test_nodes_have_hosts_free_resources_and_death_message() -> None:
 
 def test_free_resources_are_unknown_if_ray_does_not_report_usage() -> None:
     assert [node.free for node in read_nodes(dashboard_json(None).__getitem__, {})] == [None, None]
+
+
+def test_memory_in_another_format_is_unknown() -> None:
+    answers = dashboard_json(None)
+    answers[SUMMARY] = json.dumps(
+        {"data": {"summary": [{"raylet": {"nodeId": "0a7a"}, "mem": {"total": 1}, "gpus": [{"memory": "large"}]}]}}
+    )
+    alive, _ = read_nodes(answers.__getitem__, {})
+    assert (alive.memory, alive.gpu_memory) == (None, None)

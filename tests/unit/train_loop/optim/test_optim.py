@@ -8,13 +8,18 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as WholeAdafactor
 
-from tests.support.builders.specs import TINY, raw_spec, spec
+from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import UserError
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
 from train_loop.optim import Ema, build_optimizers, describe_groups
 from train_loop.optim.adafactor import Adafactor
+from train_loop.plan import plan_job
+from train_loop.preflight.checks import check_model
 from train_loop.spec import SpecError, parse
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 
 
 def groups(frozen: tuple[str, ...] = (), **training: Any) -> list[tuple[Any, ...]]:
@@ -96,3 +101,35 @@ def test_weight_average_follows_the_trained_weights() -> None:
     ema.update()
     torch.testing.assert_close(ema.averages["1.weight"], start + 0.25)
     assert ema.averages.keys() == {"1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+@pytest.mark.parametrize("training", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "muon"}])
+@pytest.mark.parametrize("config", [TINY, GPT2, TINY | {"tie_word_embeddings": True}], ids=["qwen3", "gpt2", "tied"])
+def test_planned_bytes_equal_those_of_a_real_step(
+    config: dict[str, Any], training: dict[str, Any], master: str
+) -> None:
+    frozen = ["transformer.h.0"] if config is GPT2 else ["model.layers.0"]
+    model_spec = {"config": config, "master_dtype": master, "freeze_module_prefix": frozen}
+    job = spec(model=model_spec, training=training)
+    shape, problems = check_model(job, may_read())
+    assert shape is not None, problems
+    planned = {term.name: term.bytes for term in plan_job(job, shape).memory}
+    model = build_model(job.model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    freeze(model, frozen)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizers = build_optimizers(model, job.training)
+    for optimizer in optimizers:
+        optimizer.step()
+    states = [t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()]
+    real = {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer": [t for t in states if isinstance(t, torch.Tensor) and t.ndim],
+    }
+    for name, tensors in real.items():
+        assert planned[name] == sum(tensor.nbytes for tensor in tensors), name

@@ -1,0 +1,84 @@
+"""The memory of a job's workers compared with that of the cluster's nodes: problems and warnings. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from train_loop.plan import (
+    NodeRoom,
+    Plan,
+    certain_needs,
+    crowded_preparation,
+    describe_terms,
+    estimated_need,
+    fits,
+    format_bytes,
+    memory_remedies,
+    no_preparation,
+    overfull_node,
+    task_bytes,
+    unknown_memory,
+)
+from train_loop.spec import JobSpec, Problem
+
+_REMEDIES = 3
+
+
+def preparation_problem(spec: JobSpec, nodes: Sequence[NodeRoom]) -> Problem | None:
+    """Return the problem of a cluster on which no task that prepares data has enough memory; None if there is none."""
+    if not no_preparation(spec, nodes):
+        return None
+    most = max(node.host for node in nodes if node.host is not None)
+    return Problem(
+        "/data",
+        f"a task that prepares the data needs about {format_bytes(task_bytes(spec))} of host memory, and no node has "
+        f"more than {format_bytes(most)} for workers; add a node with more memory",
+    )
+
+
+def memory_warnings(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
+    """Return the warnings about the memory of a job at its largest size: unknown, likely too small, or crowded."""
+    needs = certain_needs(spec, plan)
+    largest = max(needs, key=lambda need: (need.device_bytes, need.host_bytes))
+    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
+    if any(unknown_memory(spec, need, nodes) for need in needs):
+        sizes = [describe_terms(largest, on_device=False)]
+        sizes += [describe_terms(largest, on_device=True)] if on_gpu else []
+        return [
+            "the memory of the nodes is not known, so the model may not fit: each worker needs at least "
+            f"{' and '.join(sizes)}"
+        ]
+    return [*_likely(spec, plan, nodes), *_crowded(spec, nodes)]
+
+
+def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
+    """Return a warning if a step needs more than the nodes have, by the estimate or in the default layout."""
+    need = estimated_need(spec, plan)
+    less = [replace(one, host=None if one.host is None else max(one.host - one.object_store, 0)) for one in nodes]
+    if not fits(spec, need, less):
+        on_gpu = bool(need.device) and fits(spec, replace(need, device=()), less)
+        remedies = "; ".join(memory_remedies(spec, "device" if on_gpu else "host")[:_REMEDIES])
+        return [
+            f"a worker may run out of memory: {need.when}, each needs about {describe_terms(need, on_device=on_gpu)}, "
+            f"beside {format_bytes(max(node.object_store for node in nodes))} for Ray's objects; remedies, cheapest "
+            f"first: {remedies}"
+        ]
+    full = overfull_node(spec, need, less)
+    if full is None:
+        return []
+    workers, host = full
+    return [
+        f"the layout puts {workers} workers with about {format_bytes(need.host_bytes)} each on a node with "
+        f"{format_bytes(host)}, although the cluster has enough; add memory: {need.host_bytes} to "
+        "scaling.resources_per_worker, so that they are placed by memory"
+    ]
+
+
+def _crowded(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[str]:
+    crowded = crowded_preparation(spec, nodes)
+    if crowded is None:
+        return []
+    tasks, host = crowded
+    return [
+        f"preparation runs up to {tasks} tasks of about {format_bytes(task_bytes(spec))} on a node with "
+        f"{format_bytes(host)} for workers, and Ray ends and repeats tasks that do not fit; give Ray fewer CPUs there"
+    ]

@@ -1,0 +1,66 @@
+"""Jobs whose model does not fit the memory of the nodes: refused at plan and submit, or warned of."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.fakes.service import FakeService, raw_spec, spec_body
+
+GIB = 1 << 30
+SIZES = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+LARGE: dict[str, Any] = {"config": raw_spec()["model"]["config"] | SIZES}
+
+
+@pytest.mark.parametrize("path", ["/jobs/plan", "/jobs"])
+def test_model_larger_than_the_nodes_is_refused_with_its_terms(
+    service: FakeService, client: TestClient, path: str
+) -> None:
+    service.cluster.memory = 20 * GIB
+    answer = client.post(path, content=spec_body(model=LARGE))
+    assert answer.status_code == 422
+    (problem,) = answer.json()["errors"]
+    assert problem["pointer"] == "/model/config"
+    assert problem["message"].startswith("the model does not fit: in a step, each of 2 workers needs ")
+    assert "the node has 20.0 GiB for workers; no setting makes it fit" in problem["message"]
+    assert client.post(path, content=spec_body()).status_code in (200, 201)
+
+
+def test_named_change_makes_the_job_acceptable(service: FakeService, client: TestClient) -> None:
+    service.cluster.memory = 1200 * GIB
+    body = spec_body(model=LARGE, training={"global_batch_size": 8})
+    (problem,) = client.post("/jobs", content=body).json()["errors"]
+    assert "; cheapest change that fits: strategy.async_save_ckpt: false, with " in problem["message"]
+    changed = spec_body(model=LARGE, training={"global_batch_size": 8}, strategy={"async_save_ckpt": False})
+    assert client.post("/jobs", content=changed).status_code == 201
+
+
+def test_plan_warns_of_unknown_memory_and_of_activations(service: FakeService, client: TestClient) -> None:
+    def warnings(**parts: Any) -> list[str]:
+        found: list[str] = client.post("/jobs/plan", content=spec_body(**parts)).json()["warnings"]
+        return found
+
+    assert warnings() == []
+    service.cluster.memory = None
+    (unknown,) = warnings()
+    assert unknown.startswith("the memory of the nodes is not known, so the model may not fit: each worker needs at")
+    service.cluster.memory = 6 * GIB
+    (likely,) = warnings(data={"sequence_length": 1 << 21, "packing": False})
+    assert likely.startswith("a worker may run out of memory: in a step, with activations, each needs about ")
+
+
+def test_elastic_job_never_gets_a_size_that_does_not_fit(service: FakeService, client: TestClient) -> None:
+    service.cluster.total = {"CPU": 16.0}
+    service.cluster.nodes_total = tuple({"CPU": 2.0} for _ in range(8))
+    service.cluster.memory = 300 * GIB
+    scaling = {"num_workers": {"min": 1, "max": 8}}
+    body = spec_body(model=LARGE, scaling=scaling, training={"global_batch_size": 8})
+    assert client.post("/jobs/plan", content=body).json()["sizes"] == [8]
+
+
+def test_preparation_without_memory_for_one_task_is_refused(service: FakeService, client: TestClient) -> None:
+    service.cluster.memory = 600 * (1 << 20)
+    errors = client.post("/jobs", content=spec_body(scaling={"num_workers": 1})).json()["errors"]
+    assert [(problem["pointer"], "prepares the data needs about" in problem["message"]) for problem in errors] == [
+        ("/data", True)
+    ]

@@ -1,0 +1,160 @@
+"""Comparison of a plan's memory with the memory of nodes and their devices. Pure.
+
+A worker's certain bytes follow from sizes alone: parameters, gradients, optimizer, buffers, and its process. If no
+layout of the workers has room for them, the job cannot run. Activations and logits are estimates.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from train_loop.plan.layout import Resources, count_places, lay_out
+from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm
+from train_loop.plan.plan import Plan
+from train_loop.spec import JobSpec
+
+PROCESS_BYTES = 480 * 2**20
+"""Resident memory of a rank's process without a model, measured with torch 2.13 on Linux."""
+_READER_BYTES = 200 * 2**20
+"""Resident memory of a process that prepares data, measured before it reads."""
+_ENCODER_BYTES = 690 * 2**20
+"""Peak memory of a process that encodes text, measured with 32 MiB of text and a vocabulary of 150,000 tokens."""
+_HOST = "memory of the host"
+_UNKNOWN = 1 << 62
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """The resources of a node and the memory that its workers can use, in bytes; None if it is unknown."""
+
+    resources: Resources
+    host: int | None = None
+    devices: tuple[int, ...] | None = None
+    """Memory of each GPU."""
+    object_store: int = 0
+    """Part of the host memory that Ray's objects may take."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The memory that each worker needs at the same time, in terms."""
+
+    when: str
+    """Phase of the run, as the end of a sentence."""
+    host: tuple[MemoryTerm, ...]
+    device: tuple[MemoryTerm, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes in host memory."""
+        return sum(term.bytes for term in self.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes on the worker's GPU."""
+        return sum(term.bytes for term in self.device)
+
+
+def certain_needs(spec: JobSpec, plan: Plan) -> tuple[MemoryNeed, ...]:
+    """Return what a run needs for certain: in a step, and while its weights are initialised."""
+    terms = [term for term in plan.memory if not term.estimated]
+    return _need(spec, "in a step", terms), _initialisation(spec, plan)
+
+
+def estimated_need(spec: JobSpec, plan: Plan) -> MemoryNeed:
+    """Return what a step needs with the estimated terms."""
+    return _need(spec, "in a step, with activations", plan.memory)
+
+
+def fits(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> bool:
+    """Return whether some layout of the workers has enough memory; unknown memory counts as enough.
+
+    If the nodes lack other resources for all workers, only one worker is compared: nodes may join later.
+    """
+    if not nodes or _is_small(spec, need, nodes):
+        return True
+    scaling, group = spec.scaling, spec.strategy.ulysses_size
+    if lay_out(scaling, [node.resources for node in nodes], group=group) is None:
+        scaling, group = scaling.at(1), 1
+        if not any(count_places(scaling, node.resources) for node in nodes):
+            return True
+    with_memory = {**scaling.resources_per_worker, _HOST: float(need.host_bytes)}
+    wanted = scaling.model_copy(update={"resources_per_worker": with_memory})
+    return lay_out(wanted, [_with_memory(node, need) for node in nodes], group=group) is not None
+
+
+def _is_small(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> bool:
+    """Return whether memory is enough on each node, however many workers it gets; this is quick on many nodes."""
+    return all(
+        need.host_bytes * min(count_places(spec.scaling, node.resources), spec.scaling.world) <= _or_unknown(node.host)
+        and need.device_bytes <= min(node.devices or (), default=_UNKNOWN)
+        for node in nodes
+    )
+
+
+def _with_memory(node: NodeRoom, need: MemoryNeed) -> dict[str, float]:
+    """Return a node's resources with its memory, and only the GPUs that are large enough."""
+    found = {**node.resources, _HOST: float(_or_unknown(node.host))}
+    if node.devices and need.device_bytes:
+        large = sum(device >= need.device_bytes for device in node.devices)
+        found["GPU"] = min(found.get("GPU", 0.0), float(large))
+    return found
+
+
+def unknown_memory(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> bool:
+    """Return whether a fit depends on memory that is not known."""
+    known = [replace(node, host=node.host or 0, devices=node.devices or _no_devices(spec)) for node in nodes]
+    return not nodes or not fits(spec, need, known)
+
+
+def _no_devices(spec: JobSpec) -> tuple[int, ...]:
+    return (0,) if spec.scaling.resources_per_worker.get("GPU") else ()
+
+
+def _or_unknown(memory: int | None) -> int:
+    return _UNKNOWN if memory is None else memory
+
+
+def _need(spec: JobSpec, when: str, terms: Iterable[MemoryTerm]) -> MemoryNeed:
+    process = MemoryTerm("process", PROCESS_BYTES, "the rank's process without a model", "host")
+    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
+    found = [term for term in terms if term.bytes]
+    host = [term for term in found if term.place == "host" or not on_gpu]
+    return MemoryNeed(when, (*host, process), tuple(term for term in found if term.place == "device" and on_gpu))
+
+
+def _initialisation(spec: JobSpec, plan: Plan) -> MemoryNeed:
+    """Return the need while weights get their first values: each rank draws every module whole, on its host."""
+    terms = [term for term in plan.memory if term.name == "parameters"]
+    if spec.model.config is not None:
+        size = DTYPE_BYTES[spec.model.master_dtype]
+        drawn = size * plan.shape.largest_module
+        formula = f"{size} bytes x the largest module, which each rank draws whole"
+        terms.append(MemoryTerm("random_module", drawn, formula, "host"))
+    return _need(spec, "while its weights are initialised", terms)
+
+
+def task_bytes(spec: JobSpec) -> int:
+    """Return the memory of a task that prepares the data, in bytes; Ray Data runs up to one per CPU."""
+    return _ENCODER_BYTES if spec.data.reads_text else _READER_BYTES
+
+
+def crowded_preparation(spec: JobSpec, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
+    """Return tasks and host memory of the first node on which preparation may lack memory; None if there is none."""
+    known = ((int(node.resources.get("CPU", 0.0)), node.host) for node in nodes if node.host is not None)
+    return next(((tasks, host) for tasks, host in known if tasks * task_bytes(spec) > host), None)
+
+
+def no_preparation(spec: JobSpec, nodes: Sequence[NodeRoom]) -> bool:
+    """Return whether no node has the memory of a single task that prepares data."""
+    hosts = [_or_unknown(node.host) for node in nodes if node.resources.get("CPU", 0.0) >= 1]
+    return bool(hosts) and max(hosts) < task_bytes(spec)
+
+
+def overfull_node(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
+    """Return workers and host memory of a node that the default layout fills beyond its memory; None if it fits."""
+    ranks = lay_out(spec.scaling, [node.resources for node in nodes], group=spec.strategy.ulysses_size)
+    for place, mine in (ranks or {}).items():
+        host = nodes[place].host
+        if host is not None and len(mine) * need.host_bytes > host:
+            return len(mine), host
+    return None
