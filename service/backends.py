@@ -26,7 +26,7 @@ from service.adapters.webhook_sender import WebhookSender
 from service.config.settings import Settings
 from service.domain.queue.snapshot import QueueSnapshot
 from service.ports import JobQuery
-from train_loop.plan import AUTOSCALED_VARIABLE
+from train_loop.plan import AUTOSCALED_VARIABLE, NodeRoom
 from train_loop.run_dir import (
     CACHE_VARIABLE,
     SERVICE_VERSION_VARIABLE,
@@ -104,6 +104,7 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
     head = HeadSettings(
         cpus=settings.ray_cpus,
         object_store_bytes=settings.ray_object_store_bytes,
+        memory_bytes=settings.embedded_memory_bytes,
         environment=environment_of_jobs(os.environ, roots=roots, sinks=settings.sinks),
     )
     return EmbeddedRay(settings.home, head)
@@ -121,6 +122,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
         return RayJobs(
             embedded.address,
             python=sys.executable,
+            room=NodeRoom({"CPU": float(settings.ray_cpus)}, settings.embedded_memory_bytes),
             shown_at=settings.dashboard_url,
             environment=environment,
             read_policy=settings.read_policy,

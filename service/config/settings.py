@@ -16,6 +16,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from service.config.host_memory import host_memory
 from service.config.logs import LogFormat
 from service.domain.access.oidc_claims import tamper_proof
 from service.domain.access.rate_limit import Rate
@@ -47,6 +48,10 @@ def _none(value: object) -> object:
 def _rate(value: object) -> object:
     return Rate.parse(value) if isinstance(value, str) and value != "none" else _none(value)
 
+
+_RANKS_PART = 0.85
+"""Part of the memory for ranks and object store: the rest is for the service, Ray's daemons and the system."""
+_LEAST_MEMORY = 1 << 28
 
 Limit = Annotated[Rate | None, NoDecode, BeforeValidator(_rate)]
 
@@ -106,6 +111,12 @@ class Settings(BaseSettings):
     )
     ray_object_store_bytes: int = Field(
         default=500_000_000, ge=80_000_000, description="object store size of embedded Ray"
+    )
+    ray_memory_bytes: int | None = Field(
+        default=None,
+        ge=_LEAST_MEMORY,
+        description="memory that the ranks of a job on embedded Ray may use together; default: 85 % of the memory of "
+        "the host or its container, without the object store",
     )
     reconcile_seconds: float = Field(default=0.5, gt=0)
     lease_seconds: float = Field(default=30.0, gt=0)
@@ -289,6 +300,12 @@ class Settings(BaseSettings):
     def make_home(self) -> None:
         """Create the home, accessible to its owner only; leave an existing one unchanged."""
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def embedded_memory_bytes(self) -> int:
+        """Return the memory that the ranks of a job on embedded Ray may use together, in bytes."""
+        default = int(_RANKS_PART * host_memory()) - self.ray_object_store_bytes
+        return self.ray_memory_bytes or max(default, _LEAST_MEMORY)
 
     @property
     def rules(self) -> QueuePolicy:

@@ -33,6 +33,7 @@ SECRETS = {
     "PGPASSWORD": "of-the-service-3",
     "AWS_SECRET_ACCESS_KEY": "of-the-service-4",
 }
+MEMORY_BYTES = 4 << 30
 KILLED_SERVICE = """
 import sys, time
 from pathlib import Path
@@ -68,7 +69,9 @@ def ray(tmp_path: Path) -> Iterator[EmbeddedRay]:
 def settings() -> HeadSettings:
     """Return settings of a service whose environment holds secrets; no storage root is on S3."""
     environment = environment_of_jobs({**os.environ, **SECRETS}, roots=["file:///runs"], sinks=["tensorboard"])
-    return HeadSettings(cpus=CPUS, object_store_bytes=OBJECT_STORE_BYTES, environment=environment)
+    return HeadSettings(
+        cpus=CPUS, object_store_bytes=OBJECT_STORE_BYTES, memory_bytes=MEMORY_BYTES, environment=environment
+    )
 
 
 def recorded(home: Path) -> RayHead:
@@ -121,6 +124,19 @@ def assert_closed_to_others(head: RayHead) -> None:
         assert result.stdout == b"done\n"
 
 
+def assert_limited(head: RayHead) -> None:
+    """Check that every process of Ray has a memory limit, and that the kernel kills workers before all others."""
+    scores = dict[int, int]()
+    for process in processes(head):
+        soft, hard = process.rlimit(psutil.RLIMIT_DATA)
+        assert MEMORY_BYTES < soft < MEMORY_BYTES + (4 << 30) < hard % 2**64, process.cmdline()
+        scores[process.pid] = int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+    # The driver and its supervisor; Ray starts them as it starts ranks and tasks.
+    drivers = [p.pid for p in processes(head) if p.name() == "sleep" or "JobSupervisor" in " ".join(p.cmdline())]
+    assert {scores[pid] for pid in drivers} == {1000}
+    assert scores[head.pid] == int(Path("/proc/self/oom_score_adj").read_text())
+
+
 def launch(attempt: int) -> SubmitRequest:
     return SubmitRequest(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
 
@@ -149,6 +165,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
         RayJobs(ray.address, python="other").submit(launch(1))
     wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.RUNNING)
+    assert_limited(left)
     assert {ip.removeprefix("::ffff:") for ip in listen_addresses(left)} == {"127.0.0.1"}
     jobs.stop("job-1-none")
     assert_closed_to_others(left)

@@ -45,7 +45,8 @@ def s3() -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     home = tmp_path_factory.mktemp("home")
-    service = LiveService(home, environment=s3.environment(), roots=("s3://corpus/open",))
+    environment = s3.environment() | {"TRAINSHED_RAY_MEMORY_BYTES": str(3 << 30)}
+    service = LiveService(home, environment=environment, roots=("s3://corpus/open",))
     try:
         service.start()
         yield service
@@ -271,6 +272,29 @@ def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> No
     assert "remedies, cheapest first: failure.spare_workers: false" in job.reason.message
     assert {loss["cause"] for loss in service.events(job_id, "workers_lost")} == {"out_of_memory"}
     assert len(service.events(job_id, "training_started")) == 2
+
+
+def test_rank_beyond_the_limit_of_embedded_ray_fails_and_the_service_answers(service: LiveService) -> None:
+    # The logits of a step are one allocation of 3.3 GB, which the plan estimates and does not refuse.
+    vocabulary, batch = 400_000, 64
+    job_id = service.submit(
+        model={"config": TINY | {"vocab_size": vocabulary, "tie_word_embeddings": True}},
+        training={"max_steps": 2, "chunked_loss": False, "optimizer": "adafactor"}
+        | {"global_batch_size": batch, "per_device_train_batch_size": batch},
+        strategy={"ulysses_size": 1, "async_save_ckpt": False},
+        scaling={"num_workers": 1},
+    )
+    while not (job := service.client.job(job_id)).state.terminal:
+        assert httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
+        time.sleep(0.2)
+    assert job.reason is not None
+    assert (job.state, job.reason.code) == (JobState.FAILED, "out_of_memory"), service.debug_report(job_id)
+    assert "ran out of host memory" in job.reason.message
+    reports = service.events(job_id, "out_of_memory")
+    assert [(event["memory"], event["again"]) for event in reports] == [("host", False), ("host", True)]
+    assert all("you tried to allocate" in event["error"] for event in reports), reports
+    (end,) = service.events(job_id, "training_ended")
+    assert end["code"] == "out_of_memory"
 
 
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:

@@ -4,6 +4,7 @@ from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan
 from train_loop.plan.data_facts import Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
+    WORKER_MEMORY_VARIABLE,
     NodeRoom,
     certain_needs,
     crowded_preparation,
@@ -39,6 +40,7 @@ __all__ = [
     "DATA_CPUS",
     "MASK_BYTES",
     "START",
+    "WORKER_MEMORY_VARIABLE",
     "BatchPlan",
     "Capacity",
     "MemoryTerm",

@@ -15,6 +15,8 @@ from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
 from typing import Any
 
+from train_loop.system.memory_limit import reserved_bytes
+
 Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
 _REMEDY = "choose a smaller config or smaller files, or have the operator raise"
@@ -119,17 +121,8 @@ def _limit(question: dict[str, Any]) -> None:
         # The fork has used no CPU time yet; threads of libraries count, too.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu), math.ceil(cpu) + 1))
     if memory := question.get("memory_bytes"):
-        most = _data_bytes() + memory
+        most = reserved_bytes() + memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
-def _data_bytes() -> int:
-    """Return the bytes of this process's writable private memory, which RLIMIT_DATA counts; 0 if unknown."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:

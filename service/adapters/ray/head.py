@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from train_loop.plan import WORKER_MEMORY_VARIABLE
 from train_loop.run_dir import write_durably
 from train_loop.system.private_folder import make_private_folder
 
@@ -25,6 +26,8 @@ _DASHBOARD = "dashboard/dashboard.py"
 """End of the path of the dashboard's program."""
 _ANNOUNCEMENT = re.compile(r"Dashboard head http address: (127\.0\.0\.1:\d+)")
 """The line in the dashboard's log with the port that the operating system has chosen."""
+_RESERVED_BYTES = 2 << 30
+"""Memory that a process of Ray reserves and hardly uses, for stacks and arenas: 1.5 GiB were measured."""
 
 
 class FolderOpen(Exception):
@@ -113,12 +116,14 @@ def read_head(record: Path) -> RayHead | None:
 
 
 class HeadSettings(BaseModel):
-    """Settings of a head: its CPUs, the size of its object store, and the environment of its processes."""
+    """Settings of a head: its CPUs, its memory, and the environment of its processes."""
 
     model_config = ConfigDict(frozen=True)
 
     cpus: int
     object_store_bytes: int
+    memory_bytes: int
+    """Memory that the ranks of a job may use together, beside the object store."""
     environment: dict[str, str]
 
 
@@ -139,15 +144,24 @@ def start_head(home: Path, settings: HeadSettings) -> tuple[RayHead, subprocess.
 
 def _start(home: Path, temp_dir: str, settings: HeadSettings) -> tuple[RayHead, subprocess.Popen[bytes]]:
     command = _command(f"{temp_dir}/r", settings)
+    # No process of Ray may allocate more than all ranks together. A soft limit, which a rank with a GPU raises.
+    kilobytes = (settings.memory_bytes + _RESERVED_BYTES) // 1024
+    memory = {WORKER_MEMORY_VARIABLE: str(settings.memory_bytes)}
     with (home / "ray.log").open("ab") as log:
         # The shell waits for a line before it executes Ray. If the service dies before the record is written, the shell
         # reads end of file and exits. So Ray never runs without a record.
         child = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh", *command],
+            [
+                "/bin/sh",
+                "-c",
+                f'read -r go && {{ ulimit -S -d {kilobytes} || :; }} && exec "$@" </dev/null',
+                "sh",
+                *command,
+            ],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=settings.environment | _own_variables(home, temp_dir),
+            env=settings.environment | _own_variables(home, temp_dir) | memory,
             start_new_session=True,
         )
     assert child.stdin is not None
@@ -173,7 +187,7 @@ def _command(temp_dir: str, settings: HeadSettings) -> list[str]:
         *("--node-ip-address=127.0.0.1", "--port=0", f"--num-cpus={settings.cpus}", f"--temp-dir={temp_dir}"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"),
         *("--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0", "--metrics-export-port=0"),
-        f"--object-store-memory={settings.object_store_bytes}",
+        *(f"--memory={settings.memory_bytes}", f"--object-store-memory={settings.object_store_bytes}"),
         # Ray rejects 0 here. No process of ours connects to this port.
         f"--ray-client-server-port={_free_port()}",
     ]

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
@@ -175,11 +176,13 @@ class RayJobs:
 
         Empty if the cluster does not answer, or if nodes of unknown size may join.
         """
-        if self._room is not None:
-            return (self._room,)
         if self._limit:
             return ()
-        return tuple(_room(node) for node in self.nodes() or () if node.alive)
+        found = tuple(_room(node) for node in self.nodes() or () if node.alive)
+        if self._room is None:
+            return found
+        # Its ranks have a lower limit than the host.
+        return tuple(replace(node, host=self._room.host, object_store=0) for node in found) or (self._room,)
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """Return a submission's dashboard URL for users, or the cluster's address if `submission_id` is None.

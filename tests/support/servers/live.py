@@ -45,6 +45,7 @@ class LiveService:
         self._forks = {} if "TRAINSHED_RAY_ADDRESS" in self._environment else worker_forks(step_seconds=step_seconds)
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
+        self.url = ""
 
     @property
     def client(self) -> Api:
@@ -71,6 +72,7 @@ class LiveService:
             module = "tests.support.servers.quick_service" if quick or self._quick else "service.serve"
             self._process = subprocess.Popen([sys.executable, "-m", module], stdout=log, stderr=log, env=environment)
         address = wait_for(self._address, f"a service on {self.home}")
+        self.url = address.url
         self._client = Client(address.url, (self.home / "admin.key").read_text().strip())
 
     def _address(self) -> ServiceAddress | None:

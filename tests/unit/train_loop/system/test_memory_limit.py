@@ -1,0 +1,30 @@
+"""The memory limit of a rank under an embedded Ray."""
+
+import subprocess
+import sys
+
+import pytest
+
+RANK = """
+import resource, sys
+from train_loop.plan import WORKER_MEMORY_VARIABLE
+from train_loop.system.memory_limit import limit_rank, reserved_bytes
+before = reserved_bytes()
+limit_rank({WORKER_MEMORY_VARIABLE: str(512 << 20)}, ranks=2, on_gpu=len(sys.argv) > 1)
+held = []
+try:
+    while len(held) < 96:
+        held.append(bytearray(4 << 20))
+except MemoryError:
+    pass
+print(len(held) * 4)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "mebibytes"), [([], range(200, 257)), (["gpu"], range(384, 385))])
+def test_rank_allocates_its_share_of_the_memory_and_no_more(arguments: list[str], mebibytes: range) -> None:
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, resource.RLIM_INFINITY)){RANK}"
+    result = subprocess.run(
+        [sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(result.stdout) in mebibytes
