@@ -42,7 +42,8 @@ def test_plan_warns_of_unknown_memory_and_of_activations(service: FakeService, c
 
     assert warnings() == []
     service.cluster.memory = None
-    (unknown,) = warnings()
+    assert warnings() == []
+    (unknown,) = warnings(model=LARGE)
     assert unknown.startswith("the memory of the nodes is not known, so the model may not fit: each worker needs at")
     service.cluster.memory = 6 * GIB
     (likely,) = warnings(data={"sequence_length": 1 << 21, "packing": False})

@@ -81,7 +81,7 @@ def test_invalid_spec_is_rejected_with_its_problems(tmp_path: Path) -> None:
     assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
     log_text, lines = (tmp_path / "run.log").read_text(), (tmp_path / "run.yaml").read_text().splitlines()
     line = lines.index("  max_step: 6") + 1
-    problem = "training.max_step: no such field; check its spelling against GET /openapi.json, or remove it"
+    problem = "training.max_step: no such field; did you mean max_steps?"
     assert f"{tmp_path}/run.yaml:{line}:3: {problem}\n" in log_text
     assert OUR_TRACEBACK not in log_text
     assert not (tmp_path / "run").exists()

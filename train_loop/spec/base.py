@@ -4,7 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema, to_json, to_jsonable_python
 
@@ -37,21 +43,28 @@ class SpecError(ValueError):
         self.problems = problems
 
 
+_LONGEST = 200
+"""Maximum characters of a rejected value in a message."""
+
+
 @dataclass(frozen=True)
 class Only:
     """A validator of a field, and its JSON schema."""
 
     supported: tuple[Any, ...]
 
-    def check(self, value: Any) -> Any:
-        # Types are compared too, because 1 == True.
-        if any(type(value) is type(s) and value == s for s in self.supported):
-            return value
-        choices = " or ".join(json.dumps(s) for s in self.supported)
-        raise ValueError(f"{to_json(value).decode()} is not supported yet; choose {choices}")
+    def check(self, value: Any, _: ValidatorFunctionWrapHandler) -> Any:
+        """Return a supported value. Raises ValueError for all others, with one answer whatever they hold."""
+        for supported in self.supported:
+            for form in (supported, to_jsonable_python(supported)):
+                # Types are compared too, because 1 == True.
+                if type(value) is type(form) and value == form:
+                    return supported
+        choices, given = " or ".join(json.dumps(s) for s in self.supported), to_json(value).decode()
+        raise ValueError(f"{given if len(given) <= _LONGEST else 'it'} is not supported yet; choose {choices}")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
+        return core_schema.no_info_wrap_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"enum": [*map(to_jsonable_python, self.supported)]}

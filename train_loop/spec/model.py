@@ -1,11 +1,15 @@
 """`model:` the model to train."""
 
+import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
+_HUB = re.compile(r"(?:https?://[^/]+/|hf://)?([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/?")
+"""A model's id or URL on the Hugging Face Hub, with the id as its group."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
@@ -65,6 +69,24 @@ class ModelSpec(SpecModel):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
+
+    @field_validator("path", "tokenizer")
+    @classmethod
+    def _is_on_storage(cls, uri: str | None) -> str | None:
+        if uri is None or os.path.isabs(uri):
+            return uri
+        on_hub = _HUB.fullmatch(uri)
+        if on_hub is not None:
+            folder = f"/models/{on_hub[1].rpartition('/')[2]}"
+            raise ValueError(
+                f"{uri} is not a folder on shared storage, and models are not downloaded from the Hugging Face Hub; "
+                f"run `hf download {on_hub[1]} --local-dir {folder}` below a storage root, and write file://{folder}"
+            )
+        if "://" not in uri:
+            raise ValueError(
+                f"{uri} is a relative path, but service and workers have different folders; write an absolute path"
+            )
+        return uri
 
     @field_validator("master_dtype")
     @classmethod

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
+from train_loop.spec.model import Dtype
+from train_loop.spec.names import unknown_field
 from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
 
 _MOST_PROBLEMS = 50
@@ -77,6 +79,9 @@ def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
     ):
         return raw
     dtype = model["dtype"] if "dtype" in model else strategy["param_dtype"]
+    if dtype not in get_args(Dtype):
+        # One error is enough for one value.
+        return raw
     return {**raw, "model": {**model, "dtype": dtype}, "strategy": {**strategy, "param_dtype": dtype}}
 
 
@@ -88,29 +93,26 @@ def dump(spec: JobSpec) -> str:
 def _problems(error: ValidationError) -> list[Problem]:
     found = error.errors(include_url=False, include_context=False)
     listed = [
-        Problem(_pointer(one["loc"]), _message(one["type"], one["msg"], one.get("input")))
+        Problem(as_pointer(place), _message(one["type"], one["msg"], one.get("input"), place))
         for one in found[:_MOST_PROBLEMS]
+        for place in [_place(one["loc"])]
     ]
     more = len(found) - len(listed)
     return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more else listed
 
 
-def _pointer(loc: tuple[int | str, ...]) -> str:
+def _place(loc: tuple[int | str, ...]) -> list[str]:
     # Pydantic adds the arm of a union to the location: a type's name or a constraint is not a field.
-    return as_pointer(
-        [
-            str(step)
-            for step in loc
-            if not re.fullmatch(
-                r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step)
-            )
-        ]
-    )
+    return [
+        str(step)
+        for step in loc
+        if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step))
+    ]
 
 
-def _message(kind: str, message: str, value: Any) -> str:
+def _message(kind: str, message: str, value: Any, place: list[str]) -> str:
     if kind == "extra_forbidden":
-        return "no such field; check its spelling against GET /openapi.json, or remove it"
+        return unknown_field([step for step in place if not step.isdecimal()], JobSpec)
     if kind == "missing":
         return "this field is required"
     if kind == "value_error":

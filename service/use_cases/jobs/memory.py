@@ -21,6 +21,8 @@ from train_loop.plan import (
 from train_loop.spec import JobSpec, Problem
 
 _REMEDIES = 3
+_SMALL_BYTES = 1 << 30
+"""Need of a worker below which unknown memory is not worth a warning: Ray itself takes about as much on a node."""
 
 
 def preparation_problem(spec: JobSpec, nodes: Sequence[NodeRoom]) -> Problem | None:
@@ -40,7 +42,8 @@ def memory_warnings(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> lis
     needs = certain_needs(spec, plan)
     largest = max(needs, key=lambda need: (need.device_bytes, need.host_bytes))
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
-    if any(unknown_memory(spec, need, nodes) for need in needs):
+    small = max(largest.host_bytes, largest.device_bytes) < _SMALL_BYTES
+    if not small and any(unknown_memory(spec, need, nodes) for need in needs):
         sizes = [describe_terms(largest, on_device=False)]
         sizes += [describe_terms(largest, on_device=True)] if on_gpu else []
         return [

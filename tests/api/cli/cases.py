@@ -63,8 +63,7 @@ CASES = {
         "job-",
         "id spec progress",
         "submit {spec} --set training.max_stepz=7",
-        "/training/max_stepz: no such field; check its spelling against GET /openapi.json, or remove it"
-        " (--set training.max_stepz=7)",
+        "/training/max_stepz: no such field; did you mean max_steps? (--set training.max_stepz=7)",
     ),
     "clone": Case(
         "clone {trained} --step 0 --set training.max_steps=40",

@@ -226,7 +226,7 @@ def test_submit_command_applies_changes(home: Path, service: FakeService) -> Non
         1,
         "trainshed: 2 things are wrong:\n"
         '  /training/max_steps: input should be a valid integer; the value is "soon" (--set training.max_steps=soon)\n'
-        "  /seed: no such field; check its spelling against GET /openapi.json, or remove it (--set seed=1)\n",
+        "  /seed: no such field here; did you mean data.seed or training.seed? (--set seed=1)\n",
     )
     for text, why in (("[1]", "a job spec is a mapping of fields, not list"), ("a: [", "is neither YAML nor JSON")):
         refused = run("submit", "-", "--set", "name=a", stdin=text)

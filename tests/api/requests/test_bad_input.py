@@ -29,7 +29,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"training": {"lerning_rate": 1}},
         "/training/lerning_rate",
-        "no such field; check its spelling against GET /openapi.json, or remove it",
+        "no such field; did you mean learning_rate?",
     ),
     (
         {"training": {"max_steps": "many"}},

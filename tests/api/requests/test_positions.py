@@ -24,7 +24,7 @@ training:
   max_steps: 4
 """
 WRONG = TEXT + "  max_stepz: 5\nscaling:\n    num_workers: none\n"
-UNKNOWN = "no such field; check its spelling against GET /openapi.json, or remove it"
+UNKNOWN = "no such field; did you mean max_steps?"
 PATHS = ("/jobs", "/jobs/plan")
 
 

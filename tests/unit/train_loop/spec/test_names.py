@@ -1,0 +1,117 @@
+"""Unknown fields: misspelt names, names of other tools, and fields to come."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.support.builders.searches import seeds
+from tests.support.builders.specs import TINY, raw_spec
+from train_loop.spec import JobSpec, SpecError, parse
+from train_loop.spec.names import _NOT_OURS, _NOT_YET, _OURS, field_paths
+
+PLACES = ("", "model", "data", "training", "strategy", "checkpoint", "scaling", "failure")
+LEAVES = {path.rpartition(".")[2] for path in field_paths(JobSpec)}
+
+
+def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
+    """Return the problems of a valid spec with another field, by pointer."""
+    raw = raw_spec()
+    target = raw
+    for part in filter(None, place.split(".")):
+        target = target.setdefault(part, {})
+    target[name] = value
+    with pytest.raises(SpecError) as raised:
+        parse(raw)
+    return {problem.pointer: problem.message for problem in raised.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "answer"),
+    [
+        ("training", "learing_rate", "no such field; did you mean learning_rate?"),
+        ("training", "warmup_ratio", "training.warmup_ratio is not supported yet; set training.warmup_steps"),
+        ("training", "save_steps", "no such field; use checkpoint.every_steps"),
+        ("training", "fsdp", "no such field; use strategy.sharding_strategy and strategy.fsdp_size"),
+        ("strategy", "cpu_offload", "no such field; use strategy.offload_policy"),
+        ("training", "--learning-rate", "no such field here; did you mean training.learning_rate?"),
+        ("", "seed", "no such field here; did you mean data.seed or training.seed?"),
+        ("", "lora", "LoRA (model.lora) is not supported yet; remove it"),
+        ("training", "output_dir", "no such field; the service chooses the run directory; see run_dir of the job; "),
+        ("strategy", "zzz", "no such field; check its spelling against GET /openapi.json, or remove it"),
+    ],
+)
+def test_unknown_field_is_answered_with_what_it_may_mean(place: str, name: str, answer: str) -> None:
+    (message,) = answers(place, name, {"r": 8}).values()
+    assert message.startswith(answer)
+
+
+def test_names_of_other_tools_lead_to_fields_that_exist() -> None:
+    for table in (_OURS, _NOT_YET, _NOT_OURS):
+        for name, meaning in table.items():
+            for place in PLACES:
+                (message,) = answers(place, name).values()
+                assert "check its spelling" not in message, (place, name)
+            if table is _OURS:
+                paths = [
+                    word.strip(",") for word in meaning.partition(", which")[0].split() if word not in ("and", "or")
+                ]
+                assert {*paths} <= {*field_paths(JobSpec)}, name
+    assert not LEAVES & (_OURS.keys() | _NOT_OURS.keys()), "expected names that no field has"
+
+
+def test_misspelt_field_is_answered_with_the_field() -> None:
+    paths = [path for path in field_paths(JobSpec) if path.count(".") == 1 and len(path.partition(".")[2]) > 5]
+    for seed in range(seeds(200)):
+        rng = random.Random(seed)
+        place, _, name = rng.choice(paths).partition(".")
+        spot = rng.randrange(1, len(name) - 1)
+        typo = rng.choice(
+            [name[:spot] + name[spot + 1 :], name[:spot] + name[spot + 1] + name[spot] + name[spot + 2 :], f"{name}s"]
+        )
+        if typo in LEAVES | _OURS.keys() | _NOT_YET.keys():
+            continue
+        (message,) = answers(place, typo).values()
+        assert message == f"no such field; did you mean {name}?", typo
+
+
+@pytest.mark.parametrize("inside", [{"r": 8}, {"rank": 8}, {}, True, "all", [1], {"r": "x" * 999}])
+def test_setting_to_come_has_one_answer_whatever_it_holds(inside: Any) -> None:
+    for place, name in (("model", "lora"), ("", "infer"), ("strategy.wrap_policy", "moe_experts")):
+        ((pointer, message),) = answers(place, name, inside).items()
+        assert pointer.endswith(f"/{name}")
+        assert "is not supported yet" in message
+        assert len(message) < 300
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "torch.bfloat16", 16])
+@pytest.mark.parametrize(("place", "name"), [("model", "dtype"), ("strategy", "param_dtype")])
+def test_invalid_dtype_has_one_error(dtype: Any, place: str, name: str) -> None:
+    raw = raw_spec(model={"config": TINY, "dtype": "fp32"})
+    del raw["model"]["dtype"]
+    raw.setdefault(place, {})[name] = dtype
+    with pytest.raises(SpecError) as raised:
+        parse(raw)
+    (problem,) = raised.value.problems
+    assert problem.pointer == f"/{place}/{name}"
+    assert "'bf16', 'fp16' or 'fp32'" in problem.message
+
+
+@pytest.mark.parametrize("place", ["path", "tokenizer"])
+@pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir /models/Qwen3-0.6B` below a storage root, "),
+        ("gpt2", "run `hf download gpt2 --local-dir /models/gpt2` below a storage root, and write file:///models/gpt2"),
+        ("hf://Qwen/Qwen3-0.6B", "models are not downloaded from the Hugging Face Hub; run `hf download Qwen/"),
+        ("https://hub.example/a/b", "run `hf download a/b --local-dir /models/b`"),
+        ("./models/mine", "./models/mine is a relative path, but service and workers have different folders; write an"),
+        ("~/models/mine/x", "is a relative path"),
+    ],
+)
+def test_model_that_is_not_on_storage_is_answered_with_the_way_there(place: str, uri: str, rule: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse(raw_spec(model={"path": "file:///models/a", "config": None} | {place: uri}))
+    (problem,) = raised.value.problems
+    assert problem.pointer == f"/model/{place}"
+    assert rule in problem.message
