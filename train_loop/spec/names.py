@@ -28,7 +28,7 @@ _NOT_YET = _by_name(
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
         "": "head load add_tokens kernels images balance experts_implementation router_dtype router_aux_loss "
-        "router_z_loss add_bos chat_template precision cast_forward_inputs gradient_sync ignored_params "
+        "router_z_loss precision cast_forward_inputs gradient_sync ignored_params "
         "pin_memory matmul_precision shard_vision min_num_params deterministic groups optimizer_state profile "
         "neftune_noise_alpha group_by_length length_column_name tf32",
         "training.router_aux_loss": "router_aux_loss_coef moe_aux_loss_coeff",

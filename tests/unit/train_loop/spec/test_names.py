@@ -50,6 +50,8 @@ def test_names_of_other_tools_lead_to_fields_that_exist() -> None:
     for table in (_OURS, _NOT_YET, _NOT_OURS):
         for name, meaning in table.items():
             for place in PLACES:
+                if f"{place}.{name}".lstrip(".") in field_paths(JobSpec):
+                    continue
                 (message,) = answers(place, name).values()
                 assert "check its spelling" not in message, (place, name)
             if table is _OURS:
@@ -57,7 +59,8 @@ def test_names_of_other_tools_lead_to_fields_that_exist() -> None:
                     word.strip(",") for word in meaning.partition(", which")[0].split() if word not in ("and", "or")
                 ]
                 assert {*paths} <= {*field_paths(JobSpec)}, name
-    assert not LEAVES & (_OURS.keys() | _NOT_OURS.keys()), "expected names that no field has"
+    to_come = {name for name, feature in _NOT_YET.items() if not feature}
+    assert not LEAVES & (_OURS.keys() | _NOT_OURS.keys() | to_come), "expected names that no field has"
 
 
 def test_misspelt_field_is_answered_with_the_field() -> None:
