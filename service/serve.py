@@ -78,7 +78,8 @@ class _Server(uvicorn.Server):
         # No logging of uvicorn: the service configures logs and writes the access log.
         config = uvicorn.Config(
             app,
-            host=settings.host,
+            # asyncio listens on IPv6 only if the host is "::", and on all addresses if it is empty.
+            host="" if settings.host == "::" else settings.host,
             port=settings.port,
             log_config=None,
             access_log=False,

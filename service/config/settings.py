@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     secret_key_file: Path | None = Field(
         default=None, description="file with these keys, one per line; default: DATABASE.key next to a SQLite database"
     )
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", description="address to listen on; :: for all, IPv4 and IPv6")
     port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="accepted names in the Host header, in addition to localhost and `host`"
@@ -105,6 +105,10 @@ class Settings(BaseSettings):
     ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
     dashboard_url: str | None = Field(
         default=None, description="URL of Ray's dashboard for users, if it differs from ray_address"
+    )
+    ray_cluster: str | None = Field(default=None, description="name of KubeRay's RayCluster, for commands in remedies")
+    ray_pod_digests: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="digests of the Ray pods' specifications; doctor names pods that have another one"
     )
     ray_cpus: int = Field(
         default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="number of CPUs of embedded Ray"
@@ -214,7 +218,7 @@ class Settings(BaseSettings):
                     local_path(root)
         return value
 
-    @field_validator("allowed_hosts", "webhook_allowed", mode="before")
+    @field_validator("allowed_hosts", "webhook_allowed", "ray_pod_digests", mode="before")
     @classmethod
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value

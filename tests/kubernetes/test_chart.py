@@ -33,11 +33,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own keys": {"adminKey": {"existingSecret": "a"}, "metricsKey": {"existingSecret": "m"}},
     "ingress": {"ingress": {"enabled": True, "host": "t.example", "tlsSecret": "tls"}, "trustedProxies": ["10.0.0.1"]},
     "route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["t.example"]}},
+    "TLS of the controller": {"ingress": {"enabled": True, "host": "t.example", "tls": "controller"}},
+    "route of the listener": {
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
+        "allowedHosts": ["t.example"],
+    },
+    "IPv6": {"ipFamily": "IPv6"},
+    "dual-stack": {"ipFamily": "dual"},
+    "one node": {
+        "storage": {
+            "volume": {"singleNode": True, "volumeName": "disk", "annotations": {"a": "b"}, "selector": {"c": "d"}}
+        },
+        "ray": {
+            "head": {"pdb": True},
+            "workers": [{"name": n, "replicas": 1, "cpu": 1, "memory": "4Gi", "gpu": 4} for n in ("a", "b")],
+        },
+    },
+    "parent chart": {
+        "enabled": True,
+        "global": {"imageRegistry": "r.local:5000/"},
+        "imagePullSecrets": [{"name": "a"}],
+    },
+    "own name": {"fullnameOverride": "other"},
+    "gates": {"ray": {"head": {"schedulingGates": [{"name": "example.com/quota"}]}}},
+    "maps": {"settings": {"quotas": {"nlp": {"gpus": 16}}}},
     "no policies": {"networkPolicy": {"enabled": False}},
     "monitoring": {
         "monitoring": {
             **dict.fromkeys(("serviceMonitor", "podMonitor", "rules", "dashboards"), True),
-            "labels": {"release": "prometheus"},
+            "labels": {"release": "prometheus", "app.kubernetes.io/part-of": "trainshed"},
+            "interval": "15s",
+            "relabelings": [{"targetLabel": "region", "replacement": "eu"}],
+            "grafanaFolder": "ml",
         },
         "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]},
     },
@@ -54,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "interfaces": {"ray": {"interface": "^lo,eth0"}},
     "one small group": {"ray": {"workers": [{"name": "cpu", "replicas": 1, "cpu": 2, "memory": "4Gi"}]}},
     "digests": {"image": {"tag": "1@sha256:a"}, "ray": {"image": {"tag": "1@sha256:b"}}},
+    "digest": {"image": {"digest": f"sha256:{'a' * 64}"}, "ray": {"image": {"tag": "1"}}},
     "own Ray and object storage": {
         "storage": {"runs": "s3://runs", "volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
         "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
@@ -77,6 +105,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "storage": RWX,
         "ray": {"workers": [{"name": "gpu", "replicas": 0, "cpu": "7500m", "memory": "64Gi", "gpu": 8}]},
     },
+}
+
+
+COPIES = {
+    "dashboards": "deploy/grafana/dashboards",
+    "alerts.yml": "deploy/prometheus/alerts.yml",
+    # A template cannot read values.yaml itself.
+    "values.yaml": "helm/trainshed/values.yaml",
 }
 
 
@@ -187,7 +223,7 @@ def test_service_selects_only_the_service_pods(rendered: Rendered) -> None:
 
 def test_every_reference_resolves(rendered: Rendered) -> None:
     there = {(one["kind"], one["metadata"]["name"]) for one in rendered.objects}
-    given = {"a", "m", "db", "s3", "token", "tls", "mine", "registry-login", "demo-trainshed-ray"}
+    given = {"a", "m", "db", "s3", "token", "tls", "mine", "registry-login", "demo-trainshed-ray", "other-ray"}
     given |= {"trainshed-database", "trainshed-admin-key", "trainshed-metrics-key", "trainshed-s3", "trainshed-tls"}
     for name, pod in rendered.pods():
         text = json.dumps(pod)
@@ -233,8 +269,8 @@ def test_notes_end_with_a_working_call() -> None:
     assert forward == "kubectl port-forward --namespace ml service/demo-trainshed 8000:8000 &"
     assert "secret demo-trainshed-admin " in key
     assert call == 'curl -H "Authorization: Bearer $KEY" http://localhost:8000/jobs'
-    outside = render(VARIANTS["ingress"]).notes.strip().splitlines()[-1]
-    assert outside.endswith("https://t.example/jobs")
+    for variant in ("ingress", "route", "route of the listener"):
+        assert render(VARIANTS[variant]).notes.strip().splitlines()[-1].endswith("https://t.example/jobs"), variant
 
 
 def test_callers_may_use_every_name_of_the_service() -> None:
@@ -250,11 +286,11 @@ def test_network_policies_allow_required_traffic() -> None:
     ports = [port["port"] for rule in api["egress"] for port in rule["ports"]]
     assert ports == [53, 53, 5353, 5353, 443, 8265, 5432]
     # User code runs in these pods, and must not reach the database.
-    worker = rendered.of("NetworkPolicy", "demo-trainshed-ray-worker")["spec"]
+    worker = rendered.of("NetworkPolicy", "demo-trainshed-allow-ray-worker")["spec"]
     assert 5432 not in [port["port"] for rule in worker["egress"] for port in rule.get("ports", [])], (
         "expected no access for user code"
     )
-    head = rendered.of("NetworkPolicy", "demo-trainshed-ray-head")["spec"]
+    head = rendered.of("NetworkPolicy", "demo-trainshed-allow-ray-head")["spec"]
     dashboard = next(rule for rule in head["ingress"] if rule.get("ports") == [{"port": 8265}])
     labels = next(pod for name, pod in rendered.pods() if name == "api")["metadata"]["labels"]
     assert dashboard["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
@@ -266,6 +302,143 @@ def test_integers_are_rendered_as_integers() -> None:
     text = rendered.files["trainshed/templates/deployment.yaml"]
     assert "runAsUser: 1000680000\n" in text
     assert "fsGroup: 1000680000\n" in text
+
+
+@pytest.mark.parametrize("name", ["tolerations", "schedulingGates"])
+@pytest.mark.parametrize("group", ["head", "worker"])
+def test_change_that_kuberay_ignores_changes_what_it_looks_at(name: str, group: str) -> None:
+    """KubeRay's hash has no tolerations and gates, so that only a change elsewhere makes it replace the pods."""
+    changed = {name: [{"name": "a.example/b"} if name == "schedulingGates" else {"key": "gpu", "operator": "Exists"}]}
+    worker = {"name": "cpu", "replicas": 2, "cpu": 2, "memory": "6Gi"}
+    values = {"head": {**changed}} if group == "head" else {"workers": [{**worker, **changed}]}
+    specs = [render({"storage": RWX, "ray": one}).of("RayCluster")["spec"] for one in ({}, values)]
+    assert hashed(specs[0]) != hashed(specs[1])
+    assert hashed(specs[0]) == hashed(render({"storage": RWX, "replicas": 0}).of("RayCluster")["spec"])
+
+
+def hashed(spec: dict[str, Any]) -> str:
+    """Return the part of a RayCluster that KubeRay's hash covers, as JSON."""
+    spec = json.loads(json.dumps(spec))
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        for name in ("tolerations", "schedulingGates"):
+            group["template"]["spec"].pop(name, None)
+        for name in ("replicas", "minReplicas", "maxReplicas"):
+            group.pop(name, None)
+    return json.dumps(spec, sort_keys=True)
+
+
+def test_doctor_knows_the_digest_of_every_pod() -> None:
+    rendered = render(PRODUCTION)
+    known = rendered.of("ConfigMap", "demo-trainshed")["data"]["TRAINSHED_RAY_POD_DIGESTS"].split(",")
+    pods = [pod for name, pod in rendered.pods() if name.startswith("ray-")]
+    assert sorted(known) == sorted(pod["metadata"]["annotations"]["trainshed.io/pod-digest"] for pod in pods)
+    assert len(set(known)) == len(pods) == 3
+
+
+def test_pods_leave_a_lost_node_within_seconds(rendered: Rendered) -> None:
+    for name, pod in rendered.pods():
+        seconds = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"]["tolerations"]}
+        assert {seconds[f"node.kubernetes.io/{taint}"] for taint in ("not-ready", "unreachable")} == {30}, name
+    own = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "tolerationSeconds": 7}
+    assert (
+        render({"tolerations": [own], "storage": RWX}).of("Deployment")["spec"]["template"]["spec"]["tolerations"][0]
+        == own
+    )
+
+
+def test_strategy_owns_its_fields_so_that_it_can_be_changed() -> None:
+    """A server-side apply keeps a `rollingUpdate` that the API server filled in, and then rejects Recreate."""
+    rolling = render({"strategy": "RollingUpdate", "storage": RWX, **POSTGRES}).of("Deployment")["spec"]["strategy"]
+    assert rolling == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert render().of("Deployment")["spec"]["strategy"] == {"type": "Recreate", "rollingUpdate": None}
+
+
+def test_addresses_follow_the_ip_family() -> None:
+    found = {
+        family: (
+            made.of("ConfigMap", "demo-trainshed")["data"]["TRAINSHED_HOST"],
+            made.of("RayCluster")["spec"]["headGroupSpec"]["rayStartParams"]["dashboard-host"],
+            made.of("Service")["spec"].get("ipFamilyPolicy"),
+        )
+        for family, made in {one: render({"ipFamily": one}) for one in ("IPv4", "IPv6", "dual")}.items()
+    }
+    assert found == {
+        "IPv4": ("0.0.0.0", "0.0.0.0", None),
+        "IPv6": ("::", "::", "SingleStack"),
+        "dual": ("::", "0.0.0.0", "PreferDualStack"),
+    }
+
+
+def test_controller_may_have_the_certificate() -> None:
+    assert "tls" not in render(VARIANTS["TLS of the controller"]).of("Ingress")["spec"]
+    assert "hostnames" not in render(VARIANTS["route of the listener"]).of("HTTPRoute")["spec"]
+
+
+def test_ray_pods_reap_orphans_and_bound_their_disk(rendered: Rendered) -> None:
+    for name, pod in rendered.pods():
+        (tmp,) = [one for one in pod["spec"]["volumes"] if one["name"] == "tmp"]
+        assert tmp["emptyDir"]["sizeLimit"], name
+        if name.startswith("ray-"):
+            assert pod["spec"]["shareProcessNamespace"] is True, name
+        if name != "test":
+            (container,) = pod["spec"]["containers"]
+            for kind in ("requests", "limits"):
+                assert container["resources"][kind]["ephemeral-storage"], name
+
+
+def test_policies_do_not_have_names_of_kuberay(rendered: Rendered) -> None:
+    clusters = [one["metadata"]["name"] for one in rendered.objects if one["kind"] == "RayCluster"]
+    own = {one["metadata"]["name"] for one in rendered.objects if one["kind"] == "NetworkPolicy"}
+    assert not own & {f"{name}-{part}" for name in clusters for part in ("head", "workers", "worker")}
+
+
+def test_head_alone_reaches_prometheus() -> None:
+    rendered = render(PRODUCTION)
+    ports = {
+        name: [
+            port["port"]
+            for rule in rendered.of("NetworkPolicy", f"demo-trainshed-allow-ray-{name}")["spec"]["egress"]
+            for port in rule.get("ports", [])
+        ]
+        for name in ("head", "worker")
+    }
+    assert 9090 in ports["head"]
+    assert 9090 not in ports["worker"]
+
+
+def test_ray_dashboards_find_every_series() -> None:
+    monitor = render(VARIANTS["monitoring"]).of("PodMonitor")
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert [one["port"] for one in endpoints] == ["metrics", "as-metrics", "dash-metrics"]
+    for one in endpoints:
+        assert [rule["targetLabel"] for rule in one["relabelings"]] == ["ray_io_cluster", "region"]
+        assert one["interval"] == "15s"
+
+
+def test_release_has_a_rule_of_its_own() -> None:
+    rules = render(VARIANTS["monitoring"]).of("PrometheusRule")["spec"]["groups"]
+    assert rules[0] == yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]
+    assert rules[1]["rules"][0]["expr"] == 'absent(trainshed_build_info{namespace="ml", service="demo-trainshed"})'
+
+
+def test_images_have_registry_and_digest() -> None:
+    def images(values: dict[str, Any]) -> list[str]:
+        made = render(values)
+        return sorted({one["image"] for _, pod in made.pods() for one in pod["spec"]["containers"]})
+
+    assert images(VARIANTS["parent chart"]) == ["r.local:5000/trainshed-worker:0.1.0", "r.local:5000/trainshed:0.1.0"]
+    assert images(VARIANTS["digest"]) == ["trainshed-worker:1", f"trainshed@sha256:{'a' * 64}"]
+
+
+def test_settings_may_be_maps() -> None:
+    settings = render(VARIANTS["maps"]).of("ConfigMap", "demo-trainshed")["data"]
+    assert settings["TRAINSHED_QUOTAS"] == '{"nlp":{"gpus":16}}'
+
+
+def test_disruption_budgets_never_keep_unready_pods() -> None:
+    budget = render(VARIANTS["replicas"]).of("PodDisruptionBudget")["spec"]
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert render(VARIANTS["one node"]).of("PodDisruptionBudget")["spec"]["maxUnavailable"] == 0
 
 
 def test_new_chart_version_keeps_the_ray_cluster(tmp_path: Path) -> None:
@@ -280,7 +453,7 @@ def test_new_chart_version_keeps_the_ray_cluster(tmp_path: Path) -> None:
 
 def test_chart_files_equal_those_of_deploy() -> None:
     """The chart has copies, because tools that read a chart from Git skip links."""
-    for copy, source in (("dashboards", "deploy/grafana/dashboards"), ("alerts.yml", "deploy/prometheus/alerts.yml")):
+    for copy, source in COPIES.items():
         here, there = CHART / "files" / copy, Path(source)
         pairs = [(here / one.name, one) for one in there.iterdir()] if there.is_dir() else [(here, there)]
         for one, other in pairs:

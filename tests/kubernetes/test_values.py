@@ -13,13 +13,14 @@ from tests.support.hosts.charts import CHART, render
 
 RWX = {"volume": {"accessMode": "ReadWriteMany"}}
 POSTGRES = {"database": {"existingSecret": "db"}, "networkPolicy": {"egress": [{"ports": [{"port": 5432}]}]}}
+GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists"}
 GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"replicas": 2}, "set database.existingSecret, or replicas: 1"),
     ({"strategy": "RollingUpdate"}, "or strategy: Recreate"),
     ({"replicas": 2, **POSTGRES}, "set storage.volume.accessMode to ReadWriteMany"),
     (
         {"ray": {"workers": [{"name": n, "replicas": 1, "cpu": 1, "memory": "1Gi"} for n in ("a", "b")]}},
-        "or keep one group",
+        "keep one group, or set storage.volume.singleNode: true",
     ),
     ({"ray": {"address": "http://ray:8265", "tokenSecret": "t"}}, "leave ray.address empty, or set ray.create: false"),
     ({"ray": {"create": False}}, "set ray.create: true, or ray.address"),
@@ -30,22 +31,55 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"ray": {"workers": [{"name": "gpu", "replicas": 1, "cpu": 1, "memory": "1Gi", "gpu": 1}]}},
-        "share a ReadWriteOnce volume and so one node",
+        "give nodeSelector, ray.head.nodeSelector and that of the workers the same labels",
     ),
+    (
+        {"ray": {"workers": [{"name": "gpu", "replicas": 1, "cpu": 1, "memory": "1Gi", "tolerations": [GPU_TAINT]}]}},
+        "give tolerations, ray.head.tolerations and those of the workers the same entries",
+    ),
+    (
+        {
+            "storage": {"volume": {"singleNode": True}},
+            "tolerations": [GPU_TAINT],
+            "ray": {
+                "workers": [
+                    {"name": "g", "replicas": 1, "cpu": 1, "memory": "1Gi", "gpu": 8, "tolerations": [GPU_TAINT]}
+                ]
+            },
+        },
+        "give tolerations, ray.head.tolerations and those of the workers the same entries",
+    ),
+    ({"settings": {"preflight_checks": 64}}, "exceeds resources.limits.memory 2Gi: raise the limit"),
+    ({"resources": {"requests": {"memory": "3Gi"}}}, "resources.requests.memory 3Gi exceeds its limit 2Gi"),
+    (
+        {"ray": {"head": {"resources": {"requests": {"memory": "4097Mi"}}}}},
+        "ray.head.resources.requests.memory 4097Mi exceeds its limit 4Gi",
+    ),
+    (
+        {"ray": {"env": [{"name": "AWS_SECRET_ACCESS_KEY", "value": "x"}]}},
+        "ray.env.AWS_SECRET_ACCESS_KEY has its secret in plain text",
+    ),
+    ({"env": [{"name": "WANDB_API_KEY", "value": "x"}]}, "use valueFrom with a Secret"),
+    ({"ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "64Mi"}]}}, "set at least 1Gi"),
     ({"user": {"gid": None}}, "must both be set or both be null"),
     ({"monitoring": {"podMonitor": True}}, "all scrapes of Ray are blocked"),
     (
         {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"ingressFrom": [{"podSelector": {}}]}},
         "all scrapes of the service are blocked",
     ),
-    ({"monitoring": {"prometheusUrl": "http://p:9090"}}, "set networkPolicy.rayEgress"),
+    ({"monitoring": {"prometheusUrl": "http://p:9090"}}, "set networkPolicy.headEgress"),
     ({"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}, "occurs twice or is set by the chart"),
     ({"ray": {"env": [{"name": "A", "value": "x"}] * 2}}, "ray.env has A, which occurs twice"),
     ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
     ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
-    ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not be sent unencrypted"),
+    ({"ingress": {"enabled": True, "host": "t.example"}}, "set ingress.tls: controller"),
+    (
+        {"ingress": {"enabled": True, "host": "t.example", "tls": "controller", "tlsSecret": "t"}},
+        "set ingress.tls: secret, or leave tlsSecret empty",
+    ),
     ({"ingress": {"enabled": True, "host": "t.example/trainshed", "tlsSecret": "tls"}}, "use a separate host name"),
     ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
+    ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, "or allowedHosts with the host names"),
     ({"database": {"existingSecret": "db"}}, "set networkPolicy.egress"),
     (
         {"storage": RWX, "ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "1Gi"}] * 2}},
@@ -62,15 +96,40 @@ def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any
 
 
 def test_every_guard_has_a_case() -> None:
-    guards = (CHART / "templates/_guards.tpl").read_text().count("fail ")
-    # Two guards check release names. A cluster without KubeRay cannot be simulated here: a plain render must pass.
-    assert guards == len(GUARDS) + 3
+    cases = [({**values}, "demo") for values, _ in GUARDS]
+    cases += [({}, "1demo"), ({}, "my.release"), ({}, "n" * 38)]
+    errors = [refusal(values, name=name) for values, name in cases]
+    unused = [text for text in guards() if not any(re.search(text, error) for error in errors)]
+    # A cluster without KubeRay cannot be simulated here: a plain render must pass.
+    assert [text for text in unused if "not installed in this cluster" not in text.replace("\\", "")] == []
+
+
+def guards() -> list[str]:
+    """Return the message of every guard, as a regular expression."""
+    text = "".join(file.read_text() for file in sorted((CHART / "templates").glob("_guards*.tpl")))
+    messages = re.findall(r'fail (?:\(printf )?"((?:[^"\\]|\\.)+)"', text)
+    assert len(messages) == text.count("fail ")
+    return [re.sub("%[a-z]", ".+", re.escape(message)) for message in messages]
+
+
+def refusal(values: dict[str, Any], *, name: str = "demo") -> str:
+    """Return the message with which the chart refuses values."""
+    with pytest.raises(helm.HelmError) as error:
+        render(values, name=name)
+    return str(error.value)
+
+
+def test_long_names_have_remedies() -> None:
     for name in ("1demo", "my.release"):
-        with pytest.raises(helm.HelmError, match="choose another release name"):
-            render(name=name)
-    with pytest.raises(helm.HelmError, match="choose a shorter release name"):
-        render(name="n" * 38)
+        assert "choose another release name, or set fullnameOverride" in refusal({}, name=name)
+    assert "choose a shorter release name, or set fullnameOverride" in refusal({}, name="n" * 38)
     assert render(name="n" * 36).of("RayCluster")["metadata"]["name"] == f"{'n' * 36}-trainshed-ray"
+    assert render({"fullnameOverride": "short"}, name="n" * 38).of("RayCluster")["metadata"]["name"] == "short-ray"
+    own = {
+        "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
+        "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
+    }
+    assert render(own, name="n" * 45).of("Service")["metadata"]["name"] == f"{'n' * 45}-trainshed"
 
 
 SCHEMA: list[tuple[dict[str, Any], str]] = [
@@ -94,6 +153,13 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"httpRoute": {"hostnames": ["*.example"]}}, "/httpRoute/hostnames/0"),
     ({"image": {"pullPolicy": "always"}}, "/image/pullPolicy"),
     ({"pdb": "yes"}, "/pdb"),
+    ({"image": {"repository": "r@sha256:a"}}, "/image/repository"),
+    ({"image": {"digest": "sha256:1"}}, "/image/digest"),
+    ({"imagePullSecrets": [{"nam": "x"}]}, "/imagePullSecrets/0"),
+    ({"ipFamily": "IPv5"}, "/ipFamily"),
+    ({"settings": {"runs": {"a": 1}}}, "/settings/runs"),
+    ({"ray": {"workers": [{"name": "head", "replicas": 1, "cpu": 1, "memory": "1Gi"}]}}, "/ray/workers/0/name"),
+    ({"enabled": "yes"}, "/enabled"),
 ]
 
 
@@ -107,7 +173,7 @@ def test_schema_covers_all_settings_and_values() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert schema["properties"]["settings"]["propertyNames"]["enum"] == sorted(Settings.model_fields)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert schema["properties"].keys() - {"global"} == values.keys()
+    assert schema["properties"].keys() == values.keys()
     for name, section in schema["properties"].items():
         if section.get("additionalProperties") is False:
             assert section["properties"].keys() == values[name].keys(), name
@@ -115,7 +181,7 @@ def test_schema_covers_all_settings_and_values() -> None:
 
 def test_values_are_few_and_commented() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
-    assert len(lines) <= 250
+    assert len(lines) <= 260
     for line, before in zip(lines[1:], lines[:-1], strict=True):
         if re.match(r" *(- )?[A-Za-z]\w*: *[^ #]", line):
             assert "#" in line or before.lstrip().startswith("#"), f"no comment: {line}"

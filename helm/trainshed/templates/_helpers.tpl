@@ -1,26 +1,38 @@
 {{/* Names. A guard rejects names that are too long for KubeRay: a truncated name could belong to another release. */}}
 {{- define "trainshed.fullname" -}}
-{{- if contains "trainshed" .Release.Name }}{{ .Release.Name }}{{ else }}{{ printf "%s-trainshed" .Release.Name }}{{ end }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if contains "trainshed" .Release.Name }}{{ .Release.Name }}
+{{- else }}{{ printf "%s-trainshed" .Release.Name }}{{ end }}
 {{- end }}
 {{- define "trainshed.rayName" -}}{{ include "trainshed.fullname" . }}-ray{{- end }}
 
 {{/* Labels of every object; selectors always name the component, so that the service never selects a pod of Ray. */}}
 {{- define "trainshed.labels" -}}
 app.kubernetes.io/name: trainshed
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/part-of: trainshed
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end }}
 {{- define "trainshed.selector" -}}
 app.kubernetes.io/name: trainshed
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: api
 {{- end }}
+{{/* Labels of objects of the Prometheus operator and of dashboards, as JSON: a label of the chart cannot occur twice. */}}
+{{- define "trainshed.monitoringLabels" -}}
+{{- merge (deepCopy .context.Values.monitoring.labels) (include "trainshed.labels" .context | fromYaml) (.more | default dict) | toJson }}
+{{- end }}
 
-{{- define "trainshed.image" -}}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{- end }}
-{{- define "trainshed.rayImage" -}}{{ .Values.ray.image.repository }}:{{ .Values.ray.image.tag | default .Chart.AppVersion }}{{- end }}
+{{/* The image of a section of the values: [registry/]repository:tag, or @digest. */}}
+{{- define "trainshed.imageOf" -}}
+{{- $registry := .image.registry | default .context.Values.global.imageRegistry }}
+{{- with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .image.repository }}
+{{- with .image.digest }}@{{ . }}{{ else }}:{{ .image.tag | default .context.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- define "trainshed.image" -}}{{ include "trainshed.imageOf" (dict "context" . "image" .Values.image) }}{{- end }}
+{{- define "trainshed.rayImage" -}}{{ include "trainshed.imageOf" (dict "context" . "image" .Values.ray.image) }}{{- end }}
 
 {{/* Secrets: existing ones, or the chart's. */}}
 {{- define "trainshed.adminSecret" -}}{{ .Values.adminKey.existingSecret | default (printf "%s-admin" (include "trainshed.fullname" .)) }}{{- end }}
@@ -34,73 +46,11 @@ app.kubernetes.io/component: api
 {{- if .Values.ray.create }}http://{{ include "trainshed.rayName" . }}-head-svc.{{ .Release.Namespace }}.svc:8265{{ else }}{{ .Values.ray.address }}{{ end }}
 {{- end }}
 
-{{/* True if all pods must share a node, because only one node can mount their volume. */}}
-{{- define "trainshed.oneNode" -}}{{ if eq .Values.storage.volume.accessMode "ReadWriteOnce" }}true{{ end }}{{- end }}
-
-{{/* Pod Security "restricted": for the pod, then for each container. */}}
-{{- define "trainshed.podSecurity" -}}
-runAsNonRoot: true
-{{- with .Values.user.uid }}
-runAsUser: {{ int64 . }}
-{{- end }}
-{{- with .Values.user.gid }}
-runAsGroup: {{ int64 . }}
-fsGroup: {{ int64 . }}
-fsGroupChangePolicy: OnRootMismatch
-{{- end }}
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-{{- define "trainshed.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
-{{- end }}
-
-{{/* Pods that share a ReadWriteOnce volume go to the node of the first one. */}}
-{{- define "trainshed.affinity" -}}
-{{- if include "trainshed.oneNode" . }}
-affinity:
-  podAffinity:
-    requiredDuringSchedulingIgnoredDuringExecution:
-      - topologyKey: kubernetes.io/hostname
-        labelSelector:
-          matchLabels:
-            app.kubernetes.io/part-of: trainshed
-            app.kubernetes.io/instance: {{ .Release.Name }}
-            trainshed.io/storage: "true"
-{{- end }}
-{{- end }}
-
-{{/* Node selector and tolerations of a pod. */}}
-{{- define "trainshed.placement" -}}
-{{- with .nodeSelector }}
-nodeSelector: {{ toJson . }}
-{{- end }}
-{{- with .tolerations }}
-tolerations: {{ toJson . }}
-{{- end }}
-{{- end }}
-
-{{- define "trainshed.pullSecrets" -}}
-{{- with .Values.imagePullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
-{{- end }}
-{{- end }}
-
-{{/* Environment from the Secret with the credentials of the storage. */}}
-{{- define "trainshed.credentials" -}}
-{{- with .Values.storage.credentialsSecret }}
-- secretRef: {name: {{ . }}}
-{{- end }}
-{{- end }}
-
+{{/* Host names that the service accepts. */}}
 {{- define "trainshed.hosts" -}}
 {{- $name := include "trainshed.fullname" . }}
 {{- $hosts := list $name (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) (printf "%s.%s.svc.cluster.local" $name .Release.Namespace) }}
 {{- if .Values.ingress.enabled }}{{ $hosts = append $hosts .Values.ingress.host }}{{ end }}
 {{- if .Values.httpRoute.enabled }}{{ $hosts = concat $hosts .Values.httpRoute.hostnames }}{{ end }}
-{{- join "," $hosts }}
+{{- concat $hosts .Values.allowedHosts | join "," }}
 {{- end }}

@@ -1,0 +1,51 @@
+{{/*
+Drop null values, and fill missing ones with those of values.yaml, in place: `null` removes a default, and
+`--reuse-values` of an older release lacks new ones. Every template includes this first, because Helm renders templates in no promised order.
+*/}}
+{{- define "trainshed.values" }}
+{{- $defaults := required "files/values.yaml is not in the chart" (.Files.Get "files/values.yaml") | fromYaml }}
+{{- include "trainshed.prune" .Values }}
+{{- include "trainshed.fill" (dict "values" .Values "defaults" $defaults) }}
+{{- end }}
+{{- define "trainshed.prune" }}
+{{- range $name, $value := . }}
+{{- if and (kindIs "invalid" $value) (kindIs "map" $) }}{{ $_ := unset $ $name }}
+{{- else if or (kindIs "map" $value) (kindIs "slice" $value) }}{{ include "trainshed.prune" $value }}{{ end }}
+{{- end }}
+{{- end }}
+{{- define "trainshed.fill" }}
+{{- range $name, $default := .defaults }}
+{{- if not (hasKey $.values $name) }}{{ $_ := set $.values $name $default }}{{ end }}
+{{- /* null as uid and gid means that the platform assigns them. */}}
+{{- if and (kindIs "map" $default) (ne $name "user") }}
+{{- include "trainshed.fill" (dict "values" (get $.values $name) "defaults" $default) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A value as text; Helm reads numbers as floats, and would write large ones with an exponent. */}}
+{{- define "trainshed.text" -}}
+{{- if not (kindIs "float64" .) }}{{ if or (kindIs "map" .) (kindIs "slice" .) }}{{ toJson . }}{{ else }}{{ toString . }}{{ end }}
+{{- else if eq (floor .) . }}{{ int64 . }}
+{{- else }}{{ regexReplaceAll "0+$" (printf "%.9f" .) "" }}{{ end }}
+{{- end }}
+
+{{/* A Kubernetes quantity as a number of units. */}}
+{{- define "trainshed.amount" -}}
+{{- $text := include "trainshed.text" . }}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 }}
+{{- mulf (regexFind "^[0-9.]+" $text | float64) (get $units (regexFind "[A-Za-z]*$" $text)) }}
+{{- end }}
+
+{{/* Requests and limits as text: KubeRay's definition does not accept fractions. `.tmp` bounds the volume /tmp. */}}
+{{- define "trainshed.resources" -}}
+{{- $tmp := .tmp }}
+{{- $own := dict "requests" $tmp.request "limits" $tmp.limit }}
+{{- range $kind := list "requests" "limits" }}
+{{ $kind }}:
+  {{- $amounts := merge (dict) (get $.resources $kind) (dict "ephemeral-storage" (get $own $kind)) }}
+  {{- range $name, $amount := $amounts }}
+  {{ $name | quote }}: {{ include "trainshed.text" $amount | quote }}
+  {{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,196 @@
+"""Searches over all values: null is like the default, strings stay strings, and numbers have no exponent."""
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+from tests.support.builders.searches import seeds
+from tests.support.hosts.charts import CHART, Rendered, problems, render
+
+Path = tuple[Any, ...]
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
+FULL: dict[str, Any] = {
+    **yaml.safe_load((CHART / "examples/values-production.yaml").read_text()),
+    "fullnameOverride": "full",
+    "allowedHosts": ["t.example"],
+    "ipFamily": "dual",
+    "env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://otel:4318"}],
+    "home": {"storageClass": "a", "volumeName": "a", "selector": {"a": "b"}, "annotations": {"a": "b"}, "size": "1Gi"},
+    "ingress": {"enabled": True, "className": "c", "host": "t", "tlsSecret": "tls", "annotations": {"a.b/c": "d"}},
+}
+"""Values that use almost every feature."""
+FULL["ray"] |= {"allowVersionSkew": True, "tokenSecret": "t", "interface": "eth0", "dashboardUrl": "http://ray"}
+FULL["ray"]["image"] |= {"registry": "r"}
+FULL["ray"]["workers"] = FULL["ray"]["workers"][:1]
+FULL["storage"]["volume"] |= {"volumeName": "a", "selector": {"a": "b"}, "annotations": {"a": "b"}}
+FULL["monitoring"] |= {"interval": "15s", "grafanaFolder": "f", "labels": {"a": "b"}}
+OWN_RAY: dict[str, Any] = {
+    "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}, "roots": {"*": ["s3://a"]}},
+    "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
+    "networkPolicy": {"egress": [{"ports": [{"port": 5432}]}]},
+    "ingress": {"tlsSecret": ""},
+}
+HOSTILE = (
+    *("1", "0x1f", "1e3", "1.0", "017", "true", "null", "on", "no", "y", "~", "2026-11-27", "12345678901234567890"),
+    *("a: b", "a #b", "- a", "{a", "[a", "'", 'a"b', "*a", "&a", "!a", "%a", "@a", "`a", "a\\b", "é", "{{ .b }}", "|"),
+)
+FORMS = ("{}", "s3://b/{}", "http://{}", "sha256:{}")
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of every node below the root."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
+        yield (*path, name)
+        yield from leaves(value, (*path, name))
+
+
+def at(tree: Any, path: Path) -> Any:
+    """Return the node at a path."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def replace(tree: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
+    """Return a copy with another value at a path; objects on the way are created."""
+    made = deepcopy(tree)
+    place: Any = made
+    for name in path[:-1]:
+        place = place.setdefault(name, {}) if isinstance(place, dict) else place[name]
+    place[path[-1]] = value
+    return made
+
+
+def objects(made: Rendered) -> Any:
+    """Return the objects with all JSON in strings parsed, and without digests and random keys."""
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {name: plain(value) for name, value in one.items() if one.get("kind") != "Secret" or name != "data"}
+        if isinstance(one, list):
+            return [plain(value) for value in one]
+        if isinstance(one, str) and one.startswith('{"'):
+            return plain(json.loads(one))
+        return re.sub(r"\b([0-9a-f]{64}|[0-9a-f]{16})\b", "(digest)", one) if isinstance(one, str) else one
+
+    return plain(list(made.objects))
+
+
+def outcome(values: dict[str, Any]) -> Any:
+    """Return the objects, or the refusal as text. A refusal must name the value."""
+    try:
+        return objects(render(values))
+    except helm.HelmError as error:
+        text = str(error)
+        assert re.search(r"at '/[^']*': |templates/guards\.yaml", text), text
+        assert not re.search(r"nil pointer|interface \{\}|reflect|error calling|unmarshal", text), text
+        return text
+
+
+DEFAULT_OBJECTS = objects(render())
+PLATFORM_USER = objects(render({"user": {"uid": None, "gid": None}}))
+
+
+@pytest.mark.parametrize(
+    "path", [one for one in leaves(DEFAULTS) if not any(type(name) is int for name in one)], ids=str
+)
+def test_null_renders_like_the_default(path: Path) -> None:
+    values = replace({}, path, None)
+    if len(path) == 2 and path[0] == "user":
+        # Both or none: null means that the platform assigns them.
+        assert "must both be set or both be null" in outcome(values)
+        assert outcome({"user": {"uid": None, "gid": None}}) == PLATFORM_USER != DEFAULT_OBJECTS
+    else:
+        assert outcome(values) == DEFAULT_OBJECTS
+
+
+@pytest.mark.parametrize("seed", range(400 if "MORE" in os.environ else seeds(30)))
+def test_nulls_are_like_missing_values_or_refused_by_name(seed: int) -> None:
+    draw = random.Random(seed)
+    nulled, without = deepcopy(FULL), deepcopy(FULL)
+    for _ in range(draw.randint(1, 3)):
+        path = draw.choice([one for one in leaves(without) if at(without, one) is not None])
+        nulled = replace(nulled, path, None)
+        if isinstance(path[-1], str):
+            del at(without, path[:-1])[path[-1]]
+        else:
+            without = replace(without, path, None)
+    made = outcome(nulled)
+    assert isinstance(made, str) or made == outcome(without)
+
+
+def accepted(values: dict[str, Any]) -> bool:
+    """Return whether the schema accepts values."""
+    return bool(SCHEMA.is_valid(values))
+
+
+def strings(base: dict[str, Any]) -> Iterator[Path]:
+    """Yield the path of every string of values, and of every other one that values.yaml has."""
+    for path in leaves(base):
+        if isinstance(at(base, path), str):
+            yield path
+    for path in leaves(DEFAULTS):
+        if isinstance(at(DEFAULTS, path), str) and not any(type(name) is int for name in path):
+            try:
+                at(base, path)
+            except KeyError:
+                yield path
+
+
+def filled(base: dict[str, Any], text: Callable[[int], str]) -> Iterator[tuple[Path, str, str]]:
+    """Yield each path whose string may be a text or a mark in the same form, with both."""
+    for number, path in enumerate(strings(base)):
+        if path == ("ray", "address") and base is FULL:
+            # The chart creates a cluster there.
+            continue
+        mark = f"zz{number}zz"
+        for form in FORMS:
+            if all(accepted(replace(base, path, form.format(one))) for one in (text(number), mark)):
+                yield path, form.format(text(number)), form.format(mark)
+                break
+
+
+@pytest.mark.parametrize("base", [FULL, OWN_RAY], ids=["full", "own Ray"])
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_strings_stay_strings(base: dict[str, Any], hostile: str) -> None:
+    """Fill all strings that the schema leaves open: objects contain the text, as they contain a mark otherwise."""
+    given, marked, count = deepcopy(base), deepcopy(base), 0
+    for path, own, mark in filled(base, lambda _: hostile):
+        given, marked, count = replace(given, path, own), replace(marked, path, mark), count + 1
+    assert count >= 10
+    made = render(given)
+    expected = re.sub(r"zz\d+zz", lambda _: json.dumps(hostile)[1:-1], json.dumps(objects(render(marked))))
+    assert objects(made) == json.loads(expected)
+
+
+@pytest.mark.parametrize("name", ["on", "true", "null", "yes", "no", "off", "y", "nan", "a1e3"])
+def test_release_names_stay_strings(name: str) -> None:
+    for one in render(name=name).objects:
+        assert problems(one) == [], one["metadata"]["name"]
+        assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == name
+
+
+def test_numbers_have_no_exponent() -> None:
+    values = {**deepcopy(FULL), "resources": {"requests": {"cpu": 2}, "limits": {"memory": 99e15}}}
+    values |= {"nodeLossSeconds": 1, "settings": {"preflight_memory_bytes": 268435456, "retry_seconds": 1}}
+    numbers = {**DEFAULTS, **values}
+    for path in [one for one in leaves(numbers) if type(at(numbers, one)) in (int, float) and one[0] != "resources"]:
+        number = 12345678.0 if path[-1] not in ("cpu", "retry_seconds") else 12345678.5
+        if accepted(replace(values, path, number)) and path[-1] != "preflight_memory_bytes":
+            values = replace(values, path, number)
+    made = render(values)
+    for name, text in made.files.items():
+        text = re.sub("job.yaml: .+?---", "", text, flags=re.DOTALL)
+        assert not re.search(r"\d(\.\d+)?[eE][+-]?\d", re.sub(r"\b[0-9a-f]{16,}\b", "", text)), name
+    assert "12345678.5" in made.files["trainshed/templates/raycluster.yaml"]
