@@ -3,9 +3,12 @@ Drop null values, and fill missing ones with those of values.yaml, in place: `nu
 `--reuse-values` of an older release lacks new ones. Every template includes this first, because Helm renders templates in no promised order.
 */}}
 {{- define "trainshed.values" }}
+{{- if not (hasKey .Values "_filled") }}
 {{- $defaults := required "files/values.yaml is not in the chart" (.Files.Get "files/values.yaml") | fromYaml }}
 {{- include "trainshed.prune" .Values }}
 {{- include "trainshed.fill" (dict "values" .Values "defaults" $defaults) }}
+{{- $_ := set .Values "_filled" true }}
+{{- end }}
 {{- end }}
 {{- define "trainshed.prune" }}
 {{- range $name, $value := . }}

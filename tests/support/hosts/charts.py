@@ -64,7 +64,7 @@ def render(values: Mapping[str, Any] | None = None, *, name: str = "demo", chart
         if path.endswith("NOTES.txt"):
             notes = text
         else:
-            objects += [one for one in yaml.safe_load_all(text) if one]
+            objects += [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if one]
     return Rendered(tuple(objects), notes, files)
 
 
