@@ -119,7 +119,7 @@ def agree(
     counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
     stops = [0] * len(_STOPS)
     if mine.stop is not None:
-        stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None, "attempt": None}))] = 1
+        stops[_STOPS.index(Stop(mode=mine.stop.mode, checkpoint=mine.stop.checkpoint))] = 1
     words = torch.cat([counts, counts.new_tensor([mine.save, mine.check_preemption, mine.fatal, *stops])])
     with clock.waiting():
         dist.all_reduce(words)

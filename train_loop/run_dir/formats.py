@@ -24,7 +24,8 @@ class Format(BaseModel):
 class Stop(Format):
     """control/stop.json: a stop request from the service to a running attempt, which answers with its outcome.
 
-    A worker group requests `move` itself, to leave hosts that are about to be taken away.
+    A worker group requests `move` itself, to leave hosts that are about to be taken away. A head that is about to end
+    requests `pause`, with a reason.
     """
 
     mode: Literal["pause", "cancel", "resize", "move"]
@@ -33,6 +34,8 @@ class Stop(Format):
     """Unix seconds after which the service ends the attempt itself."""
     attempt: int | None = None
     """Number of the attempt to stop; None means any attempt that reads the file."""
+    reason: str | None = None
+    """Cause, if the head of Ray requests the stop; the job then continues in a new attempt."""
 
     @property
     def result(self) -> Literal["paused", "cancelled", "resized", "moved"]:

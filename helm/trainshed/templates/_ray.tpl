@@ -43,7 +43,7 @@ containers:
     env: {{- include "trainshed.rayEnvironment" . | nindent 6 }}
     {{- if and .head $context.Values.ray.drainSeconds }}
     # A planned end of the head, e.g. by an upgrade: its jobs save and end before Ray does.
-    lifecycle: {preStop: {exec: {command: [python, -m, train_loop.ray_train.planned_end, --seconds, {{ int64 $context.Values.ray.drainSeconds | toString | quote }}]}}}
+    lifecycle: {preStop: {exec: {command: [python, -m, train_loop.liveness.planned_end, --seconds, {{ int64 $context.Values.ray.drainSeconds | toString | quote }}]}}}
     {{- end }}
     ports: {{ .ports }}
     resources: {{- include "trainshed.resources" (dict "resources" .resources "tmp" $context.Values.ray.tmp) | nindent 6 }}

@@ -16,6 +16,8 @@ from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
 
 _SLACK_SECONDS = 60.0
+_HEAD_END_SECONDS = 10.0
+"""Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
@@ -89,6 +91,8 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that starts, runs or recovers."""
     attempt = job.attempts[-1]
     # The attempt wrote its outcome itself; the cluster need not confirm it.
+    if attempt.ended_at is None and (left := _planned_end(seen, attempt)) is not None:
+        return Decision(_end_as_planned(job, left, committed=seen.committed, now=now))
     if attempt.ended_at is None and seen.outcome is not None:
         return Decision(_end_with_outcome(job, seen.outcome, committed=seen.committed, now=now, retry=retry))
     if attempt.ended_at is not None:
@@ -106,6 +110,26 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
         reason = Reason(Code.HUNG, f"{idle}; stack traces of the ranks are in stacks/ of the attempt")
         return Decision(_fail_attempt(job, reason, committed=seen.committed, now=now, retry=retry), (Effect.STOP_NOW,))
     return Decision(_follow_workers(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
+
+
+def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
+    """Return why an attempt has ended if the head of Ray had asked it to leave; None if it has not, or otherwise."""
+    if seen.stop is None or seen.stop.reason is None or seen.stop.attempt != attempt.number:
+        return None
+    resumes = "there is no checkpoint" if seen.committed is None else f"the run resumes from step {seen.committed}"
+    if seen.outcome is None:
+        ended = seen.submission is not SubmissionStatus.UNKNOWN and not seen.submission.alive
+        return f"{seen.stop.reason}; the driver was ended before it had saved; {resumes}" if ended else None
+    # Ranks whose pods end first are lost: that is no fault either.
+    left = seen.outcome.result in ("paused", "moved") or (seen.outcome.result == "failed" and seen.outcome.retryable)
+    return f"{seen.stop.reason}; {resumes}" if left else None
+
+
+def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float) -> Job:
+    """End the newest attempt, which does not count as a failure. The next one starts once the old head has ended."""
+    job = job.end_attempt("moved", now=now, step=committed)
+    job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
+    return replace(job, reason=Reason(Code.MOVING, message), next_attempt_at=now + _HEAD_END_SECONDS)
 
 
 def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:

@@ -269,3 +269,45 @@ def test_any_history_has_legal_transitions_and_one_live_attempt(job: Job, histor
 def test_terminal_job_never_changes(seen: Observation, state: JobState) -> None:
     job = replace(live(), state=state)
     assert step(job, seen) == Decision(job)
+
+
+LEAVES = Stop(mode="pause", attempt=1, reason="the head ends as planned")
+LOST = Outcome(result="failed", reason="a worker was lost", code="worker_failure", retryable=True)
+
+
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING, JobState.RECOVERING])
+@pytest.mark.parametrize("outcome", [Outcome(result="paused", step=7), Outcome(result="moved"), LOST, None])
+def test_planned_end_of_the_head_is_named_and_no_failure(state: JobState, outcome: Outcome | None) -> None:
+    submission = ALIVE if outcome is not None else SubmissionStatus.MISSING
+    job = step(live(state), Observation(submission, outcome=outcome, stop=LEAVES, committed=7)).job
+    assert (job.failures, job.attempts[-1].result) == ((), "moved")
+    assert job.state is (JobState.STARTING if state is JobState.STARTING else JobState.RECOVERING)
+    assert reason_message(job).startswith("the head ends as planned; ")
+    assert reason_message(job).endswith("the run resumes from step 7")
+    # The old head may still answer for some seconds.
+    assert job.next_attempt_at is not None
+    assert job.next_attempt_at > NOW
+    assert len(step(job, Observation(SubmissionStatus.MISSING), now=job.next_attempt_at).job.attempts) == 2
+
+
+@pytest.mark.parametrize(
+    ("stop", "outcome"),
+    [
+        (LEAVES.model_copy(update={"attempt": 2}), LOST),
+        (LEAVES.model_copy(update={"reason": None}), LOST),
+        (LEAVES, LOST.model_copy(update={"retryable": False})),
+    ],
+)
+def test_other_ends_are_not_excused_by_a_planned_end(stop: Stop, outcome: Outcome) -> None:
+    job = step(live(), Observation(ALIVE, outcome=outcome, stop=stop)).job
+    assert len(job.failed) == 1
+
+
+def test_success_and_silence_of_a_planned_end_stay_what_they_are() -> None:
+    assert (
+        step(live(), Observation(ALIVE, outcome=Outcome(result="succeeded"), stop=LEAVES)).job.state
+        is JobState.SUCCEEDED
+    )
+    silent = step(live(), Observation(SubmissionStatus.UNKNOWN, stop=LEAVES)).job
+    assert silent.attempts[-1].ended_at is None
+    assert step(live(), Observation(ALIVE, WorkerStatus.YES, stop=LEAVES)).job.attempts[-1].ended_at is None

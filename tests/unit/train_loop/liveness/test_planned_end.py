@@ -1,0 +1,87 @@
+"""The planned end of a head: each driver is asked once to save, and Ray ends when none is left."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.builders.specs import spec
+from train_loop.liveness.planned_end import (
+    REASON,
+    Driver,
+    ask_to_leave,
+    command_lines,
+    drivers_in,
+    wait_for_drivers,
+)
+from train_loop.run_dir import RunDir, Stop
+
+ASKED = ["python", "-m", "train_loop.ray_train.driver", "--run-dir", "file:///r/a b", "--attempt", "2"]
+
+
+def test_drivers_are_recognized_by_their_command_line() -> None:
+    shell = ["/bin/sh", "-c", " ".join(ASKED)]
+    others = [[], ["python"], ["python", "-m", "train_loop.ray_train.driver"], shell]
+    assert drivers_in([*others, ASKED]) == {Driver("file:///r/a b", 2)}
+
+
+def test_processes_of_this_machine_are_found() -> None:
+    wait = [sys.executable, "-c", "import time; time.sleep(60)", *ASKED[2:]]
+    process = subprocess.Popen(wait)
+    try:
+        assert Driver("file:///r/a b", 2) in drivers_in(command_lines())
+    finally:
+        process.kill()
+        process.wait()
+    assert Driver("file:///r/a b", 2) not in drivers_in(command_lines())
+
+
+def test_request_of_the_head_does_not_replace_one_of_the_service(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.write_spec(spec())
+    ask_to_leave(Driver(str(run_dir.root), 2), deadline=100.0)
+    assert run_dir.stop(attempt=2) == Stop(mode="pause", deadline=100.0, attempt=2, reason=REASON)
+    own = Stop(mode="cancel", deadline=50.0, attempt=2)
+    run_dir.write_stop(own)
+    ask_to_leave(Driver(str(run_dir.root), 2), deadline=100.0)
+    assert run_dir.stop(attempt=2) == own
+    # A request to an earlier attempt is over.
+    ask_to_leave(Driver(str(run_dir.root), 3), deadline=100.0)
+    assert run_dir.stop(attempt=3) is not None
+
+
+def test_late_drivers_are_asked_too_and_a_hanging_request_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_loop.liveness.planned_end._QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("train_loop.liveness.planned_end._POLL_SECONDS", 0.01)
+    first, late = Driver("a", 1), Driver("b", 1)
+    asked = list[Driver]()
+    polls = iter([{first}, {first}, {first, late}, {late}, set(), set()])
+
+    def ask(driver: Driver) -> None:
+        asked.append(driver)
+        if driver == first:
+            time.sleep(60)
+
+    assert wait_for_drivers(lambda: next(polls, set()), ask, seconds=30) == set()
+    assert sorted(asked) == [first, late]
+
+
+def test_drivers_that_do_not_end_are_reported_at_the_deadline() -> None:
+    begun = time.monotonic()
+    assert wait_for_drivers(lambda: {Driver("a", 1)}, lambda _: None, seconds=0.1) == {Driver("a", 1)}
+    assert time.monotonic() - begun < 10
+
+
+def test_command_ends_ray_after_the_drivers(tmp_path: Path) -> None:
+    """Ray's command stands next to the interpreter; here a script in its place."""
+    (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
+    (tmp_path / "ray").chmod(0o755)
+    code = (
+        f"import sys; sys.executable = {str(tmp_path / 'python')!r}; from train_loop.liveness import planned_end as p; "
+    )
+    code += "p.command_lines = lambda: []; sys.exit(p.main())"
+    subprocess.run([sys.executable, "-c", code, "--seconds", "5"], check=True, env={**os.environ}, timeout=60)
+    assert (tmp_path / "called").read_text() == "stop --force\n"

@@ -1,0 +1,103 @@
+"""`python -m train_loop.liveness.planned_end --seconds N`: the planned end of a cluster's head, before its Ray ends.
+
+Every driver on this machine is asked to save and to end; then Ray's processes are ended, so that no driver starts any
+more. The preStop hook of the head's pod runs this: Kubernetes ends a pod for an upgrade, or to drain its node.
+"""
+
+import argparse
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from train_loop.run_dir import RunDir, Stop
+
+log = logging.getLogger(__name__)
+REASON = "the head of Ray ends as planned: its pod is replaced by an upgrade, or its node is drained"
+_DRIVER = "train_loop.ray_train.driver"
+_POLL_SECONDS = 0.2
+_QUIET_SECONDS = 1.0
+"""Seconds without a driver after which the head may end: one may be about to start."""
+
+
+class Driver(NamedTuple):
+    """A running driver: the run directory and the number of its attempt."""
+
+    run_dir: str
+    attempt: int
+
+
+def drivers_in(command_lines: Iterable[list[str]]) -> set[Driver]:
+    """Return the drivers among command lines."""
+    found = set[Driver]()
+    for words in command_lines:
+        if _DRIVER in words and {"--run-dir", "--attempt"} <= set(words):
+            values = dict(itertools.pairwise(words))
+            found.add(Driver(values["--run-dir"], int(values["--attempt"])))
+    return found
+
+
+def command_lines(proc: Path = Path("/proc")) -> Iterator[list[str]]:
+    """Yield the command line of every process of this machine."""
+    for file in proc.glob("[0-9]*/cmdline"):
+        try:
+            yield file.read_text(errors="replace").split("\0")
+        except OSError:
+            # The process has ended meanwhile.
+            continue
+
+
+def ask_to_leave(driver: Driver, deadline: float) -> None:
+    """Ask an attempt to save and end, unless the service has asked it to stop."""
+    run_dir = RunDir.at(driver.run_dir)
+    if run_dir.stop(attempt=driver.attempt) is None:
+        run_dir.write_stop(Stop(mode="pause", deadline=deadline, attempt=driver.attempt, reason=REASON))
+
+
+def wait_for_drivers(find: Callable[[], set[Driver]], ask: Callable[[Driver], None], *, seconds: float) -> set[Driver]:
+    """Ask each driver once, also new ones, until none is left or the time is over. Return those that are left."""
+    asked = set[Driver]()
+    end = quiet = time.monotonic()
+    end += seconds
+    while True:
+        left = find()
+        for driver in left - asked:
+            # Storage of one job may hang.
+            threading.Thread(target=_logged, args=(ask, driver), name="ask", daemon=True).start()
+        asked |= left
+        now = time.monotonic()
+        quiet = now if left else quiet
+        if now >= end or now - quiet >= _QUIET_SECONDS:
+            return left
+        time.sleep(_POLL_SECONDS)
+
+
+def _logged(ask: Callable[[Driver], None], driver: Driver) -> None:
+    try:
+        ask(driver)
+    except Exception as error:
+        log.warning("attempt %d of %s could not be asked to save: %s", driver.attempt, driver.run_dir, error)
+
+
+def main() -> int:
+    """Let all drivers save and end, then end Ray. Return 1 if a driver did not end in time."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.liveness.planned_end", description=__doc__)
+    parser.add_argument("--seconds", required=True, type=float, metavar="N")
+    seconds = parser.parse_args().seconds
+    deadline = time.time() + seconds
+    left = wait_for_drivers(
+        lambda: drivers_in(command_lines()), lambda driver: ask_to_leave(driver, deadline), seconds=seconds
+    )
+    for driver in left:
+        log.warning("attempt %d of %s did not end within %g s", driver.attempt, driver.run_dir, seconds)
+    subprocess.run([str(Path(sys.executable).with_name("ray")), "stop", "--force"], check=False)
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
