@@ -26,6 +26,7 @@ from service.api.build import Parts, build_api
 from service.backends import Backends, build_backends
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
+from service.domain.doctor.measurements import RayPods
 from service.domain.jobs.decide import Retry
 from service.domain.queue.policy import PriorityLimits
 from service.lifecycle.connection_limits import max_connections
@@ -246,6 +247,11 @@ def _doctor(settings: Settings, backends: Backends) -> Doctor:
         storage=storage,
         versions=versions_here(),
         connections=(max_connections(), settings.connections),
+        pods=RayPods(
+            settings.ray_cluster,
+            frozenset(settings.ray_pod_digests),
+            lost_node=lambda: backends.queue.lost_node(time.time()),
+        ),
     )
 
 

@@ -369,8 +369,10 @@ class ClusterUnreachable(ClusterError):
     code = "cluster_unreachable"
     retry_after = 5
 
-    def __init__(self, cluster: str, since: str) -> None:
-        super().__init__(f"{cluster} has not answered since {since}; check the head node and its network, then retry")
+    def __init__(
+        self, cluster: str, since: str, remedy: str = "check the head node and its network, then retry"
+    ) -> None:
+        super().__init__(f"{cluster} has not answered since {since}; {remedy}")
 
 
 class StorageFault(ServiceError):

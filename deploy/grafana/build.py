@@ -60,6 +60,7 @@ def _by(labels: str) -> str:
 _LIVE = 'state=~"QUEUED|STARTING|RUNNING|RECOVERING|PAUSING|PAUSED|CANCELLING"'
 FLEET = (
     Panel("Ray answers", ((whole(metrics.CLUSTER_UP), ""),), kind="number"),
+    Panel("Ray silent", ((whole(metrics.CLUSTER_SILENT, "head_node"), "{{head_node}}"),), "s", "With the head's node."),
     Panel("Database answers", ((whole(metrics.DATABASE_UP), ""),), kind="number"),
     Panel("Versions", ((f"count by (version) ({metrics.BUILD.full_name})", "{{version}}"),), kind="number"),
     Panel(

@@ -99,6 +99,7 @@ def _whole(totals: Totals) -> CollectorRegistry:
     registry = CollectorRegistry()
     _gauge(metrics.DATABASE_UP, registry).set(totals.database_up)
     _gauge(metrics.CLUSTER_UP, registry).set(totals.cluster_up)
+    _gauge(metrics.CLUSTER_SILENT, registry).labels(totals.head_node).set(totals.silent_seconds)
     if not totals.database_up:
         return registry
     jobs = _gauge(metrics.JOBS, registry)

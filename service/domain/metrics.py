@@ -38,6 +38,11 @@ GOODPUT = _whole("goodput_ratio", "Fraction of the running jobs' wall time spent
 OLDEST_WAIT = _whole("queue_oldest_seconds", "Time since the oldest queued job was queued.", "project")
 BACKLOG = _whole("webhook_backlog", "Webhook messages that are not delivered yet.")
 CLUSTER_UP = _whole("cluster_up", "1 if Ray answers, 0 after ten seconds without an answer.")
+CLUSTER_SILENT = _whole(
+    "cluster_silent_seconds",
+    "Time since Ray's last answer, 0 if it answers, with the Kubernetes node of its head.",
+    "head_node",
+)
 DATABASE_UP = _whole("database_up", "1 if the database answers; if 0, series from the database are missing.")
 
 # Series of each running job, for at most 200 jobs.

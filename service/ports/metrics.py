@@ -44,6 +44,10 @@ class Totals:
     runs: tuple[RunTotals, ...] = ()
     cluster_up: bool = True
     database_up: bool = True
+    silent_seconds: float = 0.0
+    """Seconds since which Ray does not answer."""
+    head_node: str = ""
+    """Kubernetes node of Ray's head; empty if it is not known."""
 
 
 class JobCounts(Protocol):

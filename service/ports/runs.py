@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from service.domain.jobs.head_node import HeadNode
 from service.domain.jobs.job import Job
 from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
@@ -31,6 +32,8 @@ class AttemptObservation:
     """Hosts in the newest workers_lost event."""
     draining: Mapping[str, float] = field(default_factory=dict)
     """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
+    head: HeadNode | None = None
+    """Kubernetes node of the driver, if it is known."""
 
 
 @dataclass(frozen=True)

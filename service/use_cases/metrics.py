@@ -51,7 +51,9 @@ class ServiceMetrics:
                 "for a key with this role (trainshed keys create NAME --role '*=viewer')"
             )
         totals = self._totals() if database_up else Totals(database_up=False)
-        return self.metrics.text(replace(totals, cluster_up=not self.queue.unreachable))
+        head, silent = self.queue.head, self.queue.silent_seconds(self.clock())
+        now = replace(totals, cluster_up=not self.queue.unreachable, silent_seconds=silent)
+        return self.metrics.text(replace(now, head_node="" if head is None else head.name))
 
     def _totals(self) -> Totals:
         with self.last.lock:

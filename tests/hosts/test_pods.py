@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.hosts.charts import render
+from tests.support.hosts.charts import CHART, render
 from tests.support.hosts.containers import Container, run
 from tests.support.hosts.host_cluster import TOKEN
 from tests.support.hosts.hosts import Host, lab
@@ -94,3 +95,29 @@ def test_metrics_key_of_the_release_gives_access_to_metrics(pods: PodSet) -> Non
     key = (pods["api"].rendered.of("Secret", "demo-trainshed-metrics"))["data"]["metrics.key"]
     get = f'wget -q -O - --header "Authorization: Bearer $(echo {key} | base64 -d)" http://demo-trainshed:8000/metrics'
     assert "trainshed_cluster_up 1.0" in pods["test"].run("sh", "-c", get)
+
+
+@pytest.mark.more
+def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
+    """The last test: it ends Ray. With one attempt allowed, a failure would end the job."""
+    test, head = pods["test"], pods["ray-head"]
+    job = yaml.safe_load((CHART / "files/test-job.yaml").read_text()) | {"failure": {"max_attempts": 1}}
+    job["training"]["max_steps"] = 100_000
+    test.host.write("/tmp/long.yaml", yaml.safe_dump(job | {"checkpoint": {"every_steps": None}}))
+    submitted = test.run("trainshed", "submit", "/tmp/long.yaml")
+    (job_id,) = set(re.findall(r"\bjob-\w+", submitted))
+
+    def shown() -> dict[str, object]:
+        found: dict[str, object] = json.loads(test.run("trainshed", "show", job_id, "--json"))
+        return found
+
+    wait_for(lambda: (shown().get("progress") or {}).get("step", 0) > 5, "some steps", seconds=90)  # type: ignore[attr-defined]
+    head.end()
+    left = wait_for(lambda: (now := shown())["attempts"][0].get("result") and now, "the end of the attempt", seconds=60)  # type: ignore[index]
+    assert left["attempts"][0]["result"] == "moved"
+    assert left["state"] == "RECOVERING"
+    assert "the head of Ray ends as planned" in str(left["reason"])
+    for name in ("ray-head", "ray-worker-1", "ray-worker-2"):
+        pods[name].start()
+    again = wait_for(lambda: (now := shown())["state"] == "RUNNING" and now, "the next attempt", seconds=120)
+    assert [one["result"] for one in again["attempts"]] == ["moved", None]

@@ -14,6 +14,7 @@ import ray
 
 from train_loop.doctor.network_probe import check_network, describe_failure, on_node
 from train_loop.run_dir import (
+    POD_DIGEST_VARIABLE,
     TOKEN_FILE,
     VISIT_MARK,
     ClusterVisit,
@@ -75,16 +76,17 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
 
 
 class Described(NamedTuple):
-    """Versions, user id and clock of a node."""
+    """Versions, user id, clock and pod digest of a node."""
 
     versions: dict[str, str]
     uid: int
     clock: float
+    pod_digest: str | None = None
 
 
 def describe() -> Described:
-    """Return the versions, user id and clock of the node that runs this task."""
-    return Described(versions_here(), os.getuid(), time.time())
+    """Return the versions, user id, clock and pod of the node that runs this task."""
+    return Described(versions_here(), os.getuid(), time.time(), os.environ.get(POD_DIGEST_VARIABLE))
 
 
 def check_paths(folder: str | None, roots: Sequence[str], node: str) -> PathCheck:
@@ -161,6 +163,7 @@ def _complete_report(node: NodeReport, rounds: Sequence[TimedAnswer | None], sig
         update={
             "versions": described[0][0].versions if described else None,
             "uid": described[0][0].uid if described else None,
+            "pod_digest": described[0][0].pod_digest if described else None,
             "ahead": bounds,
             "sight": sight if isinstance(sight, PathCheck) else None,
             "trouble": describe_failure(failures[0]) if failures else silent,

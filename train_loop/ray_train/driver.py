@@ -23,6 +23,7 @@ from train_loop.faults.failure import failed, from_ranks, reason
 from train_loop.liveness.fencing import NewestEpoch
 from train_loop.ray_train.prestart import start_ahead
 from train_loop.run_dir import (
+    NODE_NAME_VARIABLE,
     SERVICE_VERSION_VARIABLE,
     AttemptDir,
     Outcome,
@@ -63,7 +64,7 @@ def main() -> None:
     attempt = run_dir.attempt(arguments.attempt)
     retry_storage(partial(log_to, attempt.driver_log))
     journal = EventLog(attempt, epoch=NewestEpoch(run_dir, attempt.number))
-    journal.event("attempt_started")
+    journal.event("attempt_started", **head_node())
     sinks = forward(run_dir, attempt.number, journal.event, os.environ)
     outcome = run_attempt(run_dir, attempt, journal)
     journal.event("finished", **outcome.model_dump(exclude_none=True))
@@ -74,6 +75,12 @@ def main() -> None:
     with suppress(KeyboardInterrupt):
         sinks.close(outcome, seconds=_CLOSE_SECONDS)
     leave(1 if outcome.result == "failed" else 0)
+
+
+def head_node() -> dict[str, str]:
+    """Return the name of the Kubernetes node that this driver runs on, if the chart has made the head."""
+    name = os.environ.get(NODE_NAME_VARIABLE)
+    return {"node": name} if name else {}
 
 
 def expect_version(service: str | None) -> None:

@@ -39,6 +39,8 @@ from train_loop.run_dir.lines import (
 from train_loop.run_dir.markers import create_root_marker, write_run_marker
 from train_loop.run_dir.node_report import (
     ALL_NODES,
+    NODE_NAME_VARIABLE,
+    POD_DIGEST_VARIABLE,
     SERVICE_VERSION_VARIABLE,
     TOKEN_FILE,
     VISIT_MARK,
@@ -93,7 +95,9 @@ __all__ = [
     "ALL_NODES",
     "CACHE_VARIABLE",
     "DEFAULT_SINKS",
+    "NODE_NAME_VARIABLE",
     "NO_FENCE",
+    "POD_DIGEST_VARIABLE",
     "READ_POLICY_VARIABLE",
     "ROOT_MARKER",
     "RUN_MARKER",

@@ -14,6 +14,8 @@ TOKEN_FILE = "token"
 ALL_NODES = "all nodes"
 SERVICE_VERSION_VARIABLE = "TRAINSHED_SERVICE_VERSION"
 """Environment variable with the service's version, which the service sets for drivers."""
+NODE_NAME_VARIABLE, POD_DIGEST_VARIABLE = "TRAINSHED_NODE_NAME", "TRAINSHED_POD_DIGEST"
+"""Environment variables of the chart's Ray pods: name of the Kubernetes node, and digest of the specification."""
 _PACKAGES = ("trainshed", "ray", "torch")
 
 
@@ -41,6 +43,8 @@ class NodeReport(BaseModel):
     """Package versions by name; None if the node did not report them."""
     uid: int | None = None
     """Id of the user that runs its tasks."""
+    pod_digest: str | None = None
+    """Digest of the pod's specification; None if the chart has not made the pod."""
     ahead: tuple[float, float] | None = None
     """Lower and upper bound in seconds by which the node's clock is ahead of the driver's."""
     sight: PathCheck | None = None

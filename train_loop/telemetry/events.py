@@ -6,7 +6,7 @@ from types import MappingProxyType
 EVENTS: Mapping[str, str] = MappingProxyType(
     {
         # The driver.
-        "attempt_started": "the driver of an attempt has started",
+        "attempt_started": "the driver of an attempt has started; `node` is the Kubernetes node of the head, if known",
         "finished": "the attempt has ended; the fields are those of `outcome.json`",
         "moving": "the worker group has stopped to leave `hosts`, and starts again on other hosts",
         "sink_failed": "a metrics sink failed; it is retried, and training continues",

@@ -114,6 +114,7 @@ class LocalRunDirs:
             conditions.newest,
             conditions.left,
             conditions.draining,
+            head=conditions.head,
         )
 
     def latest(self, run_dir: str) -> LatestAttempt:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
-from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, RayPods, Reachability
+from service.domain.jobs.head_node import how_to_free
 from train_loop.plan import DATA_CPUS
 from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeReport
 
@@ -22,6 +23,8 @@ def check_up(seen: Measured) -> tuple[Finding, ...]:
 
 def _ray(seen: Measured) -> tuple[Finding, ...]:
     reachable, authenticated = _reply(seen.reply)
+    if reachable.verdict == "failed" and (lost := seen.pods.lost_node()) is not None:
+        reachable = failed(reachable.check, reachable.seen, how_to_free(lost))
     if not _answers(seen):
         behind = [skipped(check, "Ray does not answer") for check in ("ray.nodes", "ray.tasks")]
         return (reachable, authenticated, *behind)
@@ -144,7 +147,7 @@ def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
         checks = ("network", "versions", "user", "clock", "data_cpus")
         return tuple(skipped(check, "no node was checked") for check in checks)
     head = None if isinstance(seen.reply, ProbeFailure) else seen.reply.ahead
-    versions, user = _versions(seen.versions, nodes), _user(seen, nodes)
+    versions, user = _outdated(seen.pods, nodes) or _versions(seen.versions, nodes), _user(seen, nodes)
     return _network(seen.visit), versions, user, _clock(head, nodes), _data_cpus(seen.visit)
 
 
@@ -162,6 +165,21 @@ def _network(visit: ClusterVisit) -> Finding:
     )
     what = "an all-reduce fails over" if ALL_NODES in network.failed else "no connection between"
     return failed(check, f"{what} {_list(network.failed)}", remedy)
+
+
+def _outdated(pods: RayPods, nodes: Sequence[NodeReport]) -> Finding | None:
+    """Return a finding if pods have another specification than the chart's; None otherwise.
+
+    KubeRay does not replace them if its operator and the RayCluster changed at the same time.
+    """
+    others = {_name(node): "an older specification" for node in nodes if node.pod_digest not in (None, *pods.digests)}
+    if not others or not pods.digests:
+        return None
+    remedy = (
+        "wait some minutes after an upgrade, while jobs save; then, if KubeRay does not replace them: "
+        f"kubectl delete pod -l ray.io/cluster={pods.cluster}"
+    )
+    return failed("versions", f"pods of Ray do not have the image or settings of the chart: {_list(others)}", remedy)
 
 
 def _versions(own: Mapping[str, str], nodes: Sequence[NodeReport]) -> Finding:

@@ -1,9 +1,10 @@
 """Measurements of the cluster and the storage, which the doctor's checks judge."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from service.domain.jobs.head_node import HeadNode
 from train_loop.run_dir import ClusterVisit
 
 
@@ -37,6 +38,18 @@ class ProbeFailure:
 
 
 @dataclass(frozen=True)
+class RayPods:
+    """The Ray pods of the chart, as it has rendered them."""
+
+    cluster: str | None = None
+    """Name of KubeRay's RayCluster."""
+    digests: frozenset[str] = frozenset()
+    """Digests of the pods' specifications; empty without the chart."""
+    lost_node: Callable[[], HeadNode | None] = lambda: None
+    """Return the Kubernetes node of a head that has been silent for minutes."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """All measurements. A string describes the observation of a passed check."""
 
@@ -54,6 +67,7 @@ class Measured:
     """URI of the folder that holds the run directories."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Package versions of the service."""
+    pods: RayPods = RayPods()
     uid: int | None = None
     """User id that the service runs as."""
     connections: tuple[int, int] = (0, 0)

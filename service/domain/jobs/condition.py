@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import cast
 
+from service.domain.jobs.head_node import HeadNode
 from service.domain.jobs.reason import Code, Reason
 from train_loop.plan import list_ranks
 
@@ -30,6 +31,8 @@ class Conditions:
     """Lost hosts of that group."""
     draining: dict[str, float] = field(default_factory=dict)
     """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
+    head: HeadNode | None = None
+    """Kubernetes node of the driver, if the event names it."""
     _hosts: dict[int, str] = field(default_factory=dict)
     _active: dict[str, Reason] = field(default_factory=dict)
 
@@ -48,7 +51,9 @@ class Conditions:
         for key in [key for key in self._active if key in ends or key.partition(" ")[0] in ends]:
             del self._active[key]
         self._hosts = hosts_of(event) or self._hosts
-        if name == "workers_lost":
+        if name == "attempt_started" and event.get("node"):
+            self.head = HeadNode(_number(event, "time"), str(event["node"]))
+        elif name == "workers_lost":
             self.lost, hosts = loss_of(event), event.get("hosts")
             self.left = tuple(map(str, hosts)) if isinstance(hosts, list) else ()
         elif name == "preemption_notice":

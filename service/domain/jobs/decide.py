@@ -170,10 +170,13 @@ def _live_reason(job: Job, seen: Observation) -> Reason | None:
 
 def _with_outage(job: Job, seen: Observation) -> Job:
     """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
+    new, old = seen.unreachable, job.reason
     # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
-    outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
-    known = job.reason is not None and job.reason.code in outages
-    return job if seen.unreachable is None or known else _with_reason(job, seen.unreachable)
+    if new is None or (old is not None and old.code is Code.STORAGE_UNAVAILABLE):
+        return job
+    # A restarted service knows a later start of the outage. Only a new remedy counts.
+    known = old is not None and (old.code, old.remedy) == (new.code, new.remedy)
+    return job if known else _with_reason(job, new)
 
 
 def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float, retry: Retry) -> Job:

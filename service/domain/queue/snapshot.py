@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from service.domain.jobs.head_node import HeadNode, lost_node
 from service.domain.jobs.reason import Reason
 from service.domain.queue.entry import QueueEntry
 from train_loop.plan import Capacity
@@ -47,9 +48,18 @@ class QueueSnapshot:
     waits: bool = False
     silent_since: float | None = None
     """Time since which the cluster does not answer (Unix seconds); None if it answers."""
-
+    head: HeadNode | None = None
+    """Kubernetes node of the newest head that has run a driver."""
     unreachable: bool = False
     """True if the cluster has not answered for ten seconds."""
+
+    def silent_seconds(self, now: float) -> float:
+        """Return the seconds since which the cluster does not answer; 0 if it answers."""
+        return 0.0 if self.silent_since is None else max(now - self.silent_since, 0.0)
+
+    def lost_node(self, now: float) -> HeadNode | None:
+        """Return the Kubernetes node of a head that has been silent for minutes, if it is known."""
+        return lost_node(self.head, silent_seconds=self.silent_seconds(now))
 
     def read(self, version: Hashable, entries: Iterable[QueueEntry]) -> None:
         """Store the entries of the queue version `version`."""

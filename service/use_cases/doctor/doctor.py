@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from service.domain.doctor.checks import check_up
 from service.domain.doctor.finding import Finding, Verdict
-from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, RayPods, Reachability
 from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
 
@@ -21,6 +21,7 @@ _START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 38.0, 2.0
 visit's job, and the arrival of the nodes' files. Together one minute, or two if Ray is starting."""
 _TRIAL = 20.0
 """Timeout of each storage check in seconds; these run concurrently with the others."""
+_NO_PODS = RayPods()
 _NOT_CHECKED = ProbeFailure("not checked")
 
 
@@ -47,12 +48,14 @@ class Doctor:
         versions: Mapping[str, str],
         *,
         connections: tuple[int, int] = (0, 0),
+        pods: RayPods = _NO_PODS,
         limit: float = 1.0,
     ) -> None:
         self._cluster = cluster
         self._storage = storage
         self._versions = versions
         self._connections = connections
+        self._pods = pods
         self._limit = limit
         self._lock = threading.Lock()
         self._running: Future[DoctorReport] | None = None
@@ -98,6 +101,7 @@ class Doctor:
             replace=replace,
             runs=storage.runs,
             versions=self._versions,
+            pods=self._pods,
             uid=os.getuid(),
             connections=self._connections,
         )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.condition import clock_time
+from service.domain.jobs.head_node import how_to_free
 from service.domain.jobs.job import Job, JobState
 from service.errors import ClusterUnreachable
 from service.ports import EMPTY_SUMMARY, JobQuery, Loss, Node, RunSummary
@@ -46,7 +47,10 @@ def list_nodes(caller: Principal, jobs: Jobs) -> list[NodeView]:
     nodes, now = jobs.cluster.nodes(), jobs.clock()
     if nodes is None:
         url, since = jobs.cluster.dashboard(None), jobs.queue.silent_since
-        raise ClusterUnreachable(f"Ray{f' at {url}' if url else ''}", clock_time(now if since is None else since))
+        lost = jobs.queue.lost_node(now)
+        remedy = {} if lost is None else {"remedy": how_to_free(lost)}
+        began = clock_time(now if since is None else since)
+        raise ClusterUnreachable(f"Ray{f' at {url}' if url else ''}", began, **remedy)
     running = list(_running(caller, jobs))
     alive = sorted((node for node in nodes if node.alive), key=lambda node: (not node.is_head, node.host, node.id))
     dead = [node for node in nodes if not node.alive]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from service.domain.jobs.condition import capacity_reason, clock_time
+from service.domain.jobs.head_node import HeadNode, how_to_free, lost_node
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
@@ -23,6 +24,8 @@ class ClusterView:
     clock: Callable[[], float]
     silent_since: float | None = None
     """Start of the outage (Unix seconds); None if the cluster answers."""
+    head: HeadNode | None = None
+    """Kubernetes node of the newest head that has run a driver."""
     _requested_at: float = 0.0
     """Time of the last request (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -56,10 +59,14 @@ class ClusterView:
         url = self.cluster.dashboard(None)
         message = f"Ray{f' at {url}' if url else ''} has not answered since {clock_time(since)}"
         remedy = "running workers continue; check the head node and its network"
+        if (lost := lost_node(self.head, silent_seconds=self.clock() - since)) is not None:
+            remedy = how_to_free(lost)
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
     def note(self, job_id: str, observed: AttemptObservation) -> None:
-        """Record the draining hosts of a job; its next attempt does not report them again."""
+        """Record the draining hosts of a job, whose next attempt does not report them again, and the head's node."""
+        if observed.head is not None:
+            self.head = observed.head if self.head is None else max(self.head, observed.head)
         if observed.draining:
             self._draining.setdefault(job_id, {}).update(observed.draining)
 

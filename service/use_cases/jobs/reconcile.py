@@ -106,7 +106,7 @@ class Reconciler:
         finally:
             # Metrics and alerts need the cluster's status also without jobs and without the database.
             self.view.probe()
-            self.queue.silent_since = self.view.silent_since
+            self.queue.silent_since, self.queue.head = self.view.silent_since, self.view.head
             self.queue.unreachable = self.view.unreachable() is not None
 
     def stop_jobs(self, *, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """The chart's pods on test hosts: each with its environment, command, mounts and user, as a kubelet would start it."""
 
 import base64
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +42,19 @@ class Pod:
         for one in self.container.get("env", []):
             if "value" in one:
                 found[one["name"]] = one["value"]
+            elif "fieldRef" in one["valueFrom"]:
+                found[one["name"]] = self._field(one["valueFrom"]["fieldRef"]["fieldPath"])
             else:
                 reference = one["valueFrom"]["secretKeyRef"]
                 found[one["name"]] = self._secret(reference["name"])[reference["key"]]
         return found
+
+    def _field(self, path: str) -> str:
+        """Return a field of the pod, as the downward API does; each host is a Kubernetes node."""
+        if path == "spec.nodeName":
+            return f"node-of-{self.host.name}"
+        (name,) = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path).groups()  # type: ignore[union-attr]
+        return str(self.template["metadata"]["annotations"][name])
 
     def _secret(self, name: str) -> Mapping[str, str]:
         if name in self.secrets:
@@ -86,6 +96,10 @@ class Pod:
         for one in self.template["spec"].get("initContainers", []):
             run(self.host, Container(f"{self.name}-{one['name']}", tuple(one["args"]), {"HOME": "/tmp"}))
         start(self.host, Container(self.name, self.command(), self.environment()))
+
+    def end(self) -> None:
+        """Run the preStop hook, with which a kubelet ends the pod."""
+        self.run(*self.container["lifecycle"]["preStop"]["exec"]["command"], seconds=120)
 
     def run(self, *words: str, seconds: float = 60) -> str:
         """Run the container, or another command in it, to its end and return its output."""

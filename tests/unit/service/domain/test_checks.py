@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from service.domain.doctor.checks import add, check_up, min_distance
 from service.domain.doctor.finding import Verdict
-from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, Reachability
+from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, RayPods, Reachability
+from service.domain.jobs.head_node import HeadNode
 from service.errors import ClusterError, StorageFault
 from service.use_cases.doctor.doctor import Doctor
 from tests.support.fakes.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
@@ -51,6 +52,25 @@ def verdicts(measured: Measured) -> dict[str, str]:
 
 def test_healthy_measurements_give_only_ok_verdicts() -> None:
     assert verdicts(HEALTHY) == {}
+
+
+def test_pods_that_kuberay_did_not_replace_are_named_with_the_command() -> None:
+    pods = RayPods("t-ray", frozenset({"aa", "bb"}))
+    current = a_visit(a_node(pod_digest="aa"), a_node("n2", pod_digest="bb"))
+    assert "versions" not in verdicts(replace(HEALTHY, pods=pods, visit=current))
+    assert "versions" not in verdicts(replace(HEALTHY, visit=current))
+    outdated = a_visit(a_node(pod_digest="aa"), a_node("n2", pod_digest="cc"))
+    (finding,) = [one for one in check_up(replace(HEALTHY, pods=pods, visit=outdated)) if one.check == "versions"]
+    assert (finding.verdict, "(n2): an older" in finding.seen) == (Verdict.FAILED, True)
+    assert "kubectl delete pod -l ray.io/cluster=t-ray" in str(finding.remedy)
+
+
+def test_lost_node_of_the_head_is_named_with_the_command() -> None:
+    pods = RayPods(lost_node=lambda: HeadNode(1.0, "gpu-1"))
+    reply = ProbeReply(Reachability.NOBODY, "http://ray:8265", "no")
+    found = check_up(replace(HEALTHY, pods=pods, reply=reply, visit=ProbeFailure("not measured")))
+    assert "kubectl taint nodes gpu-1 node.kubernetes.io/out-of-service" in str(found[0].remedy)
+    assert "kubectl" not in str(check_up(replace(HEALTHY, pods=pods)))
 
 
 @pytest.mark.parametrize("reach", [Reachability.NOBODY, Reachability.STRANGE, Reachability.STARTING])

@@ -9,7 +9,9 @@ from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code
+from service.errors import ClusterUnreachable
 from service.ports import Node
+from service.use_cases.doctor.nodes import list_nodes
 from tests.support.fakes.service import FakeService, started
 from train_loop.plan import missing_places
 from train_loop.run_dir import Outcome
@@ -44,6 +46,44 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
     service.cluster.total = total
     reconciler.run_once()
     assert (service.get(job.id).reason, service.jobs.get(OPERATOR, job.id).waits_for) == (None, None)
+
+
+def test_lost_node_of_the_head_is_named_with_the_command_that_frees_it(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    service.event(job.id, "attempt_started", node="gpu-1")
+    reconciler.run_once()
+    total, service.cluster.total = service.cluster.total, None
+    reconciler.run_once()
+    service.clock.now += 60
+    reconciler.run_once()
+    waits = service.get(job.id).reason
+    assert waits is not None
+    assert "gpu-1" not in str(waits.remedy)
+    service.clock.now += 120
+    reconciler.run_once()
+    command = "kubectl taint nodes gpu-1 node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    lost = service.get(job.id).reason
+    assert lost is not None
+    assert lost.code is Code.CLUSTER_UNREACHABLE
+    assert command in str(lost.remedy)
+    with pytest.raises(ClusterUnreachable, match=command):
+        list_nodes(OPERATOR, service.jobs)
+    assert (
+        'trainshed_cluster_silent_seconds{head_node="gpu-1"} 180.0' in service.service_metrics.text(OPERATOR).decode()
+    )
+    service.cluster.total = total
+    reconciler.run_once()
+    assert service.get(job.id).reason is None
+    assert b'trainshed_cluster_silent_seconds{head_node="gpu-1"} 0.0' in service.service_metrics.text(OPERATOR)
+
+
+def test_newest_head_counts_as_the_lost_one(service: FakeService) -> None:
+    first, second, reconciler = started(service), started(service), service.reconciler()
+    service.event(second.id, "attempt_started", node="new", time=200.0)
+    service.event(first.id, "attempt_started", node="old", time=100.0)
+    reconciler.run_once()
+    assert service.jobs.queue.head is not None
+    assert service.jobs.queue.head.name == "new"
 
 
 def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(service: FakeService) -> None:
