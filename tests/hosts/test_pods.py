@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -107,17 +108,18 @@ def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
     submitted = test.run("trainshed", "submit", "/tmp/long.yaml")
     (job_id,) = set(re.findall(r"\bjob-\w+", submitted))
 
-    def shown() -> dict[str, object]:
-        found: dict[str, object] = json.loads(test.run("trainshed", "show", job_id, "--json"))
-        return found
+    def shown() -> Any:
+        return json.loads(test.run("trainshed", "show", job_id, "--json"))
 
-    wait_for(lambda: (shown().get("progress") or {}).get("step", 0) > 5, "some steps", seconds=90)  # type: ignore[attr-defined]
+    assert wait_for(lambda: (shown()["progress"] or {"step": 0})["step"] > 5, "some steps", seconds=90)
     head.end()
-    left = wait_for(lambda: (now := shown())["attempts"][0].get("result") and now, "the end of the attempt", seconds=60)  # type: ignore[index]
+    assert wait_for(lambda: shown()["attempts"][0].get("result"), "the end of the attempt", seconds=60)
+    left = shown()
     assert left["attempts"][0]["result"] == "moved"
     assert left["state"] == "RECOVERING"
-    assert "the head of Ray ends as planned" in str(left["reason"])
+    assert "the head of Ray ends as planned" in left["attempts"][0]["reason"]["message"]
+    assert "the run resumes from step" in left["attempts"][0]["reason"]["message"]
     for name in ("ray-head", "ray-worker-1", "ray-worker-2"):
         pods[name].start()
-    again = wait_for(lambda: (now := shown())["state"] == "RUNNING" and now, "the next attempt", seconds=120)
-    assert [one["result"] for one in again["attempts"]] == ["moved", None]
+    assert wait_for(lambda: shown()["state"] == "RUNNING", "the next attempt", seconds=120)
+    assert [one.get("result") for one in shown()["attempts"]] == ["moved", None]

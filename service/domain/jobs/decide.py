@@ -127,9 +127,11 @@ def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
 
 def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float) -> Job:
     """End the newest attempt, which does not count as a failure. The next one starts once the old head has ended."""
-    job = job.end_attempt("moved", now=now, step=committed)
+    reason = Reason(Code.MOVING, message)
+    # The attempt keeps the reason: soon the job's own is that Ray does not answer.
+    job = job.end_attempt("moved", now=now, reason=reason, step=committed)
     job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
-    return replace(job, reason=Reason(Code.MOVING, message), next_attempt_at=now + _HEAD_END_SECONDS)
+    return replace(job, reason=reason, next_attempt_at=now + _HEAD_END_SECONDS)
 
 
 def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:

@@ -284,6 +284,7 @@ def test_planned_end_of_the_head_is_named_and_no_failure(state: JobState, outcom
     assert job.state is (JobState.STARTING if state is JobState.STARTING else JobState.RECOVERING)
     assert reason_message(job).startswith("the head ends as planned; ")
     assert reason_message(job).endswith("the run resumes from step 7")
+    assert job.attempts[-1].reason == job.reason
     # The old head may still answer for some seconds.
     assert job.next_attempt_at is not None
     assert job.next_attempt_at > NOW
