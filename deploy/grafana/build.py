@@ -18,6 +18,8 @@ from service.domain.metrics import Series
 
 FOLDER = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_RELEASE = ("namespace", "service")
+"""Labels that distinguish releases on Kubernetes; without it they are empty, which All matches."""
 _WIDTH, _HEIGHT = 8, 8
 """Size of a panel; Grafana's grid is 24 units wide."""
 
@@ -33,24 +35,30 @@ class Panel:
     kind: str = "lines"
 
 
+def selected(one: Series, where: str = "", part: str = "") -> str:
+    """Return the selector of a series, of the chosen releases."""
+    labels = ", ".join(filter(None, (where, *(f'{name}=~"${name}"' for name in _RELEASE))))
+    return f"{one.full_name}{part}{{{labels}}}"
+
+
 def whole(one: Series, by: str = "", where: str = "") -> str:
     """Build the query of a series that all replicas report equally."""
     assert one.whole, one
     worst = "min" if one in (metrics.CLUSTER_UP, metrics.DATABASE_UP) else "max"
-    return f"{worst}{_by(by)} ({one.full_name}{{{where}}})"
+    return f"{worst}{_by(by)} ({selected(one, where)})"
 
 
 def rate(one: Series, by: str = "", where: str = "", over: str = "$__rate_interval") -> str:
     """Build the query of a counter's rate, summed over all replicas."""
     assert one.kind == "counter", one
-    return f"sum{_by(by)} (rate({one.full_name}{{{where}}}[{over}]))"
+    return f"sum{_by(by)} (rate({selected(one, where)}[{over}]))"
 
 
 def quantile(part: float, one: Series, by: str = "", over: str = "$__rate_interval") -> str:
     """Build the query of a histogram's quantile over all replicas."""
     assert one.kind == "histogram", one
     labels = ", ".join(filter(None, ("le", by)))
-    return f"histogram_quantile({part}, sum by ({labels}) (rate({one.full_name}_bucket[{over}])))"
+    return f"histogram_quantile({part}, sum by ({labels}) (rate({selected(one, part='_bucket')}[{over}])))"
 
 
 def _by(labels: str) -> str:
@@ -62,7 +70,7 @@ FLEET = (
     Panel("Ray answers", ((whole(metrics.CLUSTER_UP), ""),), kind="number"),
     Panel("Ray silent", ((whole(metrics.CLUSTER_SILENT, "head_node"), "{{head_node}}"),), "s", "With the head's node."),
     Panel("Database answers", ((whole(metrics.DATABASE_UP), ""),), kind="number"),
-    Panel("Versions", ((f"count by (version) ({metrics.BUILD.full_name})", "{{version}}"),), kind="number"),
+    Panel("Versions", ((f"count by (version) ({selected(metrics.BUILD)})", "{{version}}"),), kind="number"),
     Panel(
         "Jobs by state",
         ((f"sum by (state) ({whole(metrics.JOBS, 'state, project', _LIVE)})", "{{state}}"),),
@@ -76,16 +84,16 @@ FLEET = (
     ),
     Panel("Oldest queued job", ((whole(metrics.OLDEST_WAIT, "project"), "{{project}}"),), "s"),
     Panel("Queue wait (95 %)", ((quantile(0.95, metrics.QUEUE_WAIT, over="1h"), ""),), "s"),
-    Panel("Finished attempts", ((rate(metrics.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
+    Panel("Finished attempts per hour", ((rate(metrics.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}}"),)),
     Panel(
-        "Reconcile lag", ((f"min({metrics.LAG.full_name})", ""),), "s", "Time since the last complete reconcile pass."
+        "Reconcile lag", ((f"min({selected(metrics.LAG)})", ""),), "s", "Time since the last complete reconcile pass."
     ),
     Panel("Reconcile pass (95 %)", ((quantile(0.95, metrics.PASS_SECONDS), ""),), "s"),
     Panel("Webhook backlog", ((whole(metrics.BACKLOG), ""),)),
     Panel("HTTP responses", ((rate(metrics.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
     Panel("Response time (99 %)", ((quantile(0.99, metrics.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
-    Panel("Open streams", ((f"sum({metrics.STREAMS.full_name})", ""),)),
-    Panel("State changes", ((rate(metrics.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)),
+    Panel("Open streams", ((f"sum({selected(metrics.STREAMS)})", ""),)),
+    Panel("State changes per hour", ((rate(metrics.MOVES, "state", over="1h") + " * 3600", "{{state}}"),)),
 )
 _ONE = 'job_id=~"$job"'
 _NAMED = "{{name}} ({{job_id}})"
@@ -123,6 +131,11 @@ def _place(place: int, columns: int) -> GridPos:
     return GridPos(h=_HEIGHT, w=_WIDTH, x=place % columns * _WIDTH, y=place // columns * _HEIGHT)
 
 
+def _variable(name: str, query: str) -> Any:
+    chosen = dashboard.QueryVariable(name).label(name.capitalize()).datasource(_SOURCE).multi(True).include_all(True)
+    return chosen.all_value(".*").query(query).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+
+
 def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = False) -> str:
     """Return the dashboard as JSON."""
     made = (
@@ -134,13 +147,10 @@ def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = Fal
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
+    for name in _RELEASE:
+        made = made.with_variable(_variable(name, f"label_values({metrics.BUILD.full_name}, {name})"))
     if by_job:
-        jobs = dashboard.QueryVariable("job").label("Job").datasource(_SOURCE).multi(True).include_all(True)
-        made = made.with_variable(
-            jobs.query(f"label_values({metrics.JOB_STEP.full_name}, job_id)").refresh(
-                VariableRefresh.ON_TIME_RANGE_CHANGED
-            )
-        )
+        made = made.with_variable(_variable("job", f"label_values({selected(metrics.JOB_STEP)}, job_id)"))
     for place, panel in enumerate(panels):
         made = made.with_panel(_panel(panel, place))
     return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(made.build())), indent=1, sort_keys=True) + "\n"

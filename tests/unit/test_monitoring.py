@@ -63,6 +63,34 @@ def test_service_totals_are_never_summed_over_replicas() -> None:
     assert summed == {}
 
 
+def test_every_alert_is_in_the_docs_and_its_runbook_section_exists() -> None:
+    rules = yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    page, book = (Path(f"docs/operate/{name}.md").read_text() for name in ("monitoring", "runbook"))
+    assert [rule["alert"] for rule in rules if f"`{rule['alert']}`" not in page] == []
+    anchors = {
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall("^## (.+)", book, re.M)
+    }
+    targets = [rule["annotations"]["runbook"] for rule in rules if "runbook" in rule["annotations"]]
+    assert len(targets) > 5
+    assert {target.partition("#")[0] for target in targets} == {"docs/operate/runbook.md"}
+    assert {target.partition("#")[2] for target in targets} - anchors == set()
+
+
+def test_releases_in_one_namespace_do_not_hide_each_other() -> None:
+    rules = yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    grouped = {
+        rule["alert"]: re.findall(r"by \(([^)]+)\)", rule["expr"]) for rule in rules if "trainshed_" in rule["expr"]
+    }
+    own = {name: [labels for labels in found if "pod" not in labels] for name, found in grouped.items()}
+    missing = {
+        name
+        for name, found in own.items()
+        for labels in found
+        if not {"namespace", "service"} <= set(labels.split(", "))
+    }
+    assert missing - {"TrainshedGpuIdle", "TrainshedVolumeFull"} == set()
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
 def test_alert_rules_fire_as_expected() -> None:
     for command in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts.test.yml")):
