@@ -59,5 +59,6 @@ def local_service() -> LocalService:
         url = ServiceAddress.model_validate_json(settings.address_file.read_bytes()).url
     except (OSError, ValidationError):
         # No service is running; one that starts would listen here.
-        url = f"http://{settings.host}:{settings.port}"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        url = f"http://{host}:{settings.port}"
     return LocalService(url, settings.admin_key, settings.address_file)

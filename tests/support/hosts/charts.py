@@ -79,7 +79,7 @@ def problems(one: Object) -> list[str]:
         return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
     try:
         # Its schemas require strings where Kubernetes accepts numbers too.
-        kubernetes_validate.validate(json.loads(json.dumps(one)), "1.34", strict=True)
+        kubernetes_validate.validate(json.loads(json.dumps(one)), "1.36", strict=True)
     except kubernetes_validate.ValidationError as error:
         return [f"{error.path}: {error.message}"]
     return []
