@@ -11,6 +11,8 @@ _NAME = re.compile(r"(?:service|train_loop|trainshed)(?:\.[a-z_0-9]+)+(?::[a-z_]
 UPWARDS = {
     # Ray imports the hook in the process of a worker; the module that names it must not import it.
     ("train_loop.system.ray_env", "train_loop.ray_train.warm_up.get_ready"),
+    # The head's hook finds drivers by their command line.
+    ("train_loop.liveness.planned_end", "train_loop.ray_train.driver"),
 }
 """Module and the name that it must have as a string, although the name is in a higher layer."""
 
