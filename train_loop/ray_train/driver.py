@@ -15,12 +15,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import ray
 
 from train_loop.errors import FencedError, MemoryRanOutError, RunEndedError, VersionSkewError
 from train_loop.faults.failure import failed, from_ranks, reason
 from train_loop.liveness.fencing import NewestEpoch
+from train_loop.liveness.stops import StopWatch
 from train_loop.ray_train.prestart import start_ahead
 from train_loop.run_dir import (
     NODE_NAME_VARIABLE,
@@ -28,23 +30,23 @@ from train_loop.run_dir import (
     AttemptDir,
     Outcome,
     RunDir,
-    Stop,
     expect_run_dir,
     own_version,
     storage_failed,
     storage_may_fail,
 )
-from train_loop.sinks.forward import forward
+from train_loop.sinks.forward import Forwarders, forward
 from train_loop.spec import JobSpec
 from train_loop.system.exit import leave
 from train_loop.system.gc import no_automatic_collection
 from train_loop.system.ray_env import Environment, worker_environment
 from train_loop.system.retry import retry_storage
+from train_loop.system.signals import SignalPipe
 from train_loop.telemetry.event_log import EventLog, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.telemetry.logs import log_to
 
 log = logging.getLogger(__name__)
-_SHUTDOWN_SECONDS = 10.0
+_SHUTDOWN_SECONDS, _STOP_SECONDS = 10.0, 2.0
 _CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
 
 # Ray Train detects a dead worker within about this many seconds; its default is 2.
@@ -55,6 +57,7 @@ os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 
 def main() -> None:
     """Run one attempt to its end and acknowledge it."""
+    signals = SignalPipe()
     parser = argparse.ArgumentParser(prog="python -m train_loop.ray_train.driver", description=__doc__)
     parser.add_argument("--run-dir", required=True, metavar="DIR")
     parser.add_argument("--attempt", required=True, type=int, metavar="N")
@@ -66,14 +69,25 @@ def main() -> None:
     journal = EventLog(attempt, epoch=NewestEpoch(run_dir, attempt.number))
     journal.event("attempt_started", **head_node())
     sinks = forward(run_dir, attempt.number, journal.event, os.environ)
-    outcome = run_attempt(run_dir, attempt, journal)
+    finish = partial(_finish, attempt, journal, sinks)
+    watch = StopWatch(
+        run_dir,
+        attempt,
+        report=journal.event,
+        wait=signals.wait,
+        end=lambda outcome: finish(_disconnected(outcome)),
+    )
+    watch.start()
+    finish(run_attempt(run_dir, attempt, journal, connected=signals.install, ended=watch.close))
+
+
+def _finish(attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome) -> NoReturn:
+    """Acknowledge the end of the attempt, and exit."""
     journal.event("finished", **outcome.model_dump(exclude_none=True))
-    with suppress(KeyboardInterrupt):
-        # The sinks should have the last metrics before the outcome appears; an interrupt skips this wait.
-        sinks.catch_up(seconds=_CATCH_UP_SECONDS)
+    # The sinks should have the last metrics before the outcome appears.
+    sinks.catch_up(seconds=_CATCH_UP_SECONDS)
     acknowledge(attempt, journal, outcome)
-    with suppress(KeyboardInterrupt):
-        sinks.close(outcome, seconds=_CLOSE_SECONDS)
+    sinks.close(outcome, seconds=_CLOSE_SECONDS)
     leave(1 if outcome.result == "failed" else 0)
 
 
@@ -81,6 +95,13 @@ def head_node() -> dict[str, str]:
     """Return the name of the Kubernetes node that this driver runs on, if the chart has made the head."""
     name = os.environ.get(NODE_NAME_VARIABLE)
     return {"node": name} if name else {}
+
+
+def _disconnected(outcome: Outcome) -> Outcome:
+    """Make Ray kill the workers, and return the outcome. Without a connection there are none."""
+    if ray.is_initialized():
+        _disconnect(_STOP_SECONDS)
+    return outcome
 
 
 def expect_version(service: str | None) -> None:
@@ -117,42 +138,24 @@ def acknowledge(attempt: AttemptDir, journal: EventLog, outcome: Outcome) -> Non
         raise
 
 
-def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: EventLog) -> Outcome:
-    """Prepare and train. Return an outcome in all cases, also after an exception."""
-    try:
-        if (early := retry_storage(partial(_early_outcome, run_dir, attempt))) is not None:
-            return early
-        expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
-        # Each rank has its own log file; the driver's log need not repeat it.
-        home = {"env_vars": a_home()}
-        ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
-        spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
-        environment = _environment(spec)
-        if environment:
-            start_ahead(spec.scaling, environment, group=spec.strategy.ulysses_size)
-        with no_automatic_collection():
-            from train_loop.ray_train.trainer import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
+def run_attempt(
+    run_dir: RunDir,
+    attempt: AttemptDir,
+    journal: EventLog,
+    *,
+    connected: Callable[[], None] = lambda: None,
+    ended: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Prepare and train. Return an outcome in all cases, also after an exception.
 
-        prepare_samples(spec, run_dir, journal)
-        for start in itertools.count(1):
-            _fit(trainer(spec, run_dir, attempt, environment, start=start).fit)
-            end = retry_storage(partial(last_word, attempt))
-            if end is not None:
-                return Outcome.model_validate(end)
-            if retry_storage(partial(moves, attempt)) < start:
-                raise RuntimeError("the ranks ended without an outcome; see their logs in the folder of this log")
-            if retry_storage(run_dir.spec).scaling.elastic:
-                # The service may have to choose another number of workers.
-                return Outcome(result="moved", reason="hosts will be preempted")
-            ranks, hosts = preempted_ranks(attempt), newest_hosts(attempt)
-            left = sorted({hosts[str(rank)] for rank in ranks if str(rank) in hosts})
-            journal.event("moving", ranks=ranks, hosts=left)
-        raise AssertionError("unreachable")
-    except KeyboardInterrupt:
-        stop = _stop_request(run_dir, attempt)
-        if stop is not None:
-            return Outcome(result=stop.result, reason="stopped at the deadline without a last checkpoint")
-        return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
+    `connected` is called once Ray has set its signal handlers. `ended` is called at the end of training; if the attempt
+    is being stopped, it does not return.
+    """
+    try:
+        try:
+            return _prepare_and_train(run_dir, attempt, journal, connected)
+        finally:
+            ended()
     except Exception as error:
         if (outcome := _trained(attempt)) is not None:
             # The workers had finished: only cleanup failed.
@@ -162,7 +165,41 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: EventLog) -> Outc
         log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
         return _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
     finally:
-        _disconnect()
+        _disconnect(_SHUTDOWN_SECONDS)
+
+
+def _prepare_and_train(
+    run_dir: RunDir, attempt: AttemptDir, journal: EventLog, connected: Callable[[], None]
+) -> Outcome:
+    if (early := retry_storage(partial(_early_outcome, run_dir, attempt))) is not None:
+        return early
+    expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
+    # Each rank has its own log file; the driver's log need not repeat it.
+    home = {"env_vars": a_home()}
+    ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
+    connected()
+    spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
+    environment = _environment(spec)
+    if environment:
+        start_ahead(spec.scaling, environment, group=spec.strategy.ulysses_size)
+    with no_automatic_collection():
+        from train_loop.ray_train.trainer import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
+
+    prepare_samples(spec, run_dir, journal)
+    for start in itertools.count(1):
+        _fit(trainer(spec, run_dir, attempt, environment, start=start).fit)
+        end = retry_storage(partial(last_word, attempt))
+        if end is not None:
+            return Outcome.model_validate(end)
+        if retry_storage(partial(moves, attempt)) < start:
+            raise RuntimeError("the ranks ended without an outcome; see their logs in the folder of this log")
+        if retry_storage(run_dir.spec).scaling.elastic:
+            # The service may have to choose another number of workers.
+            return Outcome(result="moved", reason="hosts will be preempted")
+        ranks, hosts = preempted_ranks(attempt), newest_hosts(attempt)
+        left = sorted({hosts[str(rank)] for rank in ranks if str(rank) in hosts})
+        journal.event("moving", ranks=ranks, hosts=left)
+    raise AssertionError("unreachable")
 
 
 def _fit(fit: Callable[[], object]) -> None:
@@ -201,10 +238,10 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
     return outcome
 
 
-def _disconnect() -> None:
-    """Disconnect from Ray within 10 s: the outcome is written only after the workers are gone."""
+def _disconnect(seconds: float) -> None:
+    """Disconnect from Ray, which kills the workers: the outcome is written only after they are gone."""
     try:
-        _wait_for(ray.shutdown, seconds=_SHUTDOWN_SECONDS)
+        _wait_for(ray.shutdown, seconds=seconds)
     except Exception as error:
         log.warning("the driver could not disconnect from Ray: %s", error)
 
@@ -215,16 +252,7 @@ def _early_outcome(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
     if newer > attempt.number:
         return failed(FencedError(f"attempt {newer} has taken over before this one began"))
     stop = run_dir.stop(attempt=attempt.number)
-    return Outcome(result=stop.result) if stop is not None else None
-
-
-def _stop_request(run_dir: RunDir, attempt: AttemptDir) -> Stop | None:
-    """Return the service's stop request; None without one, or if storage is unavailable: there is no time to retry."""
-    try:
-        return run_dir.stop(attempt=attempt.number)
-    except Exception as error:
-        log.warning("the stop request cannot be read after an interrupt: %s", error)
-        return None
+    return None if stop is None else Outcome(result=stop.result, reason="stopped before its driver had started")
 
 
 def _wait_for(call: Callable[[], object], *, seconds: float | None = None) -> None:

@@ -1,0 +1,189 @@
+"""Stops of an attempt by its driver, in each phase in which no worker can save and acknowledge the request."""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from signal import Signals
+from typing import Any
+
+from train_loop.errors import FencedError
+from train_loop.liveness.fencing import begin_group
+from train_loop.run_dir import AttemptDir, CurrentGroup, Outcome, RunDir, Stop, read_lines_after, storage_may_fail
+from train_loop.system.exit import leave
+from train_loop.system.limited_log import LimitedLog
+
+log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+_POLL_SECONDS = 0.5
+_ABANDON_SECONDS = 3.0
+"""Seconds that workers have to end by themselves if no checkpoint is wanted."""
+_DOING: Mapping[str, str] = {
+    "attempt_started": "its driver was starting",
+    "waiting_for_preparation": "another job prepared its data",
+    "training_tokenizer": "its tokenizer was trained",
+    "preparing": "its data was prepared",
+    "prepared": "its workers were starting",
+    "waiting_for_capacity": "it waited for capacity",
+    "group_started": "its workers were starting",
+    "workers_ready": "its workers loaded the model",
+    "workers_lost": "its workers were restarted",
+    "moving": "it moved to other hosts",
+}
+"""What an attempt does after each event, unless it trains."""
+
+
+@dataclass
+class Activity:
+    """What an attempt does, from its events so far."""
+
+    doing: str = _DOING["attempt_started"]
+    """The current phase, as the end of a sentence with "while"."""
+    trains: bool = False
+    """True if the workers read stop requests, save and acknowledge them."""
+    ends: bool = False
+    """True if the workers have reported the end of training."""
+    loss: str | None = None
+    """The loss of the newest worker group; None if it is not lost."""
+
+    def read(self, event: Mapping[str, Any]) -> None:
+        """Apply the next event."""
+        name = str(event.get("event"))
+        if name in ("training_started", "training_ended"):
+            self.trains, self.ends, self.loss = True, name == "training_ended", None
+        elif name in _DOING:
+            self.trains = self.ends = False
+            self.doing = _DOING[name]
+            if name == "workers_lost":
+                self.loss = str(event.get("error", "workers were lost"))
+            elif name == "waiting_for_capacity" and event.get("missing"):
+                self.doing = f"it waited for {event['missing']}"
+
+
+@dataclass(frozen=True)
+class StopState:
+    """A stop request as the driver sees it."""
+
+    stop: Stop | None
+    """The request; None if there is none or if it cannot be read."""
+    signal: Signals | None = None
+    """Signal that the driver has received: there is no more time."""
+    trained: bool = False
+    """True if the workers trained when the request came."""
+    waited: float = 0.0
+    """Seconds since the driver has seen the request."""
+
+
+def end_of(activity: Activity, state: StopState) -> Outcome | None:
+    """Return the outcome if the driver must end the attempt now; None if the workers will, or if nobody asked. Pure."""
+    stop = state.stop
+    if stop is None:
+        return None if state.signal is None else _interrupted(state.signal)
+    if activity.ends:
+        return None
+    if not activity.trains:
+        return Outcome(result=stop.result, reason=_without_workers(activity, trained=state.trained))
+    if state.signal is not None:
+        return Outcome(result=stop.result, reason="stopped at the deadline before the workers had saved")
+    if not stop.checkpoint and state.waited >= _ABANDON_SECONDS:
+        return Outcome(result=stop.result, reason="the workers did not end by themselves; no checkpoint was requested")
+    return None
+
+
+def waits_for(activity: Activity, stop: Stop) -> str:
+    """Return what an attempt that stops waits for."""
+    if not activity.trains:
+        return "the end of its driver"
+    return "the workers to finish their step" + (" and save a checkpoint" if stop.checkpoint else "")
+
+
+def _interrupted(number: Signals) -> Outcome:
+    reason = f"the driver was interrupted ({number.name}) without a request of the service"
+    return Outcome(result="failed", code="interrupted", reason=reason, retryable=True)
+
+
+def _without_workers(activity: Activity, *, trained: bool) -> str:
+    if activity.loss is None:
+        return f"stopped while {activity.doing}"
+    return f"{activity.loss} before it saved" if trained else f"stopped while {activity.doing}: {activity.loss}"
+
+
+class StopWatch:
+    """A thread that ends the attempt if a request or a signal requires it, whatever the other threads do.
+
+    `end` writes the outcome and exits the process. Before that, the fence rejects later commits of the workers.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: AttemptDir,
+        *,
+        report: Callable[..., None],
+        wait: Callable[[float], Signals | None],
+        end: Callable[[Outcome], object],
+    ) -> None:
+        self._run_dir, self._attempt = run_dir, attempt
+        self._report, self._wait, self._end = report, wait, end
+        self._activity, self._group, self._offset = Activity(), CurrentGroup(), 0
+        self._seen_at: float | None = None
+        self._trained = False
+        self._signal: Signals | None = None
+        self._decides = threading.Lock()
+        """Held by the thread that ends the attempt."""
+        self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. If this thread is ending the attempt, wait for the end of the process."""
+        self._decides.acquire()
+
+    def _run(self) -> None:
+        while not self._decides.locked():
+            self._signal = self._wait(_POLL_SECONDS) or self._signal
+            outcome = self.check()
+            if outcome is not None and self._decides.acquire(blocking=False):
+                try:
+                    self._end(self._with_checkpoint(outcome))
+                except Exception:
+                    # The main thread waits for the end of the process.
+                    log.exception("the attempt could not be ended properly")
+                    leave(1)
+
+    def check(self) -> Outcome | None:
+        """Read the request and new events, report a new request, and return the outcome if the attempt must end."""
+        stop: Stop | None = None
+        with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
+            stop = self._run_dir.stop(attempt=self._attempt.number)
+            if stop is not None or self._signal is not None:
+                self._read_events()
+        if stop is not None and self._seen_at is None:
+            self._seen_at, self._trained = time.monotonic(), self._activity.trains
+            self._report("stopping", mode=stop.mode, waits_for=waits_for(self._activity, stop))
+        waited = 0.0 if self._seen_at is None else time.monotonic() - self._seen_at
+        return end_of(self._activity, StopState(stop, self._signal, self._trained, waited))
+
+    def _read_events(self) -> None:
+        while True:
+            lines, self._offset = read_lines_after(self._attempt.events, self._offset)
+            if not lines:
+                return
+            for line in filter(self._group.keeps, lines):
+                self._activity.read(line)
+
+    def _with_checkpoint(self, outcome: Outcome) -> Outcome:
+        """Fence off the workers, and return the outcome with the newest checkpoint, which is final then."""
+        newest: int | None = None
+        with storage_may_fail(partial(log.warning, "the newest checkpoint is unknown: %s")):
+            with suppress(FencedError):
+                begin_group(self._run_dir, self._attempt.number, by=uuid.uuid4().hex)
+            newest = max(self._run_dir.manifests(), default=None)
+        known = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+        return outcome.model_copy(update={"reason": f"{outcome.reason}; {known}", "step": newest or 0})
