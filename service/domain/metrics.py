@@ -51,7 +51,7 @@ JOB_STEP_SECONDS = _whole("job_step_seconds", "Median time of the last 50 logged
 JOB_TOKENS = _whole("job_tokens_per_second", "Tokens per second of all workers, at the newest logged step.", *_JOB)
 JOB_LOSS = _whole("job_loss", "Training loss at the newest logged step.", *_JOB)
 JOB_DATA_WAIT = _whole("job_data_wait_ratio", "Fraction of the newest logged step spent waiting for data.", *_JOB)
-JOB_RESTARTS = _whole("job_restarts", "Number of restarts of the training.", *_JOB)
+JOB_RESTARTS = _whole("job_restarts", "Number of restarts of the training after faults.", *_JOB)
 JOB_PROGRESS_AGE = _whole(
     "job_progress_age_seconds", "Time since the newest logged step, or the start of the newest attempt.", *_JOB
 )

@@ -55,6 +55,9 @@ class Cluster(Protocol):
     def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver; UNKNOWN if the cluster does not answer."""
 
+    def end_of(self, submission_id: str) -> str | None:
+        """Return how a driver ended, as a clause: "it was killed by signal 9 (SIGKILL)"; None if it is unknown."""
+
     def stop(self, submission_id: str) -> None:
         """Stop a driver now. Do nothing if it does not exist."""
 

@@ -34,6 +34,8 @@ class AttemptObservation:
     """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
     head: HeadNode | None = None
     """Kubernetes node of the driver, if it is known."""
+    waits_for: str | None = None
+    """What the attempt waits for since it was asked to stop, with the start of the wait."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RunSummary:
     """The summary of all attempts in a run directory."""
 
     restarts: int
+    """Number of starts of training after a fault."""
     lost_steps: int
     """Number of optimizer steps that were trained again after faults."""
     lost_seconds: float

@@ -11,6 +11,8 @@ from functools import partial
 from signal import Signals
 from typing import Any
 
+from pydantic import ValidationError
+
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import begin_group
 from train_loop.run_dir import AttemptDir, CurrentGroup, Outcome, RunDir, Stop, read_lines_after, storage_may_fail
@@ -45,19 +47,21 @@ class Activity:
     """The current phase, as the end of a sentence with "while"."""
     trains: bool = False
     """True if the workers read stop requests, save and acknowledge them."""
-    ends: bool = False
-    """True if the workers have reported the end of training."""
+    end: Outcome | None = None
+    """The outcome that the workers have reported; None if they have not finished."""
     loss: str | None = None
     """The loss of the newest worker group; None if it is not lost."""
 
     def read(self, event: Mapping[str, Any]) -> None:
         """Apply the next event."""
         name = str(event.get("event"))
-        if name in ("training_started", "training_ended"):
-            self.trains, self.ends, self.loss = True, name == "training_ended", None
+        if name == "training_started":
+            self.trains, self.end, self.loss = True, None, None
+        elif name == "training_ended":
+            with suppress(ValidationError):
+                self.end = Outcome.model_validate(event)
         elif name in _DOING:
-            self.trains = self.ends = False
-            self.doing = _DOING[name]
+            self.trains, self.end, self.doing = False, None, _DOING[name]
             if name == "workers_lost":
                 self.loss = str(event.get("error", "workers were lost"))
             elif name == "waiting_for_capacity" and event.get("missing"):
@@ -83,8 +87,9 @@ def end_of(activity: Activity, state: StopState) -> Outcome | None:
     stop = state.stop
     if stop is None:
         return None if state.signal is None else _interrupted(state.signal)
-    if activity.ends:
-        return None
+    if activity.end is not None:
+        # The driver finishes by itself, unless Ray does not end the workers in time.
+        return None if state.signal is None else activity.end
     if not activity.trains:
         return Outcome(result=stop.result, reason=_without_workers(activity, trained=state.trained))
     if state.signal is not None:
@@ -161,9 +166,10 @@ class StopWatch:
         """Read the request and new events, report a new request, and return the outcome if the attempt must end."""
         stop: Stop | None = None
         with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
-            stop = self._run_dir.stop(attempt=self._attempt.number)
-            if stop is not None or self._signal is not None:
+            requested = self._run_dir.stop(attempt=self._attempt.number)
+            if requested is not None:
                 self._read_events()
+            stop = requested
         if stop is not None and self._seen_at is None:
             self._seen_at, self._trained = time.monotonic(), self._activity.trains
             self._report("stopping", mode=stop.mode, waits_for=waits_for(self._activity, stop))
@@ -185,5 +191,7 @@ class StopWatch:
             with suppress(FencedError):
                 begin_group(self._run_dir, self._attempt.number, by=uuid.uuid4().hex)
             newest = max(self._run_dir.manifests(), default=None)
+        if outcome is self._activity.end:
+            return outcome
         known = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
         return outcome.model_copy(update={"reason": f"{outcome.reason}; {known}", "step": newest or 0})

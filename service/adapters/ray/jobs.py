@@ -22,6 +22,7 @@ from service.adapters.ray.nodes import RayNode, read_nodes, read_ray_nodes
 from service.adapters.ray.session import VERSION, RayAddress, open_session, request_version
 from service.domain.doctor.measurements import ProbeReply, Reachability
 from service.domain.jobs.observation import SubmissionStatus
+from service.domain.jobs.reason import describe_exit
 from service.errors import ClusterError
 from service.ports import Node, SubmitRequest
 from train_loop.plan import Capacity, NodeRoom
@@ -31,6 +32,8 @@ log = structlog.get_logger(__name__)
 _CAPACITY_SECONDS = 2.0
 USABLE_MEMORY = 0.95
 """Part of a host's memory above which Ray kills workers, unless RAY_memory_usage_threshold differs there."""
+_MOST_CHARACTERS = 300
+"""Maximum length of Ray's explanation of an end."""
 _RUNNING_SECONDS = 2.0
 """Seconds for which the status RUNNING is cached: each request to the dashboard takes CPU time from training."""
 # Errors of Ray's client if Ray cannot be reached or gives an unexpected answer.
@@ -138,6 +141,18 @@ class RayJobs:
         else:
             self._ran.pop(submission_id, None)
         return found
+
+    def end_of(self, submission_id: str) -> str | None:
+        """Return how a driver ended, as a clause; None if it is unknown."""
+        try:
+            info = self._connect().get_job_info(submission_id)
+        except _FAULTS:
+            return None
+        if info.driver_exit_code is not None:
+            return describe_exit(info.driver_exit_code)
+        # Ray appends tracebacks and lines of the log.
+        line = (info.message or "").strip().partition("\n")[0]
+        return f"Ray reports: {line[:_MOST_CHARACTERS]}" if line else None
 
     def stop(self, submission_id: str) -> None:
         """Stop a driver now. Do nothing if it does not exist. Raises ClusterError."""

@@ -114,6 +114,7 @@ class LocalRunDirs:
             conditions.newest,
             conditions.left,
             conditions.draining,
+            waits_for=conditions.waits_for,
             head=conditions.head,
         )
 

@@ -15,7 +15,6 @@ _RECENT = 50
 """Number of newest steps from whose times the remaining time is estimated."""
 Read = Callable[[LogSource, LogOffset], LogChunk]
 """Function that reads the next lines of one of a run's files, from a position."""
-_NO_FAULTS = ("paused", "resized")
 _EVENTS, _METRICS = LogSource("events"), LogSource("metrics")
 
 
@@ -36,7 +35,7 @@ class RunSummaryReader:
         self._attempt = 0
         self._of: int | None = None
         self._best, self._best_time = 0, 0.0
-        self._fault = self._lost = False
+        self._fault = self._lost = self._stops = False
         self._conditions = Conditions()
         self._recent = deque[float](maxlen=_RECENT)
 
@@ -51,6 +50,8 @@ class RunSummaryReader:
                     self._begin(line)
                 elif line["event"] == "workers_lost":
                     self._lose(line)
+                elif line["event"] in ("stopping", "moving"):
+                    self._stops = True
                 elif line["event"] == "checkpoint_committed":
                     self._summary = replace(self._summary, checkpoint_at=number(line, "time"))
                 self._conditions.read(line)
@@ -102,22 +103,25 @@ class RunSummaryReader:
         if self._starts == 1:
             # Steps before the start of a clone are another job's work.
             self._best = int(number(line, "resumed_from") or 0)
-        if self._starts > 1 and not self._was_asked_to_stop(attempt):
-            self._fault = True
-        self._attempt, self._lost = attempt, False
+        fault = self._starts > 1 and not self._ended_on_request(attempt)
+        self._fault |= fault
+        self._attempt, self._lost, self._stops = attempt, False, False
         self._recent.clear()
         summary = self._summary
-        self._summary = replace(summary, restarts=self._starts - 1, lost_steps=summary.lost_steps + replayed)
+        restarts, lost_steps = summary.restarts + fault, summary.lost_steps + replayed
+        self._summary = replace(summary, restarts=restarts, lost_steps=lost_steps)
 
-    def _was_asked_to_stop(self, attempt: int) -> bool:
-        """Return whether the previous training was stopped on request, not by a fault."""
+    def _ended_on_request(self, attempt: int) -> bool:
+        """Return whether the previous training was stopped on request or moved to other hosts, not ended by a fault."""
+        if self._lost:
+            return False
+        if self._stops:
+            return True
         if attempt == self._attempt:
             return False
+        # Drivers of older versions write no event when they are asked to stop.
         outcome = self._run_dir.attempt(self._attempt).outcome()
-        # The service also resizes a job whose lost workers no longer fit: such a resize counts as a fault.
-        if outcome is None or (outcome.result == "resized" and self._lost):
-            return False
-        return outcome.result in _NO_FAULTS
+        return outcome is not None and outcome.result in ("paused", "resized", "moved")
 
     def _lose(self, line: Line) -> None:
         """Record a loss of workers, and of their hosts if the event names any."""

@@ -87,7 +87,9 @@ class JobOut(BaseModel):
     )
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]
-    restarts: int = Field(description="number of restarts of training, in the same or another attempt")
+    restarts: int = Field(
+        description="restarts of training after faults, in the same or another attempt; not after pauses and resizes"
+    )
     progress: ProgressOut
     lost_work: LostWork
     worker_hours: float

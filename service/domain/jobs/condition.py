@@ -19,6 +19,8 @@ _CLEARED_BY: Mapping[str, frozenset[str]] = {
     "checkpoint_committed": frozenset({"storage_unavailable"}),
 }
 """Conditions that each event clears."""
+RESUMES = "; the run resumes from its newest checkpoint"
+"""End of the reason of a loss."""
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Conditions:
     """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
     head: HeadNode | None = None
     """Kubernetes node of the driver, if the event names it."""
+    waits_for: str | None = None
+    """What the attempt waits for since it was asked to stop, with the start of the wait."""
     _hosts: dict[int, str] = field(default_factory=dict)
     _active: dict[str, Reason] = field(default_factory=dict)
 
@@ -59,6 +63,11 @@ class Conditions:
         elif name == "preemption_notice":
             ranks = (self._hosts.get(rank) for rank in _ranks(event, "ranks"))
             self.draining |= dict.fromkeys(filter(None, ranks), _number(event, "time"))
+        elif name == "stopping":
+            self.waits_for = f"{event.get('waits_for', 'its end')} since {clock_time(_number(event, 'time'))}"
+        elif name == "checkpoint_delayed" and self.waits_for is not None:
+            step, why = event.get("step"), event.get("reason")
+            self.waits_for = f"its storage, which delays the checkpoint of step {step} ({why})"
         if (build := _CONDITIONS.get(name)) is not None:
             key = _key(name, event)
             self._active.pop(key, None)
@@ -87,10 +96,10 @@ def loss_of(event: Event) -> Reason | None:
         return None
     codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
     if "cause" not in event and "hosts" not in event:
-        message = f"workers were lost ({event['error']}); the run resumes from its newest checkpoint"
+        message = f"workers were lost ({event['error']}){RESUMES}"
         return Reason(Code.WORKERS_LOST, message)
     survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
-    message = f"{_sentence(event['error'])}{survivors}; the run resumes from its newest checkpoint"
+    message = f"{_sentence(event['error'])}{survivors}{RESUMES}"
     return Reason(codes.get(str(event.get("cause")), Code.WORKERS_LOST), message)
 
 

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from service.domain.jobs.condition import RESUMES
 from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
-from service.domain.jobs.reason import WAITS, Code, Reason, code_of
+from service.domain.jobs.reason import Code, Reason, code_of
 from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
 
 _SLACK_SECONDS = 60.0
 _HEAD_END_SECONDS = 10.0
 """Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
+_OWN_END_SECONDS = 5.0
+"""Seconds that a driver without workers has to end by itself."""
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
@@ -238,49 +241,80 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
         return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
     late = now >= stop_request.deadline
     # The stop file is written before anything else, so that a driver that is starting finds it, too.
-    # Without workers nothing reads the request, so the driver is stopped at once. A group that starts meanwhile finds
-    # the stop file, and the fence once the driver has ended.
-    stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
+    stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or _is_stuck(job, seen, now)) else ()
     if seen.stop != wanted_stop(stop_request, attempt) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
     if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
         return Decision(_stop_without_outcome(job, seen, now))
-    passing = job.reason is not None and job.reason.code in (*WAITS, Code.EFFECT_FAILED)
-    reason = seen.condition or (stop_request.reason if passing else job.reason)
+    waits = f"; waits for {seen.waits_for}" if seen.waits_for else ""
+    reason = seen.condition or replace(stop_request.reason, message=f"{stop_request.reason.message}{waits}")
     return Decision(_with_reason(job, reason), stop_now)
+
+
+def _is_stuck(job: Job, seen: Observation, now: float) -> bool:
+    """Return whether a driver without workers must be stopped from outside.
+
+    A driver ends by itself in each phase in which no worker reads the request, unless it has not started or hangs. A
+    group that starts meanwhile finds the stop file, and the fence once the driver has ended.
+    """
+    if seen.group_up:
+        return False
+    return not seen.has_output or now - job.times.get(job.state, now) >= _OWN_END_SECONDS
 
 
 def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float) -> Job:
     """Return the job after its driver has written an outcome and its workers have ended."""
     reason = _reported_failure(outcome) if outcome.result == "failed" else None
+    message = f"{outcome.reason}; {_newest(committed)}" if reason is not None else outcome.reason
     result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
     job = job.end_attempt(result, now=now, reason=reason, step=committed)
     if job.state is JobState.PAUSING and outcome.result == "succeeded":
         return job.move(JobState.SUCCEEDED, now=now)
     if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
         return job.move(JobState.FAILED, now=now, reason=reason)
-    return _finish_stop(_with_reason(job, _stop_reason(job, outcome.reason)), now)
+    return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
 
 
 def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     """Return the job after its driver ended without an outcome, or never started."""
-    if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
-        result = "cancelled" if job.state is JobState.CANCELLING else "paused"
-        return _finish_stop(_with_reason(job.end_attempt(result, now=now), _stop_reason(job, None)), now)
-    if seen.submission is SubmissionStatus.STOPPED and job.stop_request is not None:
-        # The service stopped the driver before it could write an outcome.
-        result = "service_stopped" if _service_stops(job) else wanted_stop(job.stop_request, job.attempts[-1]).result
-        reason = _stop_reason(job, "stopped without a final checkpoint after the grace period")
-        return _finish_stop(_with_reason(job.end_attempt(result, now=now, step=seen.committed), reason), now)
-    lost = _driver_loss(seen)
-    since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
-    reason = _stop_reason(job, f"{lost.message} before it saved; the run resumes from {since}")
-    if _service_stops(job):
+    attempt, request = job.attempts[-1], job.stop_request
+    assert request is not None, "a job that stops has a request"
+    failure = None
+    if job.state is JobState.CANCELLING:
+        result = "cancelled"
+    elif _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
-        return _finish_stop(_with_reason(job.end_attempt("service_stopped", now=now, step=seen.committed), reason), now)
-    return _finish_stop(_with_reason(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), reason), now)
+        result = "service_stopped"
+    elif seen.submission is SubmissionStatus.STOPPED or not _began(attempt, seen):
+        result = wanted_stop(request, attempt).result
+    else:
+        result, failure = "failed", _driver_loss(seen)
+    message = _unsaved(seen, late=now >= request.deadline) if _began(attempt, seen) else None
+    job = job.end_attempt(result, now=now, reason=failure, step=seen.committed)
+    return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
+
+
+def _began(attempt: Attempt, seen: Observation) -> bool:
+    return attempt.submitted_at is not None or seen.has_output
+
+
+def _unsaved(seen: Observation, *, late: bool) -> str:
+    """Return why an attempt ended before it saved, and the newest checkpoint."""
+    if seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
+        cause = f"{seen.loss_reason.message.removesuffix(RESUMES)} before it saved"
+    elif seen.submission is not SubmissionStatus.STOPPED:
+        cause = f"{_driver_loss(seen).message} before it saved"
+    elif not seen.has_output:
+        cause = "stopped before its driver had started"
+    else:
+        cause = f"stopped {'at the deadline ' if late else ''}before it saved"
+    return f"{cause}; {_newest(seen.committed) if seen.observed else 'its newest checkpoint is not known'}"
+
+
+def _newest(step: int | None) -> str:
+    return "there is no checkpoint" if step is None else f"the newest checkpoint is of step {step}"
 
 
 def _service_stops(job: Job) -> bool:
@@ -307,7 +341,11 @@ def _reported_failure(outcome: Outcome) -> Reason:
 
 
 def _driver_loss(seen: Observation) -> Reason:
-    return Reason(Code.DRIVER_LOST, f"the driver was lost (status of its submission: {seen.submission})")
+    """Return the reason of an attempt whose driver ended without an outcome."""
+    how = seen.driver_end or f"the status of its submission is {seen.submission}"
+    if seen.submission is SubmissionStatus.STOPPED:
+        how = f"it was stopped in Ray, not by the service ({how})" if seen.driver_end else "it was stopped in Ray"
+    return Reason(Code.DRIVER_LOST, f"the driver was lost: {how}")
 
 
 def _with_reason(job: Job, reason: Reason | None) -> Job:

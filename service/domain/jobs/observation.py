@@ -58,6 +58,10 @@ class Observation:
     """Newest committed step; read only if the attempt may have ended."""
     loss_reason: Reason | None = None
     """Reason for the loss of workers, if the attempt reported it."""
+    driver_end: str | None = None
+    """How the driver ended, as a clause; None if it is alive or if that is unknown."""
+    waits_for: str | None = None
+    """What an attempt that was asked to stop waits for."""
     condition: Reason | None = None
     """Reason why a live attempt makes no progress; None if it does."""
     unreachable: Reason | None = None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from signal import Signals
 from types import MappingProxyType
 
 
@@ -71,6 +72,14 @@ def storage_unavailable(error: str, since: float | None = None, *, root: str | N
         f"{storage} has been unavailable{when}: {error}",
         "mount it again on every host; workers train until their next save, which waits for the storage",
     )
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, as a clause, from its exit code; a shell reports signal n as 128 + n."""
+    number = -code if code < 0 else code - 128
+    if number not in set(Signals):
+        return f"it ended with exit code {code}"
+    return f"it was killed by signal {number} ({Signals(number).name}), exit code {code}"
 
 
 def code_of(word: str | None) -> Code:

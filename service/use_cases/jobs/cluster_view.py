@@ -38,6 +38,14 @@ class ClusterView:
         self._note_answer(requested_at, answered=found is not SubmissionStatus.UNKNOWN)
         return found
 
+    def end_of(self, submission_id: str, status: SubmissionStatus) -> str | None:
+        """Return how a driver with this status ended; None if it is alive or if that is unknown."""
+        if status.alive or status is SubmissionStatus.UNKNOWN:
+            return None
+        if status is SubmissionStatus.MISSING:
+            return "Ray does not know it any more, as after a restart of the head"
+        return self.cluster.end_of(submission_id)
+
     def probe(self) -> None:
         """Check that the cluster answers, unless a request was sent in the last ten seconds."""
         if abs(self.clock() - self._requested_at) >= _SILENT_SECONDS:

@@ -44,6 +44,8 @@ class Observer:
             stop=written.stop,
             committed=self._committed(job, job.attempt, submission, written, idle_seconds=idle_seconds),
             loss_reason=written.lost,
+            driver_end=self.cluster.end_of(job.attempt.submission_id, submission) if written.outcome is None else None,
+            waits_for=written.waits_for,
             condition=written.condition or self._silent_condition(job, written) if submission.alive else None,
             unreachable=self.cluster.unreachable(),
             group_up=written.ready,

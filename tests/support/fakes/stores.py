@@ -252,6 +252,7 @@ class MemoryCluster:
     memory: int | None = 1 << 50
     """Host memory of each node in bytes."""
     submissions: dict[str, SubmissionStatus] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
     launches: list[SubmitRequest] = field(default_factory=list)
 
     @property
@@ -274,6 +275,10 @@ class MemoryCluster:
             if self.reachable
             else SubmissionStatus.UNKNOWN
         )
+
+    def end_of(self, submission_id: str) -> str | None:
+        """Return how a driver ended, if a test set it."""
+        return self.ends.get(submission_id)
 
     def stop(self, submission_id: str) -> None:
         """Stop a driver now. Do nothing if it does not exist or has ended."""

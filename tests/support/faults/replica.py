@@ -49,6 +49,10 @@ class FileCluster:
             SubmissionStatus.RUNNING if (self._folder / f"{submission_id}.new").exists() else SubmissionStatus.MISSING
         )
 
+    def end_of(self, submission_id: str) -> str | None:
+        """Return None: it is unknown."""
+        return None
+
     def stop(self, submission_id: str) -> None:
         """Do nothing: there is no driver to stop."""
 

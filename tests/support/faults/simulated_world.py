@@ -136,6 +136,10 @@ class World:
         driver = self.drivers.get(submission_id)
         return driver.state if driver else SubmissionStatus.MISSING
 
+    def end_of(self, submission_id: str) -> str | None:
+        """Return None: it is unknown."""
+        return None
+
     def stop(self, submission_id: str) -> None:
         """Stop a driver now."""
         self._answer()

@@ -130,7 +130,9 @@ def test_max_attempts_1_fails_job_even_after_progress() -> None:
 def test_driver_lost_without_outcome_fails_the_attempt(gone: SubmissionStatus) -> None:
     job = step(live(), Observation(gone)).job
     assert job.state is JobState.RECOVERING
-    lost = f"the driver was lost (status of its submission: {gone})"
+    lost = f"the driver was lost: the status of its submission is {gone}"
+    if gone is SubmissionStatus.STOPPED:
+        lost = "the driver was lost: it was stopped in Ray"
     assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, lost)
     assert reason_message(job) == f"attempt 1 failed (1 of 3): {lost}"
 

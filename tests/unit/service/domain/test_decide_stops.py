@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from service.domain.jobs.condition import RESUMES
 from service.domain.jobs.decide import Decision, Effect
 from service.domain.jobs.job import Job, JobState, StopRequest
-from service.domain.jobs.observation import Observation, SubmissionStatus
-from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
+from service.domain.jobs.reason import Code, Reason, describe_exit
 from service.domain.jobs.transitions import preempt, start, stop_with_service
 from tests.support.builders.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step
 from tests.support.fakes.service import a_job
@@ -33,7 +34,9 @@ def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
     job = cancelling()
     stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
     assert step(job, Observation(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Observation(ALIVE, stop=stop)) == Decision(job)
+    waits = step(job, Observation(ALIVE, stop=stop, waits_for="the workers since 00:01:40 UTC"))
+    assert (waits.effects, waits.job.state) == ((), JobState.CANCELLING)
+    assert reason_message(waits.job) == "a user asked for it; waits for the workers since 00:01:40 UTC"
     ended = step(job, Observation(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
     assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
 
@@ -63,10 +66,71 @@ def test_pause_finishes_only_with_an_outcome_of_the_driver() -> None:
     assert not done.holds_resources
 
 
-def test_pause_with_failed_driver_reports_step_to_resume_from() -> None:
-    done = step(pausing(), Observation(SubmissionStatus.FAILED, stop=expected_stop(pausing()), committed=10)).job
-    assert done.state is JobState.PAUSED
-    assert reason_message(done).endswith("before it saved; the run resumes from step 10)")
+LOSS = Reason(Code.WORKERS_LOST, "rank 1 on a was killed by signal 9 (SIGKILL)" + RESUMES)
+KILLED = "it was killed by signal 9 (SIGKILL), exit code -9"
+
+
+@pytest.mark.parametrize("committed", [None, 10])
+@pytest.mark.parametrize(
+    ("seen", "late", "cause"),
+    [
+        (
+            Observation(SubmissionStatus.FAILED, driver_end=KILLED, has_output=True),
+            False,
+            f"the driver was lost: {KILLED} before it saved",
+        ),
+        (
+            Observation(SubmissionStatus.MISSING, driver_end="Ray does not know it any more", has_output=True),
+            False,
+            "the driver was lost: Ray does not know it any more before it saved",
+        ),
+        (
+            Observation(SubmissionStatus.FAILED, WorkerStatus.LOST, loss_reason=LOSS, has_output=True),
+            False,
+            "rank 1 on a was killed by signal 9 (SIGKILL) before it saved",
+        ),
+        (
+            # The group was lost earlier, and its successor trained.
+            Observation(SubmissionStatus.STOPPED, WorkerStatus.YES, loss_reason=LOSS, has_output=True),
+            True,
+            "stopped at the deadline before it saved",
+        ),
+        (Observation(SubmissionStatus.STOPPED, has_output=True), False, "stopped before it saved"),
+        (Observation(SubmissionStatus.STOPPED), False, "stopped before its driver had started"),
+    ],
+)
+@pytest.mark.parametrize("job", [cancelling(), pausing()])
+def test_stop_without_outcome_names_its_cause_and_the_newest_checkpoint(
+    job: Job, seen: Observation, late: bool, cause: str, committed: int | None
+) -> None:
+    seen = replace(seen, stop=expected_stop(job), committed=committed, observed=True)
+    assert job.stop_request is not None
+    done = step(job, seen, now=job.stop_request.deadline if late else NOW).job
+    assert done.state is (JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED)
+    newest = "there is no checkpoint" if committed is None else "the newest checkpoint is of step 10"
+    assert reason_message(done) == f"{job.stop_request.reason.message} ({cause}; {newest})"
+    assert done.attempts[-1].step == committed
+
+
+def test_failure_reported_during_a_stop_names_the_newest_checkpoint() -> None:
+    lost = Outcome(result="failed", code="worker_failure", reason="rank 1 was killed", retryable=True)
+    done = step(pausing(), Observation(ALIVE, outcome=lost, committed=10)).job
+    assert reason_message(done) == "paused (rank 1 was killed; the newest checkpoint is of step 10)"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (-9, "it was killed by signal 9 (SIGKILL), exit code -9"),
+        (137, "it was killed by signal 9 (SIGKILL), exit code 137"),
+        (-15, "it was killed by signal 15 (SIGTERM), exit code -15"),
+        (1, "it ended with exit code 1"),
+        (0, "it ended with exit code 0"),
+        (255, "it ended with exit code 255"),
+    ],
+)
+def test_exit_code_is_described(code: int, text: str) -> None:
+    assert describe_exit(code) == text
 
 
 def test_pause_of_job_that_never_ran_is_immediate() -> None:
@@ -133,13 +197,25 @@ def test_unwritten_stop_file_does_not_delay_forced_stop_past_deadline() -> None:
 
 
 @pytest.mark.parametrize("job", [cancelling(), pausing()])
-def test_stop_without_worker_group_is_requested_and_forced_at_once(job: Job) -> None:
-    assert step(job, Observation(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
-    assert step(job, Observation(ALIVE, group_up=False, stop=expected_stop(job))).effects == (Effect.STOP_NOW,)
-    gone = step(job, Observation(SubmissionStatus.STOPPED, group_up=False, stop=expected_stop(job), committed=10))
+@pytest.mark.parametrize(
+    ("submission", "has_output", "seconds", "stops"),
+    [
+        (SubmissionStatus.PENDING, False, 0.0, True),
+        # No driver that reads the request has begun.
+        (SubmissionStatus.RUNNING, False, 0.0, True),
+        (SubmissionStatus.RUNNING, True, 4.9, False),
+        (SubmissionStatus.RUNNING, True, 5.0, True),
+    ],
+)
+def test_driver_without_workers_is_stopped_if_it_does_not_end_by_itself(
+    job: Job, submission: SubmissionStatus, has_output: bool, seconds: float, stops: bool
+) -> None:
+    job = replace(job, times={job.state: NOW - seconds})
+    seen = Observation(submission, group_up=False, has_output=has_output)
+    forced = (Effect.STOP_NOW,) if stops else ()
+    assert step(job, seen).effects == (Effect.ASK_TO_STOP, *forced)
+    assert step(job, replace(seen, stop=expected_stop(job))).effects == forced
+    gone = step(job, replace(seen, submission=SubmissionStatus.STOPPED, stop=expected_stop(job), committed=10))
     # The service stopped the driver: an attempt without an outcome has not failed.
     assert gone.job.attempts[-1].result in ("cancelled", "paused")
-    assert (gone.job.state, gone.effects) == (
-        JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED,
-        (Effect.FENCE_OFF,),
-    )
+    assert gone.effects == (Effect.FENCE_OFF,)

@@ -45,7 +45,7 @@ def test_stop_jobs_waits_at_most_its_timeout(service: FakeService) -> None:
 
 @pytest.mark.parametrize("state", [JobState.STARTING, JobState.RECOVERING])
 @pytest.mark.parametrize("ends", [JobState.CANCELLED, JobState.PAUSED])
-def test_stop_of_a_job_without_workers_takes_effect_at_once(
+def test_stop_of_a_hanging_driver_without_workers_is_forced_after_five_seconds(
     service: FakeService, state: JobState, ends: JobState
 ) -> None:
     if state is JobState.STARTING:
@@ -61,6 +61,14 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
         service.jobs.cancel(OPERATOR, job.id, grace_seconds=60, checkpoint=True)
     else:
         service.jobs.pause(OPERATOR, job.id, grace_seconds=60)
+    service.event(job.id, "stopping", mode="pause", waits_for="the end of its driver")
+    service.reconciler().run_once()
+    service.reconciler().run_once()
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.RUNNING
+    reason = service.get(job.id).reason
+    assert reason is not None
+    assert "; waits for the end of its driver since " in reason.message
+    service.clock.now += 5
     service.reconciler().run_once()
     service.reconciler().run_once()
     assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
