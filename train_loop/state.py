@@ -63,6 +63,8 @@ class TrainState:
     skipped: int = 0
     """Consecutive newest steps that were not finite and changed no weight."""
     losses: LossWindow = field(default_factory=LossWindow)
+    unlogged_line: dict[str, Any] = field(default_factory=dict)
+    """Metrics line of the newest step, if a stop request has interrupted its evaluation; else empty."""
 
     @property
     def lr(self) -> float:

@@ -21,9 +21,9 @@ from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.loop.build import Run, build_run
-from train_loop.loop.coordination import MOVE, RankRequests, StopSignal, agree, who_works
+from train_loop.loop.coordination import MOVE, RankRequests, StopSignal, agree, agree_on_stop, who_works
 from train_loop.loop.evaluate import Evaluation, evaluate
-from train_loop.loop.metrics import measure, record_start, record_step
+from train_loop.loop.metrics import measure, record_start, record_step, write_line
 from train_loop.loop.profiling import profiled
 from train_loop.loop.session import Session
 from train_loop.loop.step import StepResult, train_step
@@ -74,7 +74,8 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
     clock, mark = StepTimer(), run.session.mark
-    while not run.done:
+    stop = finish_evaluation(run, sign)
+    while stop is None and not run.done:
         watchdog.feed()
         clock.begin()
         mark(state.step + 1, Phase.DATA)
@@ -102,10 +103,13 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         prove(run, result)
         # An evaluation, if due; its results go to the metrics line of its step.
         with clock.waiting():
-            evaluation = evaluate_if_due(run)
+            evaluation, stop = evaluate_if_due(run, sign)
         state.losses.add(result.loss)
         measured = measure(state.losses.mean, result, evaluation)
-        record_step(run, result, clock, agreed, evaluation)
+        # A cancelled run is not resumed.
+        record_step(run, result, clock, agreed, evaluation, resumes=stop is not None and stop.mode != "cancel")
+        if stop is not None:
+            break
         collect_garbage(state.step)
         # A checkpoint, if due. A save is collective: either all ranks save or none does.
         if times.due(state.step) or agreed.save or (agreed.check_preemption and watch.sees_news()):
@@ -149,19 +153,47 @@ def prove(run: Run, result: StepResult) -> None:
         run.session.journal.event("compiled", step=run.state.step, **news)
 
 
-def evaluate_if_due(run: Run) -> Evaluation | None:
-    """Return the evaluation every eval_steps steps and at the run's end, otherwise None. A collective call.
+def evaluate_if_due(run: Run, sign: StopSignal) -> tuple[Evaluation | None, Stop | None]:
+    """Evaluate every eval_steps steps and at the run's end. A collective call.
+
+    Return the evaluation, or the stop request that has interrupted it; neither if it is not due.
+    """
+    every = run.spec.training.eval_steps
+    if every is None or (run.state.step % every and not run.done):
+        return None, None
+    return evaluate_now(run, sign)
+
+
+def evaluate_now(run: Run, sign: StopSignal) -> tuple[Evaluation | None, Stop | None]:
+    """Return the evaluation, or the stop request that has interrupted it. A collective call.
 
     It uses the averaged weights if the run has an EMA.
     """
-    every, size = run.spec.training.eval_steps, run.spec.training.per_device_train_batch_size
-    if every is None or (run.state.step % every and not run.done):
-        return None
     assert run.evaluation is not None, "a spec with eval_steps has eval data"
+    stop: Stop | None = None
+
+    def stops() -> bool:
+        nonlocal stop
+        stop = agree_on_stop(sign.seen)
+        return stop is not None
+
+    size, in_order = run.spec.training.per_device_train_batch_size, run.ordered is not None
     with run.state.ema.applied() if run.state.ema is not None else nullcontext():
-        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size, in_order=run.ordered is not None)
-    log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
-    return found
+        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size, in_order=in_order, stops=stops)
+    if found is not None:
+        log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
+    return found, stop
+
+
+def finish_evaluation(run: Run, sign: StopSignal) -> Stop | None:
+    """Evaluate the newest step if a stop request has interrupted that. Return the request if one does so again."""
+    if not run.state.unlogged_line:
+        return None
+    evaluation, stop = evaluate_now(run, sign)
+    if stop is None:
+        write_line(run, run.state.unlogged_line, evaluation)
+        run.state.unlogged_line = {}
+    return stop
 
 
 def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepTimer) -> None:

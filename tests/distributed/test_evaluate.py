@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +150,28 @@ def train_with_and_without(folder: Path) -> None:
             # The run directory exists before a rank starts: no rank creates it.
             run_dir.write_spec(job)
         dist.barrier()
-        run(job, Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream), folder / "no cache")
+        session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream)
+        run(job, session, folder / "no cache")
+    stop_in_evaluation(with_eval, replace(session, run_dir=RunDir(folder / "stopped")), folder / "no cache")
+
+
+def stop_in_evaluation(job: JobSpec, session: Session, cache: Path) -> None:
+    """Pause a run in its first evaluation, and resume it twice: it is also paused in the evaluation that it repeats."""
+    if session.rank == 0:
+        session.run_dir.write_spec(job)
+    dist.barrier()
+    # The ranks look for requests before each of the two steps, and before each batch of the evaluation.
+    for allowed in (3, 1):
+        asked = count()
+        stops = session.rank == 1
+        session = replace(session, stop_requested=lambda a=asked, n=allowed, s=stops: s and next(a) >= n)  # type: ignore[misc]
+        run(job, session, cache)
+        # Rank 0 writes the outcome.
+        dist.barrier()
+        outcome = session.run_dir.attempt(1).outcome()
+        assert outcome is not None
+        assert (outcome.result, outcome.step, max(session.run_dir.manifests())) == ("paused", 2, 2)
+    run(job, replace(session, stop_requested=lambda: False), cache)
 
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
@@ -242,3 +265,11 @@ def test_run_keeps_the_eval_data_of_its_start(runs: Path) -> None:
     assert pinned is not None
     assert pinned.samples == 7
     assert not RunDir(runs / "without").eval_data.exists()
+
+
+def test_evaluation_that_a_pause_interrupts_is_repeated_by_the_resumed_run(runs: Path) -> None:
+    expected, stopped = lines(runs / "with"), lines(runs / "stopped")
+    names = ("loss", "grad_norm", "lr", "tokens", "eval_loss", "eval_perplexity", "eval_tokens")
+    assert {step: [line.get(name) for name in names] for step, line in stopped.items()} == {
+        step: [line.get(name) for name in names] for step, line in expected.items()
+    }

@@ -51,6 +51,7 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
     states |= unused
     put_back(state, values)
     state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
+    state.unlogged_line = dict(manifest.unlogged_line)
 
 
 def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int) -> None:

@@ -64,6 +64,7 @@ def draft_manifest(
         skipped=state.skipped,
         unlogged_loss=state.losses.total,
         unlogged_steps=state.losses.steps,
+        unlogged_line=state.unlogged_line,
         position=order.position(state.consumed),
         attempt=token.attempt,
         epoch=token.epoch,

@@ -101,7 +101,7 @@ def end_of(activity: Activity, state: StopState) -> Outcome | None:
 
 def waits_for(activity: Activity, stop: Stop) -> str:
     """Return what an attempt that stops waits for."""
-    if not activity.trains:
+    if not activity.trains or activity.end is not None:
         return "the end of its driver"
     return "the workers to finish their step" + (" and save a checkpoint" if stop.checkpoint else "")
 

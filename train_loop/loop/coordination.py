@@ -117,17 +117,31 @@ def agree(
     divisor = batch.divisor
     # A sum of weights makes the whole tensor float64, which represents all counts exactly.
     counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
-    stops = [0] * len(_STOPS)
-    if mine.stop is not None:
-        stops[_STOPS.index(Stop(mode=mine.stop.mode, checkpoint=mine.stop.checkpoint))] = 1
-    words = torch.cat([counts, counts.new_tensor([mine.save, mine.check_preemption, mine.fatal, *stops])])
+    requests = [mine.save, mine.check_preemption, mine.fatal, *_votes(mine.stop)]
+    words = torch.cat([counts, counts.new_tensor(requests)])
     with clock.waiting():
         dist.all_reduce(words)
         whole, tokens, save, check_preemption, fatal, *stop_counts = words.tolist()
         if ordered is not None and batch.weights is not None:
             whole = ordered.sum_weights(batch.weights).item()
-    stop = next((stop for stop, times in zip(_STOPS, stop_counts, strict=True) if times), None)
-    return Agreement(whole, int(tokens), stop, bool(save), bool(check_preemption), bool(fatal))
+    return Agreement(whole, int(tokens), _most_urgent(stop_counts), bool(save), bool(check_preemption), bool(fatal))
+
+
+def agree_on_stop(mine: Stop | None) -> Stop | None:
+    """Return the most urgent stop request of all ranks. A collective call on the CPU, which waits for no GPU."""
+    votes = torch.tensor(_votes(mine))
+    dist.all_reduce(votes)
+    return _most_urgent(votes.tolist())
+
+
+def _votes(stop: Stop | None) -> list[int]:
+    """Return one number for each kind of stop request: 1 for this one, 0 for the others."""
+    kind = None if stop is None else Stop(mode=stop.mode, checkpoint=stop.checkpoint)
+    return [int(kind == one) for one in _STOPS]
+
+
+def _most_urgent(votes: list[float]) -> Stop | None:
+    return next((stop for stop, times in zip(_STOPS, votes, strict=True) if times), None)
 
 
 def share_vitals(mine: RankStats, mesh: Mesh) -> list[RankStats]:

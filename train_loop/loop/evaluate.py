@@ -1,6 +1,6 @@
 """Evaluation loss on held-out data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -32,17 +32,29 @@ class Evaluation:
     seconds: float
 
 
-def evaluate(loss: TokenLoss, dataset: Dataset, mesh: Mesh, *, per_device: int, in_order: bool = False) -> Evaluation:
+def evaluate(
+    loss: TokenLoss,
+    dataset: Dataset,
+    mesh: Mesh,
+    *,
+    per_device: int,
+    in_order: bool = False,
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Compute loss and perplexity over every sample exactly once, at most `per_device` at a time. A collective call.
 
-    It leaves model and random generators unchanged. `in_order` sums in the order of batches, whatever the mesh.
+    It leaves model and random generators unchanged. `in_order` sums in the order of batches, whatever the mesh. Returns
+    None if `stops`, which is called before each batch and may be collective, returns True.
     """
     started, model = perf_counter(), loss.model
     # Both in float64: the sum over millions of tokens must not depend on the mesh.
     sums = _SumsInOrder(dataset, mesh, per_device) if in_order else _Sums(mesh)
     model.eval()
+    stopped = False
     with torch.no_grad():
         for batch in _batches(loss, dataset, mesh, per_device):
+            if stopped := stops():
+                break
             sums.add(
                 # Cross entropy only, without the extra terms of training.
                 loss(batch, rule=CROSS_ENTROPY),
@@ -54,6 +66,8 @@ def evaluate(loss: TokenLoss, dataset: Dataset, mesh: Mesh, *, per_device: int, 
         # Without a backward pass, units that are kept unsharded after forward would remain unsharded.
         if isinstance(module, FSDPModule):
             module.reshard()
+    if stopped:
+        return None
     total = sums.reduce()
     mean = total[0] / total[1]
     return Evaluation(mean.item(), mean.exp().item(), int(total[2]), perf_counter() - started)

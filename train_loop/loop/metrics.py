@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,16 +45,23 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
 
 
 def record_step(
-    run: Run, result: StepResult, clock: StepTimer, agreed: Agreement, evaluation: Evaluation | None = None
+    run: Run,
+    result: StepResult,
+    clock: StepTimer,
+    agreed: Agreement,
+    evaluation: Evaluation | None = None,
+    *,
+    resumes: bool = False,
 ) -> None:
     """Write the metrics line of the finished step, if logging_steps or an evaluation asks for it. A collective call.
 
-    Its loss is the mean since the last line of logging_steps; lines of evaluations do not reset it.
+    Its loss is the mean since the last line of logging_steps; lines of evaluations do not reset it. A run that
+    `resumes` after a stop request has interrupted its evaluation keeps the line in its state, and writes it then.
     """
     state, training = run.state, run.spec.training
     due = not state.step % training.logging_steps or run.done
     # Identical on all ranks: the collective call below needs all of them.
-    if not due and evaluation is None:
+    if not due and evaluation is None and not resumes:
         return
     loss = state.losses.mean
     if due:
@@ -63,7 +70,7 @@ def record_step(
     per_worker = agreed.tokens / seconds / run.session.world
     ranks = share_vitals(clock.take_vitals(run.mesh.device), run.mesh)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, loss, seconds)
-    run.session.journal.metrics(
+    line = dict[str, Any](
         step=state.step,
         tokens=state.tokens,
         loss=loss,
@@ -77,10 +84,19 @@ def record_step(
         checkpoint_blocked_seconds=clock.take_saving_seconds(),
         **_ranks(ranks),
         **_peaks(ranks),
-        **({f"eval_{name}": value for name, value in asdict(evaluation).items()} if evaluation else {}),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
     )
+    if resumes:
+        state.unlogged_line = line
+    else:
+        write_line(run, line, evaluation)
+
+
+def write_line(run: Run, line: Mapping[str, Any], evaluation: Evaluation | None) -> None:
+    """Write a metrics line with the results of an evaluation, if there was one."""
+    found = {} if evaluation is None else {f"eval_{name}": value for name, value in asdict(evaluation).items()}
+    run.session.journal.metrics(**line, **found)
 
 
 def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:

@@ -100,6 +100,8 @@ class Manifest(Format):
     """Sum of the losses since the last metrics line that logging_steps asked for."""
     unlogged_steps: int = 0
     """Number of the losses in `unlogged_loss`."""
+    unlogged_line: dict[str, Any] = {}
+    """Metrics line of its step, if a stop request has interrupted the step's evaluation; else empty."""
     position: DataPosition
     attempt: int
     epoch: int = 0

@@ -13,7 +13,7 @@ from tests.support.builders.checkpoints import checkpoint
 from tests.support.clients.command import run
 from tests.support.fakes.service import KEY, FakeService, spec_body
 from train_loop.plan import Preview
-from train_loop.run_dir import ExportStatus, ExportWish
+from train_loop.run_dir import ExportStatus, ExportWish, Outcome
 from trainshed import Client
 from trainshed.cli.output.jobs import span
 from trainshed.cli.output.printing import next_command
@@ -50,6 +50,51 @@ def test_job_commands_work_from_submit_to_cancel(home: Path, service: FakeServic
     assert run("logs", "job-0001").stdout == "[red]first line\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
+
+
+DRIVER_LOG = """\
+2026-11-27 01:02:03,456 INFO train_loop.data: preparing
+2026-11-27 01:02:04,456 ERROR ray.data.exceptions: Exception occurred in Ray Data or Ray Core internal code. If you \
+continue to see this error, please open an issue on the Ray project GitHub page with the full stack trace below: x
+2026-11-27 01:02:04,457 ERROR ray.data.exceptions: Full stack trace:
+Traceback (most recent call last):
+  File "ray/data/exceptions.py", line 49, in handle_trace
+ray.exceptions.RayTaskError(DataError): ray::Map() (pid=1)
+2026-11-27 01:02:05,456 ERROR train_loop.ray_train.driver: the attempt failed: bad.jsonl, line 7: invalid JSON
+Traceback (most recent call last):
+  File "train_loop/ray_train/driver.py", line 9, in run_attempt
+
+The above exception was the direct cause of the following exception:
+
+train_loop.errors.DataError: bad.jsonl, line 7: invalid JSON
+a line that a library printed
+2026-11-27 01:02:06,456 INFO train_loop.ray_train.driver: the end
+"""
+
+
+def test_logs_of_a_failed_job_begin_with_the_reason_and_leave_out_tracebacks(home: Path, service: FakeService) -> None:
+    job_id = run("submit", str(home / "spec.json")).stdout.strip()
+    service.reconciler().run_once()
+    folder = service.run_dir(job_id).attempt(1)
+    folder.logs.mkdir(parents=True)
+    for log in (folder.driver_log, folder.rank_log(0)):
+        log.write_text(DRIVER_LOG)
+    lines = DRIVER_LOG.splitlines()
+    records = [line for line in lines if line.startswith("2026") and "ray.data" not in line]
+    assert run("logs", job_id).stdout.splitlines() == records, "expected no reason while the job runs"
+    failure = {"code": "data_error", "reason": "bad.jsonl, line 7: invalid JSON", "retryable": False}
+    service.end(job_id, Outcome(result="failed", **failure))
+    service.reconciler().run_once()
+    shown = run("logs", job_id)
+    reason = f"{job_id} FAILED: data_error: bad.jsonl, line 7: invalid JSON"
+    assert shown.stdout.splitlines() == [reason, "", *records]
+    assert f"{len(lines) - len(records)} lines of tracebacks left out; show them with" in shown.stderr
+    assert run("logs", job_id, "--follow").stdout.splitlines() == [reason, "", *records]
+    assert run("logs", job_id, "--rank", "0").stdout.splitlines() == [reason, "", *lines]
+    # As the service returns it.
+    assert run("logs", job_id, "--raw").stdout.splitlines() == lines
+    assert json.loads(run("logs", job_id, "--json").stdout)["data"] == lines
+    assert run("logs", job_id, "--contains", "the end").stdout.splitlines() == records[-1:]
 
 
 def test_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:

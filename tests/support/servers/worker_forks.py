@@ -44,6 +44,8 @@ MODULES = (
 )
 """What a worker imports except Ray, which reads a process's own variables when it is imported."""
 _STEP_VARIABLE = "TEST_STEP_SECONDS"
+LOADING, EVALUATING, SAVING = "slow-loading", "slow-evaluating", "slow-saving"
+"""Names of jobs with a slow phase."""
 
 
 def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict[str, str]:
@@ -170,6 +172,34 @@ def _lengthen_steps(seconds: float) -> None:
     train.train_step = longer_step  # type: ignore[attr-defined]
 
 
+def _slow_down_phases() -> None:
+    """Make one phase slow in jobs of these names."""
+    train, evaluate = import_module("train_loop.train"), import_module("train_loop.loop.evaluate")
+    saver = import_module("train_loop.checkpoint.save").Saver
+    build_run, batches, write = train.build_run, evaluate._batches, saver._write
+    name = ""
+
+    def sleep_if(slow: str, seconds: float) -> None:
+        time.sleep(seconds if name == slow else 0.0)
+
+    def build(spec: Any, *arguments: Any) -> Any:
+        nonlocal name
+        name = spec.name
+        sleep_if(LOADING, 60.0)
+        return build_run(spec, *arguments)
+
+    def slow_batches(*arguments: Any) -> Any:
+        for batch in batches(*arguments):
+            sleep_if(EVALUATING, 0.5)
+            yield batch
+
+    def slow_write(*arguments: Any) -> Any:
+        sleep_if(SAVING, 1.0)
+        return write(*arguments)
+
+    train.build_run, evaluate._batches, saver._write = build, slow_batches, slow_write  # type: ignore[attr-defined]
+
+
 def main() -> None:
     """Serve, and run the requested program in each forked process."""
     folder = tempfile.mkdtemp(prefix="forks-")
@@ -191,6 +221,7 @@ def main() -> None:
     np.random.seed()
     if seconds := float(os.environ[_STEP_VARIABLE]):
         _lengthen_steps(seconds)
+        _slow_down_phases()
     sys.argv = request["argv"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

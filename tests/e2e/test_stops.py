@@ -1,0 +1,156 @@
+"""Pause, cancel and resize of a job end within five seconds in every phase of an attempt, on real Ray.
+
+The service is started with SIGINT ignored, as by `nohup` or a script in the background. All its processes inherit that.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from ray.job_submission import JobSubmissionClient
+
+from service.adapters.ray.head import read_head
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.api.schemas import JobOut
+from service.domain.jobs.job import JobState
+from tests.support.builders.specs import TINY
+from tests.support.ranks.torchrun import write_tokens
+from tests.support.servers.live import LiveService
+from tests.support.servers.worker_forks import EVALUATING, LOADING, SAVING
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT_SECONDS = 5.0
+CPUS = 3
+LONG = {"max_steps": 100_000}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    service = LiveService(tmp_path_factory.mktemp("home"), quick=True, step_seconds=0.05)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        service.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@contextmanager
+def full_cluster(service: LiveService) -> Iterator[None]:
+    """Hold all CPUs of the cluster, unknown to the service."""
+    head = wait_for(lambda: read_head(service.home / "ray.json"), "the head")
+    address = RayAddress(head.dashboard_url, (service.home / "ray.token").read_text().strip())
+    wait_for(RayJobs(lambda: address, python="python").capacity, "the cluster")
+    client = JobSubmissionClient(address.url, headers={"Authorization": f"Bearer {address.token}"})
+    holder = client.submit_job(entrypoint="sleep 600", entrypoint_num_cpus=CPUS)
+    wait_for(lambda: client.get_job_status(holder) == "RUNNING", "the holder of all CPUs")
+    try:
+        yield
+    finally:
+        client.stop_job(holder)
+
+
+def event(service: LiveService, job_id: str, *names: str) -> dict[str, Any]:
+    """Wait for the first of these events and return it."""
+    found = wait_for(
+        lambda: [one for one in service.events(job_id) if one["event"] in names], " or ".join(names), seconds=90
+    )
+    return found[0]
+
+
+def starting(service: LiveService) -> Iterator[str]:
+    job_id = service.submit()
+    service.wait_for_state(job_id, JobState.STARTING)
+    yield job_id
+
+
+def preparing(service: LiveService) -> Iterator[str]:
+    data = {"train": {"path": "stdlib://*.py"}, "sequence_length": 128, "columns": {"text": "text"}, "packing": True}
+    job_id = service.submit(data=data)
+    event(service, job_id, "training_tokenizer", "preparing")
+    yield job_id
+
+
+def waiting_for_capacity(service: LiveService) -> Iterator[str]:
+    with full_cluster(service):
+        job_id = service.submit()
+        event(service, job_id, "waiting_for_capacity")
+        yield job_id
+
+
+def loading(service: LiveService) -> Iterator[str]:
+    job_id = service.submit(name=LOADING)
+    event(service, job_id, "workers_ready")
+    yield job_id
+
+
+def evaluating(service: LiveService) -> Iterator[str]:
+    path = service.home / "data" / "eval.parquet"
+    if not path.exists():
+        write_tokens(path, rows=64, length=32, vocab=TINY["vocab_size"])
+    job_id = service.submit(name=EVALUATING, data={"eval": {"path": path.as_uri()}}, training=LONG | {"eval_steps": 1})
+    event(service, job_id, "training_started")
+    time.sleep(1.0)
+    yield job_id
+
+
+def saving(service: LiveService) -> Iterator[str]:
+    job_id = service.submit(name=SAVING, training=LONG, checkpoint={"every_steps": 1})
+    event(service, job_id, "checkpoint_committed")
+    yield job_id
+
+
+def recovering(service: LiveService) -> Iterator[str]:
+    job_id = service.submit(training=LONG)
+    os.kill(event(service, job_id, "training_started")["workers"][1]["pid"], signal.SIGKILL)
+    event(service, job_id, "workers_lost")
+    yield job_id
+
+
+Phase = Callable[[LiveService], Iterator[str]]
+PHASES: tuple[Phase, ...] = (starting, preparing, waiting_for_capacity, loading, evaluating, saving, recovering)
+REQUESTS = {"pause": "paused", "cancel": "cancelled", "resize": "resized"}
+CELLS = [
+    (phase, request)
+    for place, phase in enumerate(PHASES)
+    for other, request in enumerate(REQUESTS)
+    # Without MORE a third of the cells, each phase and each request among them.
+    if "MORE" in os.environ or place % 3 == other
+]
+
+
+def send(service: LiveService, job_id: str, request: str) -> None:
+    if request == "pause":
+        service.client.pause(job_id)
+    elif request == "cancel":
+        service.client.cancel(job_id)
+    else:
+        scaling = service.client.job(job_id).scaling
+        service.client.resume(job_id, scaling=scaling.model_copy(update={"num_workers": 4}))
+
+
+@pytest.mark.parametrize(("phase", "request_"), CELLS)
+def test_request_ends_the_attempt_within_five_seconds(service: LiveService, phase: Phase, request_: str) -> None:
+    with contextmanager(phase)(service) as job_id:
+        began = time.monotonic()
+        send(service, job_id, request_)
+
+        def ended() -> JobOut | None:
+            job = service.client.job(job_id)
+            return job if job.attempts[0].result is not None else None
+
+        job = wait_for(ended, "the end of the attempt", seconds=60)
+        seconds = time.monotonic() - began
+    if not job.state.terminal:
+        service.client.cancel(job_id)
+        service.wait_for_state(job_id, JobState.CANCELLED)
+    assert job.attempts[0].result == REQUESTS[request_]
+    assert seconds < LIMIT_SECONDS, service.debug_report(job_id)
