@@ -55,6 +55,8 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
                 saver.wait()
                 raise
     session.mark(run.state.step, Phase.END)
+    if stop is not None and stop.checkpoint:
+        session.journal.event("stopping", mode=stop.mode, waits_for=f"the checkpoint of step {run.state.step}")
     save_failure = close(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(session.access)

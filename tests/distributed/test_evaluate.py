@@ -87,9 +87,10 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
         materialise(model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
-            found[name, data] = evaluate(
-                TokenLoss(model, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples), mesh, per_device=2
-            )
+            loss, dataset = TokenLoss(model, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
+            result = evaluate(loss, dataset, mesh, per_device=2)
+            assert result is not None
+            found[name, data] = result
             assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training for module in model.modules())
         assert all(isinstance(p, DTensor) for p in model.parameters()), "a unit stayed unsharded"

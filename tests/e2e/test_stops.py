@@ -20,7 +20,7 @@ from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.live import LiveService
-from tests.support.servers.worker_forks import EVALUATING, LOADING, SAVING
+from tests.support.servers.worker_forks import EVALUATING, LOADING, SAVING, SLOW
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -87,7 +87,7 @@ def waiting_for_capacity(service: LiveService) -> Iterator[str]:
 
 
 def loading(service: LiveService) -> Iterator[str]:
-    job_id = service.submit(name=LOADING)
+    job_id = service.submit(labels={SLOW: LOADING})
     event(service, job_id, "workers_ready")
     yield job_id
 
@@ -96,14 +96,16 @@ def evaluating(service: LiveService) -> Iterator[str]:
     path = service.home / "data" / "eval.parquet"
     if not path.exists():
         write_tokens(path, rows=64, length=32, vocab=TINY["vocab_size"])
-    job_id = service.submit(name=EVALUATING, data={"eval": {"path": path.as_uri()}}, training=LONG | {"eval_steps": 1})
+    job_id = service.submit(
+        labels={SLOW: EVALUATING}, data={"eval": {"path": path.as_uri()}}, training=LONG | {"eval_steps": 1}
+    )
     event(service, job_id, "training_started")
     time.sleep(1.0)
     yield job_id
 
 
 def saving(service: LiveService) -> Iterator[str]:
-    job_id = service.submit(name=SAVING, training=LONG, checkpoint={"every_steps": 1})
+    job_id = service.submit(labels={SLOW: SAVING}, training=LONG, checkpoint={"every_steps": 1})
     event(service, job_id, "checkpoint_committed")
     yield job_id
 

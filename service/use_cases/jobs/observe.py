@@ -44,7 +44,7 @@ class Observer:
             stop=written.stop,
             committed=self._committed(job, job.attempt, submission, written, idle_seconds=idle_seconds),
             loss_reason=written.lost,
-            driver_end=self.cluster.end_of(job.attempt.submission_id, submission) if written.outcome is None else None,
+            driver_end=self._driver_end(job.attempt, submission, written),
             waits_for=written.waits_for,
             condition=written.condition or self._silent_condition(job, written) if submission.alive else None,
             unreachable=self.cluster.unreachable(),
@@ -84,6 +84,12 @@ class Observer:
         exited = not (unknown or submission.alive)
         may_have_ended = written.outcome is not None or exited or hangs(job, idle_seconds)
         return self.run_dirs.committed(job.run_dir) if may_have_ended else None
+
+    def _driver_end(self, attempt: Attempt, submission: SubmissionStatus, written: AttemptObservation) -> str | None:
+        """Return how the driver of a live attempt ended if it left no outcome."""
+        if written.outcome is not None or attempt.ended_at is not None or attempt.submitted_at is None:
+            return None
+        return self.cluster.end_of(attempt.submission_id, submission)
 
     def _previous(self, job: Job, attempt: Attempt) -> SubmissionStatus:
         """Return the status of the previous attempt, as long as the newest one is not submitted."""

@@ -44,8 +44,8 @@ MODULES = (
 )
 """What a worker imports except Ray, which reads a process's own variables when it is imported."""
 _STEP_VARIABLE = "TEST_STEP_SECONDS"
-LOADING, EVALUATING, SAVING = "slow-loading", "slow-evaluating", "slow-saving"
-"""Names of jobs with a slow phase."""
+SLOW, LOADING, EVALUATING, SAVING = "slow", "loading", "evaluating", "saving"
+"""Label of a job with a slow phase, and its values."""
 
 
 def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict[str, str]:
@@ -173,18 +173,18 @@ def _lengthen_steps(seconds: float) -> None:
 
 
 def _slow_down_phases() -> None:
-    """Make one phase slow in jobs of these names."""
+    """Make a phase slow in jobs with the label SLOW."""
     train, evaluate = import_module("train_loop.train"), import_module("train_loop.loop.evaluate")
     saver = import_module("train_loop.checkpoint.save").Saver
     build_run, batches, write = train.build_run, evaluate._batches, saver._write
-    name = ""
+    phase = ""
 
     def sleep_if(slow: str, seconds: float) -> None:
-        time.sleep(seconds if name == slow else 0.0)
+        time.sleep(seconds if phase == slow else 0.0)
 
     def build(spec: Any, *arguments: Any) -> Any:
-        nonlocal name
-        name = spec.name
+        nonlocal phase
+        phase = spec.labels.get(SLOW, "")
         sleep_if(LOADING, 60.0)
         return build_run(spec, *arguments)
 

@@ -68,13 +68,13 @@ def logs(  # noqa: PLR0913 - each is an option of the command
             show_failure(api.job(job_id))
         if follow:
             lines = api.follow_logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level)
-            _follow(api, job_id, filter(hides.keeps, lines) if hides else lines, as_json)
+            _follow(api, job_id, lines if hides is None else (line for line in lines if hides.keeps(line)), as_json)
         else:
             page = api.logs(
                 job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit
             )
             if hides is not None:
-                page.data = list(filter(hides.keeps, page.data))
+                page.data = [line for line in page.data if hides.keeps(line)]
             _show(page, f"logs {job_id}", as_json)
         if hides is not None and hides.left_out:
             show_note(f"{hides.left_out} lines of tracebacks left out; show them with trainshed logs {job_id} --raw")

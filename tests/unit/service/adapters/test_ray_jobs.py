@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,3 +107,26 @@ def test_submission_metadata_names_job_attempt_project_and_labels(monkeypatch: p
         "label.team": "b",
     }
     assert client.environment["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "end"),
+    [
+        (
+            -9,
+            "Job entrypoint command failed with exit code -9, last …",
+            "it was killed by signal 9 (SIGKILL), exit code -9",
+        ),
+        (1, "Job entrypoint command failed with exit code 1, last …", "it ended with exit code 1"),
+        (None, "The node died.\nTraceback (most recent call last):", "Ray reports: The node died."),
+        (None, None, None),
+    ],
+)
+def test_end_of_a_driver_names_exit_code_or_rays_explanation(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, message: str | None, end: str | None
+) -> None:
+    jobs = RayJobs(lambda: None, python="python")
+    assert jobs.end_of("job-1-1") is None, "the cluster is not up"
+    info = SimpleNamespace(driver_exit_code=code, message=message)
+    monkeypatch.setattr(jobs, "_connect", lambda: SimpleNamespace(get_job_info=lambda _: info))
+    assert jobs.end_of("job-1-1") == end

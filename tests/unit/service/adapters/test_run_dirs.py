@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,42 @@ def test_restarts_and_lost_work_are_counted_over_attempts(run_dir: RunDir) -> No
     event(run_dir, "training_started", attempt=2, replayed=4)
     summary = LocalRunDirs().summary(uri(run_dir))
     assert (summary.restarts, summary.lost_steps) == (2, 7)
+
+
+@pytest.mark.parametrize("outcome", ["paused", "resized", "moved", "failed", None])
+@pytest.mark.parametrize(
+    ("between", "same_attempt", "restarts"),
+    [
+        ((), True, 1),
+        (("workers_lost",), True, 1),
+        (("moving",), True, 0),
+        # A pause, a resize, or a stop of the service, which may have killed the driver before it wrote an outcome.
+        (("stopping",), False, 0),
+        # A rank was lost before or during the stop.
+        (("workers_lost", "stopping"), False, 1),
+        (("stopping", "workers_lost"), False, 1),
+    ],
+)
+def test_restarts_count_faults_only(
+    run_dir: RunDir, outcome: Any, between: tuple[str, ...], same_attempt: bool, restarts: int
+) -> None:
+    for name in ("training_started", *between):
+        event(run_dir, name)
+    if outcome is not None:
+        run_dir.attempt(1).write_outcome(Outcome(result=outcome))
+    event(run_dir, "training_started", attempt=1 if same_attempt else 2)
+    assert LocalRunDirs().summary(uri(run_dir)).restarts == restarts
+
+
+@pytest.mark.parametrize(
+    ("outcome", "restarts"), [("paused", 0), ("resized", 0), ("moved", 0), ("failed", 1), (None, 1)]
+)
+def test_restarts_of_older_drivers_are_known_from_their_outcome(run_dir: RunDir, outcome: Any, restarts: int) -> None:
+    event(run_dir, "training_started")
+    if outcome is not None:
+        run_dir.attempt(1).write_outcome(Outcome(result=outcome))
+    event(run_dir, "training_started", attempt=2)
+    assert LocalRunDirs().summary(uri(run_dir)).restarts == restarts
 
 
 def test_progress_comes_from_the_newest_line(run_dir: RunDir) -> None:

@@ -79,7 +79,7 @@ def attempt(tmp_path: Path) -> Attempt:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("mode", ["pause", "cancel", "resize"])
-def test_request_ends_every_phase_in_which_no_rank_reads_it(attempt: Attempt, phase: str, mode: str) -> None:
+def test_request_ends_every_phase_in_which_no_rank_reads_it(attempt: Attempt, phase: str, mode: Any) -> None:
     events, reason = PHASES[phase]
     attempt.write(*events)
     assert attempt.watch.check() is None
@@ -89,12 +89,12 @@ def test_request_ends_every_phase_in_which_no_rank_reads_it(attempt: Attempt, ph
         assert outcome is None
     else:
         assert outcome is not None
-        assert (outcome.result, outcome.code) == (Stop(mode=mode).result, None)  # type: ignore[arg-type]
+        assert (outcome.result, outcome.code) == (Stop(mode=mode).result, None)
         assert str(outcome.reason).startswith(reason)
 
 
 @pytest.mark.parametrize("mode", ["pause", "cancel", "resize"])
-def test_rank_lost_after_the_request_is_named_and_the_attempt_ends(attempt: Attempt, mode: str) -> None:
+def test_rank_lost_after_the_request_is_named_and_the_attempt_ends(attempt: Attempt, mode: Any) -> None:
     attempt.write(*UP)
     attempt.stop(mode)
     assert attempt.watch.check() is None
@@ -102,7 +102,7 @@ def test_rank_lost_after_the_request_is_named_and_the_attempt_ends(attempt: Atte
     assert attempt.watch.check() is None
     attempt.write(LOST)
     outcome = attempt.watch.check()
-    assert outcome == Outcome(result=Stop(mode=mode).result, reason=f"{LOSS} before it saved")  # type: ignore[arg-type]
+    assert outcome == Outcome(result=Stop(mode=mode).result, reason=f"{LOSS} before it saved")
 
 
 def test_request_is_reported_once_with_what_it_waits_for(attempt: Attempt) -> None:
