@@ -299,10 +299,6 @@ def test_rank_beyond_the_limit_of_embedded_ray_fails_and_the_service_answers(ser
 
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
     job_id = service.submit()
-    service.wait_for_state(job_id, JobState.STARTING)
-    service.client.pause(job_id)
-    service.wait_for_state(job_id, JobState.PAUSED)
-    service.client.resume(job_id)
     service.wait_for_step(job_id, 3)
     service.client.pause(job_id)
     paused = service.wait_for_state(job_id, JobState.PAUSED)
