@@ -88,8 +88,8 @@ def end_of(activity: Activity, state: StopState) -> Outcome | None:
     if stop is None:
         return None if state.signal is None else _interrupted(state.signal)
     if activity.end is not None:
-        # The driver finishes by itself, unless Ray does not end the workers in time.
-        return None if state.signal is None else activity.end
+        # Everything is saved. Ray takes seconds to end the workers properly.
+        return activity.end if activity.end.result != "moved" or state.signal is not None else None
     if not activity.trains:
         return Outcome(result=stop.result, reason=_without_workers(activity, trained=state.trained))
     if state.signal is not None:
@@ -186,12 +186,12 @@ class StopWatch:
 
     def _with_checkpoint(self, outcome: Outcome) -> Outcome:
         """Fence off the workers, and return the outcome with the newest checkpoint, which is final then."""
+        if outcome is self._activity.end:
+            return outcome
         newest: int | None = None
         with storage_may_fail(partial(log.warning, "the newest checkpoint is unknown: %s")):
             with suppress(FencedError):
                 begin_group(self._run_dir, self._attempt.number, by=uuid.uuid4().hex)
             newest = max(self._run_dir.manifests(), default=None)
-        if outcome is self._activity.end:
-            return outcome
         known = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
         return outcome.model_copy(update={"reason": f"{outcome.reason}; {known}", "step": newest or 0})

@@ -35,7 +35,7 @@ PHASES: dict[str, tuple[Sequence[dict[str, Any]], str | None]] = {
     # Training, evaluating and saving: the ranks end the attempt.
     "training": (UP, None),
     "saving": ([*UP, {"event": "checkpoint_delayed"}], None),
-    "ending": ([*UP, {"event": "training_ended", "result": "paused"}], None),
+    "leaving hosts": ([*UP, {"event": "training_ended", "result": "moved"}], None),
     "recovering": ([*UP, LOST], f"stopped while its workers were restarted: {LOSS}"),
     "recovering without capacity": (
         [*UP, LOST, {"event": "waiting_for_capacity", "missing": "4 CPU"}],
@@ -133,6 +133,14 @@ def test_ranks_that_do_not_end_without_a_checkpoint_are_ended(
 
 
 ENDED = {"event": "training_ended", "result": "paused", "step": 7}
+
+
+@pytest.mark.parametrize("result", ["paused", "succeeded", "failed"])
+def test_end_that_the_workers_report_is_acknowledged_at_once_during_a_stop(attempt: Attempt, result: Any) -> None:
+    attempt.write(*UP, ENDED | {"result": result})
+    assert attempt.watch.check() is None, "expected an orderly end without a request"
+    attempt.stop("pause")
+    assert attempt.watch.check() == Outcome(result=result, step=7)
 
 
 @pytest.mark.parametrize(
