@@ -94,6 +94,7 @@ def loading(service: LiveService) -> Iterator[str]:
 
 def evaluating(service: LiveService) -> Iterator[str]:
     path = service.home / "data" / "eval.parquet"
+    path.parent.mkdir(exist_ok=True)
     if not path.exists():
         write_tokens(path, rows=64, length=32, vocab=TINY["vocab_size"])
     job_id = service.submit(
