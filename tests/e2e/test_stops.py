@@ -14,7 +14,8 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from service.adapters.ray.head import read_head
-from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.jobs import RayJobs
+from service.adapters.ray.session import RayAddress
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY
@@ -47,7 +48,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 def full_cluster(service: LiveService) -> Iterator[None]:
     """Hold all CPUs of the cluster, unknown to the service."""
     head = wait_for(lambda: read_head(service.home / "ray.json"), "the head")
-    address = RayAddress(head.dashboard_url, (service.home / "ray.token").read_text().strip())
+    url = wait_for(head.find_dashboard, "the dashboard")
+    address = RayAddress(url, (service.home / "ray.token").read_text().strip())
     wait_for(RayJobs(lambda: address, python="python").capacity, "the cluster")
     client = JobSubmissionClient(address.url, headers={"Authorization": f"Bearer {address.token}"})
     holder = client.submit_job(entrypoint="sleep 600", entrypoint_num_cpus=CPUS)
