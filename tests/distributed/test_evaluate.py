@@ -28,6 +28,7 @@ from train_loop.loop.loss import LossRule, TokenLoss
 from train_loop.loop.session import Session
 from train_loop.model.build import build_model, materialise
 from train_loop.model.folder import model_shape
+from train_loop.model.probe import probe
 from train_loop.optim import Ema
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
@@ -83,7 +84,7 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
         )
         mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
         model, blueprint = build_model(job.model), build_model(job.model)
-        parallelize(model, mesh, job)
+        parallelize(model, mesh, job, probe(model).attention)
         materialise(model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
@@ -235,7 +236,7 @@ def averaged(dtype: str) -> dict[str, bool]:
     )
     mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
     model, blueprint = build_model(job.model), build_model(job.model)
-    parallelize(model, mesh, job)
+    parallelize(model, mesh, job, probe(model).attention)
     materialise(model, blueprint, seed=1, device=mesh.device)
     other = {name: p.detach().clone() for name, p in model.named_parameters()}
     materialise(model, blueprint, seed=0, device=mesh.device)

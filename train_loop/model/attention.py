@@ -1,6 +1,7 @@
 """Choice of a model's attention implementation, and its inputs that separate packed documents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,11 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from train_loop.errors import ModelError
 from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+"""Attention function of the transformers registry: (module, query, key, value, attention_mask, ...)."""
 
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
 _CAPABILITIES = {"flash_attention_3": (9, 9), "flash_attention_2": (8, 99)}
@@ -37,7 +42,8 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
     try:
         model.set_attn_implementation(chosen)
     except (ValueError, ImportError) as error:
-        raise ModelError(f"attn_implementation={chosen}: {' '.join(str(error).split())}") from error
+        name = type(model).__name__
+        raise ModelError(f"attn_implementation={chosen} is not supported by {name}; choose sdpa") from error
 
 
 def best_attention(spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str]) -> str:
@@ -88,3 +94,20 @@ def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     if "sliding_attention" not in (kinds or ()):
         return full
     return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
+def registered_attention(model: PreTrainedModel) -> Attention:
+    """Return the function in the transformers registry that a model's attention layers call."""
+    found: Attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    return found
+
+
+@contextmanager
+def attention_replaced(model: PreTrainedModel, function: Attention) -> Iterator[None]:
+    """Let a model's attention layers call `function`. All models of the process share the registry."""
+    key, registered = model.config._attn_implementation, registered_attention(model)
+    ALL_ATTENTION_FUNCTIONS[key] = function
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[key] = registered

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.faults import without_advice
 from train_loop.model.folder import model_config
 from train_loop.model.unset import is_unset, set_own, unset_like
 from train_loop.spec import ModelSpec
@@ -31,18 +32,48 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device, without memory and weights. Raises ModelError."""
     try:
         hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation="sdpa", dtype=DTYPES[spec.master_dtype]
-            )
+        model = _on_meta(hf_config, DTYPES[spec.master_dtype])
     except ModelError:
         raise
     except Exception as error:  # transformers' errors for a config have no common class
         source = spec.path or "model.config"
-        raise ModelError(f"{source} is not a valid causal language model: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{source} is not a valid causal language model: {without_advice(error)}") from error
     _check_layers(model)
     model.train()
     return model
+
+
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a config. Raises ModelError for a model without scaled dot product attention."""
+
+    def build(attention: str) -> PreTrainedModel:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype
+            )
+        return model
+
+    try:
+        return build("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+    model = build("eager")
+    check_dense(model)
+    raise ModelError(
+        f"{type(model).__name__} is not supported: transformers {transformers.__version__} computes its attention only "
+        "with whole matrices of scores, and this loop needs scaled_dot_product_attention; choose another model"
+    )
+
+
+def check_dense(model: PreTrainedModel) -> None:
+    """Raise ModelError for a mixture of experts."""
+    experts = sorted({type(module).__name__ for module in model.modules() if "Expert" in type(module).__name__})
+    if experts:
+        raise ModelError(
+            f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose a dense "
+            "model"
+        )
 
 
 def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
@@ -93,6 +124,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - {"full_attention", "sliding_attention"})
     if strange:
+        check_dense(model)
         raise ModelError(f"{model.config.model_type} has layers of unsupported type {', '.join(strange)}")
 
 

@@ -1,5 +1,6 @@
 """Errors from a model's own code: the same input would raise them again."""
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,16 @@ _ALLOCATORS = ("can't allocate memory", "not enough memory: you tried to allocat
 """Messages of the RuntimeErrors from torch's allocators of host memory."""
 
 
+def without_advice(error: BaseException) -> str:
+    """Return an error's message in one line, without advice that does not apply: to open issues, or to use eager."""
+    text = " ".join(str(error).split())
+    sentences = re.split(r"(?<=[.!?])\s+", text)
+    kept = [
+        one for one in sentences if not re.search(r"issue|github\.com|eager|attn_implementation|from_pretrained", one)
+    ]
+    return " ".join(kept) or type(error).__name__
+
+
 def full_memory(error: BaseException) -> Place | None:
     """Return which memory an error reports as full; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -46,7 +57,7 @@ def own_faults(model: nn.Module) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if any(_COLLECTIVES in frame.filename for frame in frames):
             raise
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{type(error).__name__}: {without_advice(error)}"
         # FSDP adds its name as a prefix to the names of classes.
         name = type(model).__name__.removeprefix("FSDP")
         raise ModelError(

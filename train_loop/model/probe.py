@@ -1,70 +1,105 @@
 """A probe of a model's forward pass without weights: one call on the meta device, which computes nothing.
 
-It shows whether the attention comes from the registry, and whether the head is the last operation.
+It shows whether the attention comes from the registry, with how many heads, and whether the head is the last operation.
 """
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
+from train_loop.model.attention import attention_replaced
+from train_loop.model.faults import without_advice
 from train_loop.model.positions import PositionLimits, TableWatch, fix_dynamic
+from train_loop.model.separation import Separation, check_slices, measure_copy
 from train_loop.spec import JobSpec
 
 _LENGTH = 8
 
 
+class AttentionUse(NamedTuple):
+    """A module's use of attention from the transformers registry."""
+
+    heads: int
+    kv_heads: int
+    calls: int
+    """Calls in a forward pass."""
+
+
 @dataclass(frozen=True)
 class ModelProbe:
-    """Properties of a model that its forward pass on the meta device shows."""
+    """Properties of a model that its forward pass shows."""
 
     model: str
     """Name of the model's class."""
-    attention_layers: int
-    """Number of modules whose attention came from the transformers registry."""
+    attention: dict[str, AttentionUse]
+    """Modules whose attention came from the transformers registry, by name."""
+    by_head: bool
+    """True if attention also gets tensors with a value per head, such as biases."""
     layers: int
     head_is_last: bool
     """True if the logits are the output of the output embeddings, neither scaled nor capped."""
     positions: PositionLimits
+    separation: Separation
 
 
-def probe(model: PreTrainedModel) -> ModelProbe:
-    """Call a copy of a model on the meta device once. Raises ModelError if it does not accept this loop's call."""
+def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelProbe:
+    """Call a copy of a model on the meta device once, in the dtype of training.
+
+    Raises ModelError if the model does not accept this loop's call.
+    """
+    original, name = model, type(model).__name__
     # A model may keep tensors of its first call, which are on meta here.
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(dtype)
     dynamic = fix_dynamic(model)
-    key, modules, heads = model.config._attn_implementation, set[nn.Module](), list[Tensor]()
-
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        modules.add(module)
-        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
-
-    registered = ALL_ATTENTION_FUNCTIONS[key]
+    watch, heads = _AttentionWatch(model), list[Tensor]()
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, out: heads.append(out))
-    ALL_ATTENTION_FUNCTIONS[key] = attention
     try:
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
         positions = torch.zeros_like(tokens)
-        with torch.no_grad(), TableWatch(positions) as tables:
+        with torch.no_grad(), TableWatch(positions) as tables, attention_replaced(model, watch):
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     except Exception as error:  # errors of a forward pass have no common class
         raise ModelError(
-            f"{type(model).__name__} cannot be called with input_ids, position_ids and an attention mask of "
-            f"[1, 1, T, T], as this loop does: {' '.join(str(error).split())}; choose another model or config"
+            f"{name} cannot be called with input_ids, position_ids and an attention mask of "
+            f"[1, 1, T, T], as this loop does: {without_advice(error)}; choose another model or config"
         ) from error
     finally:
-        ALL_ATTENTION_FUNCTIONS[key] = registered
         hook.remove()
-    layers: int = model.config.get_text_config().num_hidden_layers
-    limits = PositionLimits(min(tables.rows, default=None), dynamic)
-    head_is_last = any(logits is out for out in heads)
-    return ModelProbe(type(model).__name__, len(modules), layers, head_is_last=head_is_last, positions=limits)
+    return ModelProbe(
+        name,
+        watch.uses,
+        watch.by_head,
+        layers=model.config.get_text_config().num_hidden_layers,
+        head_is_last=any(logits is out for out in heads),
+        positions=PositionLimits(min(tables.rows, default=None), dynamic),
+        separation=measure_copy(original),
+    )
+
+
+class _AttentionWatch:
+    """An attention function that computes nothing and counts its callers and their heads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self.uses = dict[str, AttentionUse]()
+        self.by_head = False
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+    ) -> tuple[Tensor, None]:
+        name = self._names[module]
+        calls = self.uses[name].calls if name in self.uses else 0
+        self.uses[name] = AttentionUse(query.shape[1], key.shape[1], calls + 1)
+        extra = [attention_mask, *(one for field, one in named.items() if field != "position_ids")]
+        # The mask [1, 1, T, T] is the same for all heads.
+        self.by_head |= any(isinstance(one, Tensor) and (one.dim() < 4 or one.shape[1] > 1) for one in extra)
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
@@ -84,12 +119,28 @@ def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
 
 
 def check_attention(seen: ModelProbe, spec: JobSpec) -> None:
-    """Raise ModelError if Ulysses would not reach the attention of every layer."""
-    if spec.strategy.ulysses_size > 1 and seen.attention_layers != seen.layers:
+    """Raise ModelError if Ulysses cannot split the sequences of a model."""
+    size = spec.strategy.ulysses_size
+    if size == 1:
+        return
+    calls = sum(use.calls for use in seen.attention.values())
+    if calls < seen.layers:
         raise ModelError(
-            f"ulysses_size={spec.strategy.ulysses_size} needs attention through the transformers registry, which "
-            f"{seen.attention_layers} of the {seen.layers} layers of {seen.model} use; choose ulysses_size: 1"
+            f"ulysses_size={size} needs attention through the transformers registry, which "
+            f"{calls} of the {seen.layers} layers of {seen.model} use; choose ulysses_size: 1"
         )
+    if seen.by_head:
+        raise ModelError(
+            f"ulysses_size={size} distributes heads, and attention of {seen.model} has masks or biases of its own for "
+            "each; choose ulysses_size: 1"
+        )
+    for name, use in seen.attention.items():
+        if use.heads % size or (use.kv_heads % size and size % use.kv_heads):
+            raise ModelError(
+                f"ulysses_size={size} must divide the {use.heads} heads of {name}, and divide its {use.kv_heads} kv "
+                "heads or be a multiple of them; choose a smaller one"
+            )
+    check_slices(seen.separation, spec, seen.model)
 
 
 def check_head(seen: ModelProbe, spec: JobSpec) -> None:

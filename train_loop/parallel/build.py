@@ -7,10 +7,11 @@ import torch
 from transformers import PreTrainedModel
 
 from train_loop.model.attention import apply_attention
-from train_loop.model.build import build_model
+from train_loop.model.build import DTYPES, build_model, check_dense
 from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, check_positions, probe
+from train_loop.model.separation import check_causal, check_packing
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.spec import JobSpec
@@ -30,14 +31,17 @@ class ShardedModel(NamedTuple):
 def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
     model = build_model(spec.model)
-    seen = probe(model)
+    check_dense(model)
+    seen = probe(model, DTYPES[spec.strategy.param_dtype])
+    check_causal(seen.separation, model)
+    check_packing(seen.separation, spec, seen.model)
     check_attention(seen, spec)
     check_head(seen, spec)
     check_positions(seen, spec)
     apply_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = copy.deepcopy(model)
-    timer = parallelize(model, mesh, spec)
+    timer = parallelize(model, mesh, spec, seen.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)

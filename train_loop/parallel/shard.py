@@ -1,6 +1,6 @@
 """Parallelization of a model, in this order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from train_loop.model.build import DTYPES
 from train_loop.model.positions import apply_longrope
+from train_loop.model.probe import AttentionUse
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.activation_checkpoint import apply_checkpointing
 from train_loop.parallel.compile import apply_compile
@@ -21,11 +22,16 @@ from train_loop.spec import JobSpec, StrategySpec
 from train_loop.telemetry.timers import ComputeTimer
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTimer:
-    """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError."""
+def parallelize(
+    model: PreTrainedModel, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]
+) -> ComputeTimer:
+    """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError.
+
+    `attention` names the modules whose attention comes from the transformers registry.
+    """
     mode, strategy, timer = spec.model.gradient_checkpointing, spec.strategy, ComputeTimer(mesh.device)
     apply_longrope(model, part=mesh.sequence_rank, parts=mesh.plan.sp)
-    apply_ulysses(model, mesh.sp, timer)
+    apply_ulysses(model, mesh.sp, timer, attention)
     layers = decoder_layers(model, strategy.wrap_policy)
     if strategy.apply_tiled_mlp:
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)

@@ -9,7 +9,7 @@ Shapes: B batch, T sequence, H query heads, K kv heads, D head size, P ranks in 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
+from train_loop.model.attention import Attention
+from train_loop.model.probe import AttentionUse
 from train_loop.telemetry.timers import ComputeTimer
 
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _ATTRIBUTE = "ulysses"
 """Attribute of a module that has a `Ulysses`."""
 
@@ -45,40 +46,56 @@ class Ulysses:
     """The sequence parallel attention of one model, and the exchanges of its current or last forward pass."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
-        self.config = model.config.get_text_config()
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.inner = inner
         self.timer = timer
         self.exchanged: Counter[tuple[int, ...]] = Counter()
+        self.uses: list[AttentionUse] = []
+        """The attention modules that use this object."""
         self.name = f"ulysses-{next(_NUMBERS)}"
         _BY_NAME[self.name] = self
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
         model.register_forward_hook(self._check_forward, with_kwargs=True)
 
     def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention: q [B, H, T/P, D]; k, v [B, K, T/P, D]; mask [B, 1, T, T] or None → [B, T/P, H, D]."""
-        if k.shape[1] < self.ranks:
-            k, v = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (k, v))
-        q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (q, k, v))
-        out, weights = self.inner(module, q, k, v, mask, **kwargs)  # [B, T, H/P, D]
+        """Compute attention: query [B, H, T/P, D]; key, value [B, K, T/P, D]; mask [B, 1, T, T] → [B, T/P, H, D]."""
+        if key.shape[1] < self.ranks:
+            key, value = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (key, value))
+        q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (query, key, value))
+        out, weights = self.inner(module, q, k, v, attention_mask, **kwargs)  # [B, T, H/P, D]
         return heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2), weights
 
+    def adopt(self, module: nn.Module, use: AttentionUse) -> None:
+        """Compute the attention of a module."""
+        self.uses.append(use)
+        setattr(module, _ATTRIBUTE, self)
+        if hasattr(module, "num_key_value_groups"):
+            # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
+            module.num_key_value_groups = use.heads // max(use.kv_heads, self.ranks)  # type: ignore[assignment]
+
     def check_active(self, *, sequence_length: int) -> None:
-        """Raise ModelError unless every layer's attention saw [T, H/P], which requires the attention registry.
+        """Raise ModelError unless the attention of every module saw [T, H/P], which requires the attention registry.
 
         Call it after a forward pass: in backward, frozen layers exchange nothing.
         """
-        heads, layers = self.config.num_attention_heads // self.ranks, self.config.num_hidden_layers
         queries = {(shape[3] * self.ranks, shape[2]) for shape in self.exchanged}
-        # Queries, keys, values and outputs of every layer.
-        if (sequence_length, heads) not in queries or self.exchanged.total() != 4 * layers:
+        expected = {(sequence_length, use.heads // self.ranks) for use in self.uses}
+        # Queries, keys, values and outputs.
+        exchanges = 4 * sum(use.calls for use in self.uses)
+        if not expected or not expected <= queries or self.exchanged.total() != exchanges:
             raise ModelError(
                 f"Ulysses is not active in all layers: {self.exchanged.total()} exchanges of (sequence, heads) "
-                f"{sorted(queries)}; expected 4 of {(sequence_length, heads)} in each of {layers} layers; this model "
-                "does not use the transformers attention registry in all layers, so choose ulysses_size: 1"
+                f"{sorted(queries)}; expected {exchanges}, among them {sorted(expected)}; this model does not use the "
+                "transformers attention registry in all layers, so choose ulysses_size: 1"
             )
 
     def _check_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -90,22 +107,18 @@ _BY_NAME: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
 """Every `Ulysses` by its unique name: operators in compiled graphs refer to objects only by name."""
 
 
-def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer) -> Ulysses | None:
-    """Route the model's attention through the group; return None if the group is this rank alone.
+def apply_ulysses(
+    model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer, attention: Mapping[str, AttentionUse]
+) -> Ulysses | None:
+    """Route the model's attention modules through the group; return None if the group is this rank alone.
 
-    The timer stops while ranks wait for each other in exchanges.
+    `attention` names the modules. The timer stops while ranks wait for each other in exchanges.
     """
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    if dist.get_world_size(group) == 1:
         return None
     ulysses = Ulysses(model, group, _registered(model.config._attn_implementation).plain, timer)
-    # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
-    repeats = ulysses.config.num_attention_heads // max(ulysses.config.num_key_value_heads, ranks)
-    for module in model.modules():
-        if getattr(module, "config", None) is ulysses.config:
-            setattr(module, _ATTRIBUTE, ulysses)
-            if hasattr(module, "num_key_value_groups"):
-                module.num_key_value_groups = repeats
+    for name, use in attention.items():
+        ulysses.adopt(model.get_submodule(name), use)
     return ulysses
 
 

@@ -40,13 +40,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
-_OLD_NAMES = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
 }
-"""Names of these sizes in GPT-2 and similar models."""
+"""Names of these sizes in GPT-2, BART and other families, the preferred one first."""
 
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Required sizes. Without the others, each attention head has its own kv head, and F is 4 H."""
@@ -139,7 +140,11 @@ class ModelShape:
 def read_shape(config: dict[str, Any]) -> ModelShape:
     """Read the sizes of a config, with its family's defaults. Raises ValueError for a missing or invalid size."""
     model_type = config["model_type"]
-    renamed = {name: config[old] for name, old in _OLD_NAMES.items() if old in config}
+    renamed = {
+        name: config[other] for name, others in _OTHER_NAMES.items() for other in reversed(others) if other in config
+    }
+    if config.get("multi_query"):
+        renamed["num_key_value_heads"] = 1
     sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:

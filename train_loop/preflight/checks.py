@@ -25,11 +25,12 @@ from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_model, large_numbers
-from train_loop.model.build import build_model, check_rules
+from train_loop.model.build import DTYPES, build_model, check_dense, check_rules
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
+from train_loop.model.separation import check_causal, check_packing
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.units import decoder_layers, find_units
@@ -97,9 +98,11 @@ def check_model(
         if problems := large_model(shape, pointer):
             return None, problems
         model, folder = build_model(spec.model), model_folder(spec.model)
+        check_dense(model)
         homes = match_folder(model, folder) if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
-        seen = probe(model)
+        seen = probe(model, DTYPES[spec.strategy.param_dtype])
+        check_causal(seen.separation, model)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
@@ -154,6 +157,7 @@ def _wishes_not_granted(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec)
     """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
     checks: list[tuple[str, Callable[[], object]]] = [
+        ("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
         ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
         ("/training/chunked_loss", lambda: check_head(seen, spec)),

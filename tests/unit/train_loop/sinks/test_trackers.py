@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.builders.sinks import a_run, log_steps
 from tests.support.builders.specs import spec
-from tests.support.builders.wandb_files import read_runs
+from tests.support.clients.wandb_files import read_runs
 from train_loop.run_dir import Outcome, RunDir, SinkName
 from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.describe import Description

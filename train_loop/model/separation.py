@@ -1,0 +1,198 @@
+"""Check that a model keeps packed documents and slices of a sequence apart, by numbers from a small copy of it.
+
+No field of a config shows how a model's code uses masks and positions. Encoders attend to later tokens, some decoders
+ignore position ids, and others do not count positions from 0.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from train_loop.errors import ModelError
+from train_loop.model.attention import attention_inputs, attention_replaced, registered_attention
+from train_loop.model.faults import without_advice
+from train_loop.model.positions import apply_longrope, position_inputs
+from train_loop.model.small_copy import SmallCopyError, compute_on_copy, special_tokens
+from train_loop.spec import JobSpec
+
+_CUT = 7
+_LENGTH = 24
+"""Tokens of the row of the check; a second document begins at _CUT."""
+_TOLERANCE = 1e-4
+"""Largest relative difference of logits from rounding in float32; other masks or positions cause much larger ones."""
+
+
+class Separation(NamedTuple):
+    """Relative differences of logits. Each is 0, but for rounding, if the model fits this loop."""
+
+    later_tokens: float
+    """Between a document alone and one that later tokens follow."""
+    positions: float
+    """Between a document called as transformers calls it, and with this loop's positions and mask."""
+    documents: float
+    """Between documents alone, and both in one row."""
+    slices: float
+    """Between slices of a row and the whole row, with the same attention."""
+
+
+def measure_copy(model: PreTrainedModel) -> Separation:
+    """Return the differences of a small copy of a model. Raises ModelError if no copy can be called."""
+    try:
+        return _measure_copy(type(model), model.config.to_json_string(use_diff=False))
+    except SmallCopyError as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be called with this config: {without_advice(error)}; correct it, or choose "
+            "another model"
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _measure_copy(kind: type[PreTrainedModel], config: str) -> Separation:
+    return compute_on_copy(kind, json.loads(config), measure)
+
+
+def check_causal(found: Separation, model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if _differs(found.later_tokens):
+        is_encoder = getattr(config, "is_decoder", None) is False
+        remedy = "set is_decoder: true in the model's config, or " if is_encoder else ""
+        raise ModelError(f"{name} attends to later tokens, so it is not a causal model; {remedy}choose another model")
+    if _differs(found.positions):
+        raise ModelError(
+            f"{name} is not supported: with positions from 0 and the mask of its config, its logits differ from those "
+            "of transformers, which uses others (such as positions from padding_idx + 1); choose another model"
+        )
+
+
+def check_packing(found: Separation, spec: JobSpec, name: str) -> None:
+    """Raise ModelError if packed documents of the model called `name` would see each other."""
+    if spec.data.packing and _differs(found.documents):
+        raise ModelError(
+            f"{name} does not keep packed documents apart: it ignores position_ids or the attention mask; set "
+            "data.packing: false, or choose another model"
+        )
+
+
+def check_slices(found: Separation, spec: JobSpec, name: str) -> None:
+    """Raise ModelError if Ulysses cannot split the sequences of the model called `name`."""
+    if spec.strategy.ulysses_size > 1 and _differs(found.slices):
+        raise ModelError(
+            f"ulysses_size={spec.strategy.ulysses_size} cannot split a sequence of {name}: its layers use other tokens "
+            "or positions outside of attention; choose ulysses_size: 1"
+        )
+
+
+def measure(model: PreTrainedModel) -> Separation:
+    """Return the differences of a model with weights on the CPU; infinity if a call fails."""
+    apply_longrope(model, part=0, parts=1)
+    row = _row(model)
+    second, through = _Call.of(model, row[:, _CUT:], [_LENGTH - _CUT]), _Call.of(model, row, [_LENGTH])
+    apart = _Call.of(model, row, [_CUT, _LENGTH - _CUT])
+    with torch.no_grad():
+        first_alone, second_alone, whole = (_alone(model, one) for one in (row[:, :_CUT], row[:, _CUT:], row))
+        documents = torch.cat([first_alone, second_alone], dim=1)
+        return Separation(
+            later_tokens=_difference(whole[:, :_CUT], first_alone),
+            positions=max(_difference(second(model), second_alone), _difference(through(model), whole)),
+            documents=_or_infinity(lambda: _difference(apart(model), documents)),
+            slices=_or_infinity(lambda: max(_slices(model, through), _slices(model, apart))),
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a model as in this loop, for a row [1, T] or a slice of it."""
+
+    tokens: Tensor
+    by_token: dict[str, Tensor]
+    masks: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokens: Tensor, documents: Sequence[int]) -> "_Call":
+        """Return the call for a row of documents of these lengths."""
+        positions = torch.cat([torch.arange(length) for length in documents])[None]
+        lengths = position_inputs(model, positions, torch.tensor([tokens.shape[1]]))
+        return cls(tokens, {"position_ids": positions} | lengths, attention_inputs(model, positions))
+
+    def part(self, part: slice) -> "_Call":
+        """Return the call of a Ulysses rank: a slice of the tokens, and masks of the whole row."""
+        return _Call(self.tokens[:, part], {name: one[:, part] for name, one in self.by_token.items()}, self.masks)
+
+    def __call__(self, model: PreTrainedModel) -> Tensor:
+        """Return the logits."""
+        out: Tensor = model(input_ids=self.tokens, use_cache=False, **self.by_token, **self.masks).logits
+        return out
+
+
+class _Recorded(NamedTuple):
+    """The tensors of one call of attention: queries, keys and values [1, H, T, D], mask, and output [1, T, H, D]."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor | None
+    out: Tensor
+
+
+def _slices(model: PreTrainedModel, call: _Call) -> float:
+    """Return the difference between halves of a row and the whole row, if attention returns the whole row's output."""
+    plain, calls = registered_attention(model), list[_Recorded]()
+    differences = list[float]()
+
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **named: Any) -> Any:
+        found = plain(module, query, key, value, attention_mask, **named)
+        calls.append(_Recorded((query, key, value), attention_mask, found[0]))
+        return found
+
+    with attention_replaced(model, record):
+        whole = call(model)
+    for part in (slice(0, _LENGTH // 2), slice(_LENGTH // 2, _LENGTH)):
+        waiting = iter(calls)
+
+        def replay(
+            _: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **__: Any
+        ) -> tuple[Tensor, None]:
+            expected = next(waiting)  # noqa: B023  # called before the next part
+            if (attention_mask is None) != (expected.mask is None):
+                differences.append(float("inf"))
+            for found, of_whole in zip((query, key, value), expected.inputs, strict=True):
+                differences.append(_difference(found, of_whole[:, :, part]))  # noqa: B023
+            return expected.out[:, part], None  # noqa: B023
+
+        with attention_replaced(model, replay):
+            differences.append(_difference(call.part(part)(model), whole[:, part]))
+    return max(differences)
+
+
+def _row(model: PreTrainedModel) -> Tensor:
+    """Return tokens [1, T] without special tokens, to which some models give positions of their own."""
+    special = special_tokens(model.config.to_dict())
+    plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
+    return torch.tensor([(plain * _LENGTH)[:: max(len(plain) // _LENGTH, 1)][:_LENGTH]])
+
+
+def _alone(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    out: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return out
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).norm() / expected.norm())
+
+
+def _or_infinity(compute: Callable[[], float]) -> float:
+    try:
+        return compute()
+    except Exception:  # errors of a forward pass have no common class
+        return float("inf")
+
+
+def _differs(difference: float) -> bool:
+    return not difference < _TOLERANCE

@@ -1,0 +1,156 @@
+"""A small copy of a model: a config with the same rules, few heads and layers, and random weights on the CPU.
+
+Whether a model keeps documents apart, and slices of a sequence, depends on its code. The copy shows it before a run, in
+some milliseconds.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+Result = TypeVar("Result")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
+_KV_HEADS = re.compile(r".*(kv|key_value|value)_heads")
+_WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*heads?")
+"""Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
+_TOKEN = re.compile(r".*_token_(id|index)")
+_LIMITS = (
+    (re.compile(r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention"), 5),
+    (re.compile(r".*vocab_size.*"), 512),
+    (_TOKEN, 511),
+    (re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size)|n_inner|d_ff"), 64),
+)
+_POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
+_MOST_WEIGHTS = 50_000_000
+
+
+class SmallCopyError(Exception):
+    """A config that allows no small copy, or only one that cannot be called."""
+
+
+def compute_on_copy(
+    kind: type[PreTrainedModel], config: dict[str, Any], compute: Callable[[PreTrainedModel], Result]
+) -> Result:
+    """Return the result of a function of a small copy of a model, in evaluation mode, from its class and config.
+
+    Raises SmallCopyError if the function fails on copies of all sizes.
+    """
+    log, reason = logging.getLogger("transformers"), ""
+    level = log.level
+    # transformers has already given its warnings for the whole model.
+    log.setLevel(logging.ERROR)
+    try:
+        for all_layers, heads in product((False, True), (2, 4)):
+            try:
+                return compute(_build(kind, shrink(config, heads=heads, all_layers=all_layers)))
+            except Exception as error:  # neither configs nor models have a common error class
+                reason = reason or f"{type(error).__name__}: {error}"
+    finally:
+        log.setLevel(level)
+    raise SmallCopyError(reason)
+
+
+def _build(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
+    """Build a model with random weights on the CPU. Raises ValueError if it is large."""
+    small = kind.config_class.from_dict(config)
+    with torch.device("meta"):
+        blueprint = kind._from_config(small, attn_implementation="sdpa")
+    weights = sum(parameter.numel() for parameter in blueprint.parameters())
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(f"a copy with few layers and heads has {weights} weights; expected at most {_MOST_WEIGHTS}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _filled(kind._from_config(small, attn_implementation="sdpa", dtype=torch.float32))
+
+
+def _filled(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model weights with which every part of it matters: many models start with parts that are zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
+    return model.eval()
+
+
+def shrink(config: dict[str, Any], *, heads: int, all_layers: bool = False) -> dict[str, Any]:
+    """Return a config with the same rules and small sizes."""
+    old = next((config[name] for name in _HEADS if type(config.get(name)) is int), 1)
+    layers = next((value for name, value in config.items() if _LAYERS.fullmatch(str(name)) and value), 0)
+    types = config.get("layer_types") or [None] * layers
+    kept = range(layers) if all_layers else sorted({*range(min(2, layers)), *map(types.index, types)})
+    sizes = _Sizes(old, heads, layers, tuple(kept))
+    return {name: sizes.of(str(name), value) for name, value in config.items()}
+
+
+def special_tokens(config: dict[str, Any]) -> set[int]:
+    """Return the tokens that a config names, also in its parts."""
+    named = set[int]()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            named |= special_tokens(value)
+        elif _TOKEN.fullmatch(str(name)):
+            named |= set(value if isinstance(value, list) else [value]) - {None}
+    return named
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a config before and after."""
+
+    old_heads: int
+    most_heads: int
+    old_layers: int
+    layers: tuple[int, ...]
+    """Numbers of the layers that stay: the first two, and the first of each type."""
+
+    @property
+    def heads(self) -> int:
+        """Return the number of heads after."""
+        return min(self.most_heads, self.old_heads)
+
+    def of(self, name: str, value: Any) -> Any:
+        """Return the value of a field in the smaller config."""
+        if isinstance(value, dict):
+            if name == "per_layer_config":
+                return {place: value[str(layer)] for place, layer in enumerate(self.layers) if str(layer) in value}
+            return _fewer_positions(value) if name.startswith("rope") else shrink(value, heads=self.most_heads)
+        if isinstance(value, list):
+            if len(value) == self.old_layers and name != "architectures":
+                return [value[layer] for layer in self.layers]
+            return [self.of(name, one) for one in value] if name.endswith("_token_id") else value
+        return self._number(name, value) if type(value) is int else value
+
+    def _number(self, name: str, value: int) -> int:
+        if _LAYERS.fullmatch(name):
+            return min(value, len(self.layers))
+        if _KV_HEADS.fullmatch(name):
+            return self.heads if value == self.old_heads else max(self.heads // 2, 1) if value > 1 else 1
+        if _WIDTHS.fullmatch(name):
+            return max(value * self.heads // self.old_heads, 1)
+        if _POSITIONS.fullmatch(name):
+            return _positions(value)
+        return next((min(value, most) for pattern, most in _LIMITS if pattern.fullmatch(name)), value)
+
+
+def _fewer_positions(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of rotary embeddings, which may differ by layer type, with fewer positions."""
+    return {
+        name: _fewer_positions(value)
+        if isinstance(value, dict)
+        else _positions(value)
+        if _POSITIONS.fullmatch(name)
+        else value
+        for name, value in rope.items()
+    }
+
+
+def _positions(number: int) -> int:
+    # More than the row of the check: rope_type=longrope has other factors beyond them.
+    return min(max(number, 64), 1024)
