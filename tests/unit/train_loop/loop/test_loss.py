@@ -1,5 +1,7 @@
 """The chunked loss equals the loss over whole logits, with every added term; chunks apply if they save memory."""
 
+from itertools import product
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.support.builders.specs import TINY, spec
 from train_loop.data.dataset import IGNORE
-from train_loop.loop.loss import LossRule, chunked_sum
+from train_loop.loop.loss import LossRule, chunked_sum, sum_in_halves
 from train_loop.model.folder import model_shape
 from train_loop.plan import chunk_rows
 
@@ -87,6 +89,36 @@ def test_token_of_weight_zero_is_not_trained(rule: LossRule) -> None:
         results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_of_one_give_the_bits_of_no_weights(rule: LossRule) -> None:
+    """Check many sizes: two ways to sum differ in about every second one."""
+    for tokens in range(1, 60):
+        torch.manual_seed(tokens)
+        logits, labels = torch.randn(tokens, 50), torch.randint(0, 50, (tokens,))
+        results = []
+        for weights in (None, torch.ones(tokens)):
+            leaf = logits.clone().requires_grad_()
+            loss = rule.sum(leaf, labels, weights)
+            results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_sum_does_not_depend_on_threads_and_alignment() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 1000, 100_001):
+            values, sums = torch.randn(count + 8), set[float]()
+            for number, shift in product((1, 2, 3), range(8)):
+                torch.set_num_threads(number)
+                moved = torch.empty(count + 8)[shift : shift + count].copy_(values[:count])
+                sums.add(sum_in_halves(moved).item())
+            assert len(sums) == 1
+            assert sums.pop() == pytest.approx(values[:count].double().sum().item(), abs=1e-3)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def rows_of(*, vocab: int, tokens: int, wanted: bool | None = None) -> int | None:
