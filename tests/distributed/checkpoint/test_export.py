@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.support.builders.exports import save_a_run, save_a_run_of
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.specs import TINY
 from tests.support.ranks.ranks import on_ranks
@@ -147,39 +148,21 @@ def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.M
     assert len(made) == 1
 
 
-GLM = {
-    "model_type": "glm4_moe",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 64,
-}
-
-
 def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:
-    """Check a router's correction bias: no optimizer has it, and half precision is too coarse for it."""
+    """Check a factor of each layer: no optimizer has it, and it keeps its dtype."""
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     run_dir = RunDir(tmp_path / "run")
-    model = {"config": GLM, "dtype": "bf16", "master_dtype": "bf16"}
+    model = {"config": small("gemma4_text"), "dtype": "bf16", "master_dtype": "fp32"}
     weights, _ = on_ranks(1, save_a_run_of, tmp_path, run_dir, model)[0]
-    (correction,) = (name for name in weights if name.endswith("e_score_correction_bias"))
+    factors = [name for name in weights if name.endswith("layer_scalar")]
+    assert factors
     folder = export(run_dir, 3, ExportWish(dtype="bf16"))
     loaded, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     with safe_open(folder / "model.safetensors", framework="pt") as opened:
-        assert torch.equal(opened.get_tensor(correction), weights[correction])
-        assert opened.get_tensor(correction).dtype == weights[correction].dtype
+        for name in factors:
+            assert torch.equal(opened.get_tensor(name), weights[name])
+            assert opened.get_tensor(name).dtype == weights[name].dtype
     ours = build_model(ModelSpec.model_validate(model)).to_empty(device="cpu")
     ours.load_state_dict(weights)
     assert loaded.state_dict().keys() == ours.state_dict().keys()
@@ -269,16 +252,38 @@ def test_export_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -
     assert more < 2 * max(files)
 
 
-def test_export_contains_the_tokenizer(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    write_tokenizer(folder)
+def write_model_that_ends(folder: Path, token: int) -> None:
+    """Write a model that predicts one token everywhere, and whose configs name another as EOS."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY, eos_token_id=0, bos_token_id=0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_("norm" in name or "embed" in name)
+        model.lm_head.weight[token] = 1
+    model.save_pretrained(folder)
+
+
+def test_generation_by_an_export_ends_at_the_tokenizers_eos(tmp_path: Path) -> None:
+    model_home, home, run_dir = tmp_path / "model", tmp_path / "tokenizer", RunDir(tmp_path / "run")
+    write_tokenizer(home)
+    own = AutoTokenizer.from_pretrained(home)
+    write_model_that_ends(model_home, own.eos_token_id)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        (model_home / name).write_text("{}")
+    for name in ("tokenizer_old/vocab.txt", "additional_chat_templates/tool_use.jinja", "tokenizer_code.py"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text("content")
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
-    run_dir = RunDir(tmp_path / "run")
-    on_ranks(1, save_a_run, tmp_path, run_dir, {})
+    on_ranks(1, save_a_run_of, tmp_path, run_dir, {"config": None, "path": str(model_home), "dtype": "fp32"})
     pointer = json.loads(run_dir.data.read_bytes())
-    run_dir.data.write_text(json.dumps(pointer | {"tokenizer": str(folder)}))
+    run_dir.data.write_text(json.dumps(pointer | {"tokenizer": str(home)}))
     exported = export(run_dir, 3, FP32)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    assert tokenizer("as it was")["input_ids"] == AutoTokenizer.from_pretrained(folder)("as it was")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(exported)
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    tokenizer, model = AutoTokenizer.from_pretrained(exported), AutoModelForCausalLM.from_pretrained(exported)
+    assert tokenizer("as it was")["input_ids"] == own("as it was")["input_ids"]
+    assert model.config.eos_token_id == own.eos_token_id
+    assert model.generation_config.eos_token_id == [own.eos_token_id, 0]
+    prompt = tokenizer("as it was", return_tensors="pt")["input_ids"]
+    assert model.generate(prompt, max_new_tokens=9)[0, prompt.shape[1] :].tolist() == [own.eos_token_id]
+    found = {str(file.relative_to(exported)) for file in exported.rglob("*") if file.is_file()}
+    assert found >= {"additional_chat_templates/tool_use.jinja", "preprocessor_config.json", "processor_config.json"}
+    assert found >= {"video_preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert not {"tokenizer_code.py", "tokenizer_old/vocab.txt"} & found

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
 from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors
+from train_loop.checkpoint.export.text_files import align, copy_text_files, generation_config, special_tokens
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
-from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
 from train_loop.model.folder import model_folder
@@ -47,14 +48,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum size of a weights file in bytes, as in transformers."""
-_OF_TOKENIZERS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-)
 
 
 def main() -> int:
@@ -216,20 +209,19 @@ def _write_shard(source: Source, path: Path, shard: Shard, progress: Progress) -
 
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
-    """Write config, generation config and tokenizer, so that the folder can be loaded without the run."""
+    """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
     model, tokenizer = source.model, source.tokenizer
     model.config.architectures = [type(model).__name__]
     model.config.dtype = DTYPES[wish.dtype]
-    model.config.save_pretrained(folder)
-    for path in [file for pattern in _OF_TOKENIZERS for file in (tokenizer.glob(pattern) if tokenizer else ())]:
-        shutil.copy(path, folder)
     home = model_folder(source.spec.model)
-    if home is not None and (home / "generation_config.json").exists():
-        shutil.copy(home / "generation_config.json", folder)
-    elif model.generation_config is not None:
-        if tokenizer is not None and (tokenizer / "tokenizer.json").exists():
-            model.generation_config.eos_token_id = load_tokenizer(str(tokenizer)).eos
-        model.generation_config.save_pretrained(folder)
+    generation = generation_config(model, home)
+    if tokenizer is not None and tokenizer_files(tokenizer):
+        tokens = special_tokens(tokenizer, required=source.spec.data.reads_text)
+        if tokens is not None:
+            align(model.config.get_text_config(), generation, tokens)
+    copy_text_files(source.spec, [one for one in (tokenizer, home) if one is not None and one.is_dir()], folder)
+    model.config.save_pretrained(folder)
+    write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:

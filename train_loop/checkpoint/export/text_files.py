@@ -1,0 +1,93 @@
+"""The files of an exported folder that concern text: tokenizer, chat templates, processors, special tokens."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from train_loop.data.text.tokenizer_files import private_copy, tokenizer_files
+from train_loop.errors import DataError
+from train_loop.run_dir import local_path, write_durably
+from train_loop.spec import JobSpec
+from train_loop.system.input_files import read_input
+
+log = logging.getLogger(__name__)
+
+_OF_PROCESSORS = re.compile(r"(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
+
+
+class SpecialTokens(NamedTuple):
+    """Token ids that a tokenizer gives names to; None for a name without a token."""
+
+    eos: int | None
+    bos: int | None
+    pad: int | None
+
+
+def copy_text_files(spec: JobSpec, homes: list[Path], folder: Path) -> None:
+    """Copy the files of tokenizer and processors; a name in several homes comes from the first.
+
+    Code and weights are never copied. A template that the spec names replaces the tokenizer's.
+    """
+    for home in reversed(homes):
+        files = tokenizer_files(home) | {
+            file.name: read_input(file)
+            for file in home.iterdir()
+            if _OF_PROCESSORS.fullmatch(file.name) and file.is_file()
+        }
+        for name, content in files.items():
+            if name != "config.json":
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+    if spec.data.template_file is not None:
+        write_durably(folder / "chat_template.jinja", read_input(local_path(spec.data.template_file)).decode())
+
+
+def special_tokens(folder: Path, *, required: bool) -> SpecialTokens | None:
+    """Return the special tokens of a tokenizer as transformers loads it, without code from its folder.
+
+    A tokenizer that cannot be loaded is an error if it is `required`; otherwise the reason is logged.
+    """
+    try:
+        with private_copy(folder) as copy:
+            loaded = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise no narrower type
+        reason = f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())}"
+        if required:
+            raise DataError(f"{reason}; correct its files, and export again") from error
+        log.error("%s; its special tokens are not in the exported configs", reason)
+        return None
+    return SpecialTokens(loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+
+
+def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialTokens) -> None:
+    """Give config and generation config the tokenizer's special tokens by the rule of transformers' Trainer.
+
+    Other EOS tokens of a list, and of the generation config, stay: each of them ends generation.
+    """
+    for name, token in (("eos_token_id", tokens.eos), ("bos_token_id", tokens.bos), ("pad_token_id", tokens.pad)):
+        own, generated = getattr(config, name, None), _as_list(generation.get(name))
+        if token is None or (token in _as_list(own) and token in generated):
+            continue
+        several = name == "eos_token_id"
+        others = [one for one in own if one != token] if several and isinstance(own, list) else []
+        setattr(config, name, [token, *others] if several and isinstance(own, list) else token)
+        generation[name] = [token, *(one for one in generated if one != token)] if several else token
+
+
+def generation_config(model: PreTrainedModel, home: Path | None) -> dict[str, Any]:
+    """Return the fields of a folder's generation_config.json, or else those that follow from a model's config."""
+    try:
+        found = json.loads(read_input(home / "generation_config.json")) if home is not None else None
+    except FileNotFoundError:
+        found = None
+    if found is None:
+        found = json.loads(model.generation_config.to_json_string())
+    return dict[str, Any](found)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
