@@ -61,6 +61,9 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, mesh)
+    if sharded.unused:
+        first, count = sharded.unused[0], len(sharded.unused)
+        session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(

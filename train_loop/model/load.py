@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,9 @@ from train_loop.system.input_files import descriptor_path, open_input, read_inpu
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
+
+_OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
+"""Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
 
 _SHOWN = 3
 
@@ -55,26 +58,37 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 def give_weights(
     model: PreTrainedModel, blueprint: PreTrainedModel, spec: ModelSpec, *, seed: int, device: torch.device
-) -> None:
+) -> list[str]:
     """Allocate a sharded model and load its weights; `blueprint` is the same model on meta, before sharding.
 
-    Without a folder the weights are random. Raises ModelError if the folder's tensors do not match the model.
+    Without a folder the weights are random. Returns the tensors of the folder that the model does not use. Raises
+    ModelError if the folder's tensors do not match the model.
     """
     folder = model_folder(spec)
     if folder is None:
         materialise(model, blueprint, seed=seed, device=device)
-        return
-    homes = match_folder(blueprint, folder)
+        return []
+    homes, unused = match_folder(blueprint, folder)
     allocate(model, blueprint, device=device, stored=[name for name, stored in homes.items() if stored])
     draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, stored in homes.items():
         if stored:
             _fill(targets[name], stored)
+    return unused
 
 
-def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]]:
-    """Return the stored tensors of each model tensor by name, from file headers alone.
+class FolderMatch(NamedTuple):
+    """The tensors of a folder as a model uses them."""
+
+    homes: dict[str, list[Stored]]
+    """Stored tensors of each model tensor, by name."""
+    unused: list[str]
+    """Tensors that belong to an older version of the model, which now computes them."""
+
+
+def match_folder(model: PreTrainedModel, folder: Path) -> FolderMatch:
+    """Match the stored tensors with those of a model, from file headers alone.
 
     A tied tensor may be stored twice. A tensor may be missing only if the model itself allows that. Raises ModelError
     that names the tensors which are missing, unexpected or of wrong shape.
@@ -84,13 +98,14 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = model._keys_to_ignore_on_load_missing or ()
     harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    unused = [stored for name, stored in left.items() if _matches(name, harmless) or _is_old_mask(stored)]
     faults = {
         "missing": [
             f"{name} {_shape(shapes[name])}"
             for name, stored in homes.items()
             if not stored and not _matches(name, optional)
         ],
-        "unexpected": [f"{s.name} {_shape(s.shape)}" for name, s in left.items() if not _matches(name, harmless)],
+        "unexpected": [f"{s.name} {_shape(s.shape)}" for s in left.values() if s not in unused],
         "wrong shape": [
             f"{s.name} is {_shape(s.shape)}, expected {_shape(shapes[name])}"
             for name, stored in homes.items()
@@ -104,7 +119,7 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
             f"{'; '.join(f'{kind}: {_some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
             "causal language model with the config.json that belongs to it"
         )
-    return homes
+    return FolderMatch(homes, [stored.name for stored in unused])
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -192,6 +207,13 @@ def _fill(target: Tensor, stored: list[Stored]) -> None:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _is_old_mask(stored: Stored) -> bool:
+    """Return whether a tensor is a causal mask [1, 1, T, T], or the number that filled it, and not a trained bias."""
+    shape = stored.shape
+    is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return _OLD_MASKS.search(stored.name) is not None and (is_mask or shape in ((), (1,)))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

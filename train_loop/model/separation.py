@@ -44,7 +44,8 @@ class Separation(NamedTuple):
 def measure_copy(model: PreTrainedModel) -> Separation:
     """Return the differences of a small copy of a model. Raises ModelError if no copy can be called."""
     try:
-        return _measure_copy(type(model), model.config.to_json_string(use_diff=False))
+        kind: Any = type(model)
+        return _measure_copy(kind, model.config.to_json_string(use_diff=False))
     except SmallCopyError as error:
         raise ModelError(
             f"{type(model).__name__} cannot be called with this config: {without_advice(error)}; correct it, or choose "
@@ -53,7 +54,7 @@ def measure_copy(model: PreTrainedModel) -> Separation:
 
 
 @functools.lru_cache(maxsize=64)
-def _measure_copy(kind: type[PreTrainedModel], config: str) -> Separation:
+def _measure_copy(kind: Any, config: str) -> Separation:
     return compute_on_copy(kind, json.loads(config), measure)
 
 

@@ -26,6 +26,8 @@ class ShardedModel(NamedTuple):
     """Timer of its computation."""
     head_is_last: bool
     """True if the head is the model's last operation, so that the loss can be computed inside of it."""
+    unused: list[str]
+    """Tensors of the model's folder that the model does not use."""
 
 
 def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
@@ -43,6 +45,6 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     blueprint = copy.deepcopy(model)
     timer = parallelize(model, mesh, spec, seen.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
-    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
+    unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return ShardedModel(model, timer, seen.head_is_last)
+    return ShardedModel(model, timer, seen.head_is_last, unused)

@@ -99,7 +99,7 @@ def check_model(
             return None, problems
         model, folder = build_model(spec.model), model_folder(spec.model)
         check_dense(model)
-        homes = match_folder(model, folder) if folder is not None else {}
+        homes = match_folder(model, folder).homes if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model, DTYPES[spec.strategy.param_dtype])
         check_causal(seen.separation, model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import spec
@@ -224,3 +224,19 @@ def test_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not valid JSON: .*; copy it again"):
         build_model(model_spec(tmp_path))
+
+
+def test_old_masks_of_gpt2_are_left_out_and_named(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 48}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = "transformer.h.0.attn"
+    mask = {f"{layer}.bias": torch.ones(1, 1, 48, 48), f"{layer}.masked_bias": torch.tensor(-1e4)}
+    save_file(stored | mask, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    own = build_model(model_spec(tmp_path))
+    assert sorted(match_folder(own, tmp_path).unused) == sorted(mask)
+    assert_as_transformers_loads(tmp_path)
+    save_file(stored | {f"{layer}.masked_bias": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected: transformer\.h\.0\.attn\.masked_bias"):
+        match_folder(own, tmp_path)
