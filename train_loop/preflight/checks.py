@@ -94,7 +94,7 @@ def check_model(
             check_folder(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
-        shape = model_shape(spec.model)
+        shape = _shape(spec)
         if problems := large_model(shape, pointer):
             return None, problems
         model, folder = build_model(spec.model), model_folder(spec.model)
@@ -125,6 +125,19 @@ def _count_parameters(model: PreTrainedModel, spec: JobSpec) -> ParameterCounts:
         outside=max(total - sum(layers), 0),
         module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
     )
+
+
+def _shape(spec: JobSpec) -> ModelShape:
+    """Return the sizes of a model. Raises ModelError, for a mixture of experts even if its sizes are unknown."""
+    try:
+        return model_shape(spec.model)
+    except ModelError:
+        model = None
+        with suppress(ModelError):
+            model = build_model(spec.model)
+        if model is not None:
+            check_dense(model)
+        raise
 
 
 def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:

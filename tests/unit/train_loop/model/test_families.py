@@ -101,7 +101,7 @@ def test_model_that_ignores_positions_is_accepted_without_packing() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "dbrx", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "dbrx", "qwen3_next", "jetmoe"])
 def test_mixture_of_experts_is_not_supported_yet_in_any_dtype(family: str, dtype: str) -> None:
     raw = raw_spec(model={"config": small(family), "dtype": dtype, "master_dtype": dtype})
     _, (problem,) = check_model(parse(raw), may_read())
