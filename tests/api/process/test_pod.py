@@ -108,6 +108,7 @@ def test_service_without_a_valid_key_file_exits_with_one_line(tmp_path: Path) ->
 
 def test_service_that_cannot_create_its_key_exits_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "home" / "admin.key").mkdir(parents=True)
+    (tmp_path / "home").chmod(0o700)
     assert failure(tmp_path / "home") == (
         f"{tmp_path}/home/admin.key: Is a directory; mount the key there, set TRAINSHED_ADMIN_KEY_FILE to its "
         "file, or make the home of the service writable\n"

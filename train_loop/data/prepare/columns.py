@@ -42,7 +42,7 @@ def check_schema(uri: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
     for field in schema:
         # With Ray, whose tasks read the file, even its other columns could not be read.
         name, parameters = _extension(field) or ("", b"")
-        if name.startswith("ray.data.") and "tensor" in name and not _is_json(parameters):
+        if name.startswith("ray.data.") and "tensor" in name and _read_json(parameters) is None:
             raise DataError(
                 f"{uri}: column {field.name!r} was written by Ray 2.49 to 2.54; write it again with a newer Ray"
             )
@@ -250,15 +250,16 @@ def _dimensions(kind: pa.DataType, parameters: bytes) -> int | None:
     """Return the number of dimensions of a tensor type; None if unknown."""
     if isinstance(kind, pa.FixedShapeTensorType):
         return len(kind.shape)
-    shape = json.loads(parameters) if _is_json(parameters) else None
+    shape = _read_json(parameters)
     return len(shape) if isinstance(shape, list) else None
 
 
-def _is_json(parameters: bytes) -> bool:
+def _read_json(parameters: bytes) -> Any:
+    """Return the JSON value of a type's parameters; None if they are not JSON."""
     try:
-        return json.loads(parameters) is not None
-    except ValueError:
-        return False
+        return json.loads(parameters)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _shown(field: pa.Field) -> str:

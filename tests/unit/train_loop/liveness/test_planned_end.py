@@ -29,13 +29,16 @@ def test_drivers_are_recognized_by_their_command_line() -> None:
 
 
 def test_processes_of_this_machine_are_found() -> None:
-    wait = [sys.executable, "-c", "import time; time.sleep(60)", *ASKED[2:]]
-    process = subprocess.Popen(wait)
+    wait = [sys.executable, "-c", "print(flush=True); input()", *ASKED[2:]]
+    process = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
     try:
+        # Before its first line, the process may still have this process's command line.
+        process.stdout.readline()
         assert Driver("file:///r/a b", 2) in drivers_in(command_lines())
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert Driver("file:///r/a b", 2) not in drivers_in(command_lines())
 
 
