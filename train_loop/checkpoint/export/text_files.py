@@ -79,14 +79,19 @@ def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialT
 
 
 def generation_config(model: PreTrainedModel, home: Path | None) -> dict[str, Any]:
-    """Return the fields of a folder's generation_config.json, or else those that follow from a model's config."""
+    """Return the fields of a folder's generation_config.json, or else those that follow from a model's config.
+
+    Raises DataError for a file that is not a JSON object.
+    """
+    file = None if home is None else home / "generation_config.json"
     try:
-        found = json.loads(read_input(home / "generation_config.json")) if home is not None else None
-    except FileNotFoundError:
-        found = None
-    if found is None:
-        found = json.loads(model.generation_config.to_json_string())
-    return dict[str, Any](found)
+        text = model.generation_config.to_json_string() if file is None or not file.exists() else read_input(file)
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read: {error}; correct it, and export again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a JSON {type(found).__name__}, not an object; correct it, and export again")
+    return found
 
 
 def _as_list(value: Any) -> list[Any]:
