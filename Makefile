@@ -1,8 +1,11 @@
 # `make demo` and `make test` are all a new user needs; both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+# What is installed in .venv: the service, all that tests and checks need, and the peers of the benchmarks.
+SERVICE := .venv/.service
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
+COMMA := ,
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # The longest files are first, so that no process works on one of them after the others have ended.
 LONG := tests/api/requests/test_description.py
@@ -22,18 +25,30 @@ TIMED := tests/distributed/test_observe.py
 
 setup: $(INSTALLED)
 
-$(INSTALLED): constraints.txt pyproject.toml
+# The packages of one or several extras, and the stamps of what they contain.
+define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Trainshed needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Remedy: make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $@
+	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	@touch $(2) $@
+endef
 
+$(SERVICE): constraints.txt pyproject.toml
+	$(call install,service)
+
+$(INSTALLED): constraints.txt pyproject.toml
+	$(call install,dev,$(SERVICE))
+
+$(PEERS): constraints.txt pyproject.toml
+	$(call install,dev$(COMMA)bench,$(SERVICE) $(INSTALLED))
+
+# A new user's first command: it installs no more than the service needs.
 demo:
-	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
+	@start=$$(date +%s); $(MAKE) --no-print-directory $(SERVICE) && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
 
 # A job that is killed and resized ends with the bits of an undisturbed one.
-demo-elastic: $(INSTALLED)
+demo-elastic: $(SERVICE)
 	$(BIN)/python -m examples.demo_elastic
 
 # Without Ray, ranks and the slowest tests; searches try a tenth of their seeds.
@@ -56,10 +71,6 @@ images: $(INSTALLED)
 	./deploy/images.sh
 	$(BIN)/python -m pytest tests/kubernetes/test_images.py
 
-$(PEERS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
-	@touch $@
-
 # BENCH=--quick shows in some minutes that all of it runs.
 bench: $(PEERS)
 	$(BIN)/python -m benchmarks.training.step_overhead $(BENCH)
@@ -78,7 +89,7 @@ bench: $(PEERS)
 test-bench: $(PEERS)
 	$(BIN)/python -m pytest tests/benchmarks
 
-serve: $(INSTALLED)
+serve: $(SERVICE)
 	@exec $(BIN)/trainshed serve
 
 # The synchronous client, from the asynchronous one.

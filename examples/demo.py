@@ -25,7 +25,7 @@ from service.api.schemas import JobOut, LinePage
 from service.config.address import ServiceAddress
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir
-from trainshed import Api, Client
+from trainshed import Api, ApiError, Client, NoKeyError
 
 SPEC = Path(__file__).with_name("quickstart.yaml")
 START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0
@@ -38,6 +38,10 @@ console = Console(highlight=False)
 
 class DemoError(RuntimeError):
     """An error that stops the demo."""
+
+
+EXPECTED = (DemoError, ApiError, NoKeyError, httpx.HTTPError, OSError)
+"""Errors that a demo prints in one line: the service refuses, does not answer, or its files cannot be used."""
 
 
 @dataclass
@@ -62,8 +66,9 @@ def main() -> int:
         with service(home) as (client, url):
             summary = follow(client, client.submit(SPEC.read_bytes()))
             faults = check(summary)
-            summarise(summary, url)
-    except (DemoError, httpx.HTTPError) as error:
+            if summary.named("training_started"):
+                summarise(summary, url)
+    except EXPECTED as error:
         faults = [str(error)]
     setup = os.environ.get("TRAINSHED_SETUP_SECONDS", "not measured")
     console.print(

@@ -12,10 +12,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import yaml
 
-from examples.demo import RUN_LIMIT, DemoError, RunSummary, console, kill_a_worker, refresh, report, service, why
+from examples.demo import (
+    EXPECTED,
+    RUN_LIMIT,
+    DemoError,
+    RunSummary,
+    console,
+    kill_a_worker,
+    refresh,
+    report,
+    service,
+    why,
+)
 from train_loop.spec import ScalingSpec
 from trainshed import Api
 
@@ -32,7 +42,7 @@ def main() -> int:
             disturbed = disturb(client)
             alone = run_alone(client)
             faults = compare(home, disturbed, alone)
-    except (DemoError, httpx.HTTPError) as error:
+    except EXPECTED as error:
         faults = [str(error)]
     console.print(f"\nThe demo took {time.monotonic() - began:.0f} s. All its processes have exited.")
     return report(faults, home)

@@ -2,12 +2,18 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.support.servers.postgres import postgres_server
+
+# `nohup make test &` starts the suite with signals ignored, and its children inherit that: tests send these signals.
+for _number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # One thread per process: ranks share the cores, and results do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,12 +1,18 @@
 """Waiting for conditions, with a timeout."""
 
+import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SERVICE_PAUSE = 0.2
 """Seconds between two requests to a service. More frequent ones would slow down the job that the test waits for."""
+_TESTS = str(Path(__file__).parents[1])
+_LONGEST = 400
+"""Maximum number of characters of a value in an error."""
 
 
 def wait_for(
@@ -14,10 +20,37 @@ def wait_for(
 ) -> T:
     """Return the first truthy result of a condition. Raises TimeoutError that names the missing event."""
     deadline = time.monotonic() + seconds
-    while True:
+    while time.monotonic() <= deadline:
         answer = condition()
         if answer:
             return answer
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come true within {seconds:g} s; last seen: {answer!r}")
         time.sleep(pause)
+    answer, seen = observed(condition)
+    if answer:
+        return answer
+    raise TimeoutError("\n  ".join([f"{what} did not come true within {seconds:g} s; last seen: {answer!r}", *seen]))
+
+
+def observed(condition: Callable[[], T]) -> tuple[T, list[str]]:
+    """Call a condition. Return its answer, and its variables and what each function returned that test code called."""
+    variables, returned = dict[str, str](), dict[str, str]()
+
+    def record(frame: FrameType, event: str, value: Any) -> None:
+        caller, name = frame.f_back, frame.f_code.co_qualname.rpartition("<locals>.")[2]
+        if event == "return" and caller is not None and caller.f_code.co_filename.startswith(_TESTS):
+            returned[name] = f"{name}(): {_short(value)}"
+            if caller.f_code is observed.__code__:
+                variables.update({name: f"{name} = {_short(value)}" for name, value in frame.f_locals.items()})
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        answer = condition()
+    finally:
+        sys.setprofile(before)
+    return answer, [*variables.values(), *returned.values()]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

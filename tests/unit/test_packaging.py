@@ -1,9 +1,16 @@
-"""pyproject.toml, compared with other files that list its packages."""
+"""pyproject.toml, compared with other files that list its packages, and the pins of constraints.txt."""
 
 import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,3 +32,47 @@ def test_base_installation_contains_only_the_client_libraries() -> None:
 @pytest.mark.parametrize(("extra", "included"), [("ray", "train"), ("service", "ray")])
 def test_extra_includes_another(extra: str, included: str) -> None:
     assert f"trainshed[{included}]" in PROJECT["project"]["optional-dependencies"][extra]
+
+
+# The patch release counts: 3.11 promises 3.11.0, and Debian 12 has 3.11.2.
+OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}
+
+
+def pins() -> dict[str, str]:
+    lines = (line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    return {canonicalize_name(name): version for name, version in lines}
+
+
+@cache
+def pinned_distributions() -> list[metadata.Distribution]:
+    """Return the installed packages that have the version of their pin. A local part, as in 2.13.0+cpu, is ignored."""
+    known = pins()
+    every = {canonicalize_name(one.metadata["Name"]): one for one in metadata.distributions()}
+    return [one for name, one in every.items() if name in known and Version(one.version).public == known[name]]
+
+
+def requirements_of(found: metadata.Distribution) -> Iterator[Requirement]:
+    """Yield what a package requires on the oldest Python, without its extras."""
+    for line in found.requires or ():
+        required = Requirement(line)
+        if required.marker is None or required.marker.evaluate({**OLDEST, "extra": ""}):
+            yield required
+
+
+def test_oldest_python_is_the_promised_one() -> None:
+    assert PROJECT["project"]["requires-python"] == f">={OLDEST['python_version']}"
+    assert len(pinned_distributions()) > 0.8 * len(pins()), "install the versions of constraints.txt: make"
+
+
+def test_pins_are_installable_on_the_oldest_python() -> None:
+    needs = {one.metadata["Name"]: one.metadata["Requires-Python"] or "" for one in pinned_distributions()}
+    assert {name: need for name, need in needs.items() if OLDEST["python_full_version"] not in SpecifierSet(need)} == {}
+
+
+def test_pins_satisfy_each_other_on_the_oldest_python() -> None:
+    known = pins()
+    wanted = [(one.metadata["Name"], required) for one in pinned_distributions() for required in requirements_of(one)]
+    names = {name: str(one) for name, one in wanted if canonicalize_name(one.name) not in known}
+    assert {name: one for name, one in names.items() if not one.startswith("setuptools")} == {}, "not pinned"
+    versions = ((name, one, known.get(canonicalize_name(one.name))) for name, one in wanted)
+    assert [(name, str(one)) for name, one, pin in versions if pin and not one.specifier.contains(pin, True)] == []

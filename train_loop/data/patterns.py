@@ -144,7 +144,8 @@ def _target(entry: "os.DirEntry[str]", place: str, policy: ReadPolicy | None) ->
         return None if hidden else place
     target, stdlib = os.path.realpath(entry.path), str(stdlib_root())
     if is_below(place, stdlib):
-        return target if is_below(target, stdlib) else None
+        # Distributions link to /etc from here, and leave links whose targets they have not installed.
+        return target if is_below(target, stdlib) and os.path.exists(target) else None
     if policy is not None and policy.refusal(target, named=entry.path) is not None:
         raise DataError(
             f"{entry.path} is a link to a place that jobs of project {policy.project!r} may not read; remove the link, "

@@ -163,7 +163,9 @@ def _decoded(uri: str) -> str:
 def _stdlib_parts() -> list[str]:
     """Return the entries of the standard library's folder, without hidden entries, packages and links out of it."""
     root = stdlib_root()
-    parts = [part for part in root.iterdir() if part.name not in _PACKAGES and part.resolve().is_relative_to(root)]
+    # A broken or circular link does not exist, and must not be resolved.
+    parts = [part for part in root.iterdir() if part.name not in _PACKAGES and os.path.exists(part)]
+    parts = [part for part in parts if part.resolve().is_relative_to(root)]
     return [str(part) for part in parts if not _hides(part.name, (".", "_"))]
 
 

@@ -12,10 +12,13 @@ from fsspec import AbstractFileSystem
 
 from tests.support.builders.specs import may_read
 from tests.support.servers.s3 import S3Server, s3_server
+from train_loop.data import patterns
+from train_loop.data.prepare import sources
 from train_loop.data.prepare.rows import cut, read_piece
 from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
+from train_loop.system import input_files
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,64 @@ def test_file_uri_accepts_wildcards_and_any_character(tmp_path: Path) -> None:
     assert names(f"file://localhost{tmp_path}/b%20c%25.txt") == ["b c%.txt"]
     with pytest.raises(DataError, match=r"file://data/b.txt names a host or a relative path; write file:///"):
         names("file://data/b.txt")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a standard library with the links of Debian, Homebrew and Nix, and with links that lead nowhere."""
+    root = tmp_path / "lib"
+    for name in ("a.py", "json/b.py", "json/_c.py", "notes.txt", "site-packages/d.py", ".hidden/e.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "out.py").write_text("outside")
+    targets = {"inside.py": "a.py", "out.py": "../etc/out.py", "json/out.py": "../../etc/out.py", "etc": "../etc"}
+    for name, target in (
+        targets | {"broken.py": "none", "circular.py": "circular.py", "dist-packages": "none"}
+    ).items():
+        (root / name).symlink_to(target)
+    for module in (sources, patterns, input_files):
+        monkeypatch.setattr(module, "stdlib_root", lambda: root)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("", ["a.py", "inside.py", "json/b.py"]),
+        ("*.py", ["a.py", "inside.py"]),
+        ("*", ["a.py", "inside.py"]),
+        ("**/*.py", ["a.py", "inside.py", "json/_c.py", "json/b.py"]),
+        ("*/*.py", ["json/_c.py", "json/b.py"]),
+        ("json", ["json/b.py"]),
+        ("json/*.py", ["json/_c.py", "json/b.py"]),
+        ("json/b.py", ["json/b.py"]),
+    ],
+)
+def test_links_that_lead_out_of_the_standard_library_are_left_out(
+    library: Path, pattern: str, found: list[str]
+) -> None:
+    uri = f"stdlib://{pattern}"
+    check_allowed(uri, may_read())
+    assert [file.uri for file in list_files(SourceSpec(path=uri))] == [f"{library}/{name}" for name in found]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("out.py", "outside Python's standard library"),
+        ("json/out.py", "outside Python's standard library"),
+        ("etc", "outside Python's standard library"),
+        ("etc/*.py", "outside Python's standard library"),
+        ("etc/out.py", "outside Python's standard library"),
+        ("o*.py", "matches no file"),
+        ("broken.py", "is a broken link"),
+        ("site-packages/*.py", "matches no file"),
+    ],
+)
+def test_named_file_outside_the_standard_library_is_rejected(library: Path, pattern: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_allowed(f"stdlib://{pattern}", may_read())
 
 
 class HostedFileSystem(AbstractFileSystem):  # type: ignore[misc]
