@@ -20,7 +20,7 @@ RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e
 	tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
-.PHONY: setup demo demo-elastic test test-fast hosts images bench test-bench serve client check format docs docs-serve
+.PHONY: setup demo demo-elastic test test-fast hosts images bench test-bench serve client reference check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -96,10 +96,16 @@ serve: $(SERVICE)
 client: $(INSTALLED)
 	$(BIN)/python -m tools.sync_client
 
+# The pages of docs/reference that are generated from the code.
+reference: $(INSTALLED)
+	$(BIN)/python -m tools.docs.openapi
+	$(BIN)/python -m tools.docs.pages
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m tools.sync_client --check
+	$(BIN)/python -m tools.docs.pages --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.plain_words

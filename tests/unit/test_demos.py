@@ -17,12 +17,9 @@ from trainshed import ApiError, NoKeyError
 REFUSED = ApiError(
     ProblemDetails(type="about:blank", title="Invalid spec", status=422, code="invalid_spec", detail="stdlib is away")
 )
-FAILED = JobOut.model_construct(
-    id="job-1",
-    state=JobState.FAILED,
-    attempt=1,
-    reason=ReasonOut.model_construct(code="failed", message="a worker has no memory", remedy="add some"),
-)
+REASON: dict[str, Any] = {"code": "failed", "message": "a worker has no memory", "remedy": "add some"}
+JOB: dict[str, Any] = {"id": "job-1", "state": JobState.FAILED, "attempt": 1}
+FAILED = JobOut.model_construct(**JOB, reason=ReasonOut.model_construct(**REASON))
 
 
 def running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, submit: Callable[[Any], JobOut]) -> None:

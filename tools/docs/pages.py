@@ -1,18 +1,17 @@
-"""All generated pages, by their path below `docs/`."""
+"""`python -m tools.docs.pages`: writes the generated pages of `docs/reference/`, or checks that they are up to date."""
 
-import re
+import argparse
+import sys
 from pathlib import Path
 
 from tools.docs import cli, errors, events, metrics, rest, sdk, settings, spec
 
-ROOT = Path(__file__).parents[2]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def generate() -> dict[str, str]:
-    """Return the Markdown of each generated page."""
+    """Return the Markdown of each generated page, by its path below `docs/`."""
     return {
-        "contribute/index.md": root_file("CONTRIBUTING.md"),
-        "contribute/changelog.md": root_file("CHANGELOG.md"),
         "reference/cli.md": cli.page(),
         "reference/errors.md": errors.page(),
         "reference/events.md": events.page(),
@@ -24,6 +23,18 @@ def generate() -> dict[str, str]:
     }
 
 
-def root_file(name: str) -> str:
-    """Return the text of a file at the root of the repository, with links into `docs/` made relative to a section."""
-    return re.sub(r"\]\(docs/", "](../", (ROOT / name).read_text())
+def main() -> None:
+    """Write the pages, or check that they are up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
+    pages = {DOCS / path: text for path, text in generate().items()}
+    stale = [file for file, text in pages.items() if not file.exists() or file.read_text() != text]
+    if check and stale:
+        sys.exit(f"out of date: {', '.join(file.name for file in stale)} in docs/reference; run `make reference`")
+    for file in stale:
+        file.write_text(pages[file])
+
+
+if __name__ == "__main__":
+    main()
