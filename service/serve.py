@@ -15,6 +15,7 @@ from service.app import create_app
 from service.config.address import ServiceAddress
 from service.config.environment import BadSettings, read_settings, unknown_variables
 from service.config.logs import configure_logs
+from service.config.running import SettingsRecord
 from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
 from service.lifecycle.connection_limits import (
@@ -116,7 +117,7 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            address = ServiceAddress(url=url, pid=os.getpid())
+            address = ServiceAddress(url=url, pid=os.getpid(), settings=SettingsRecord.of(self._settings))
             write_durably(self._settings.address_file, address.model_dump_json())
             self._settings.address_file.chmod(0o600)
             print(f"Trainshed listens on {url} (docs: /docs)", flush=True)  # noqa: T201

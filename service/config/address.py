@@ -9,14 +9,17 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from service.config.environment import read_settings
+from service.config.running import SettingsRecord
 from train_loop.system.peer import is_peer
 
 
 class ServiceAddress(BaseModel):
-    """home/service.json: where the running service listens."""
+    """home/service.json: where the running service listens, and its settings."""
 
     url: str
     pid: int
+    settings: SettingsRecord = SettingsRecord()
+    """Empty if an older service wrote the file."""
 
 
 class LocalService(NamedTuple):

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import secrets
 import shutil
 
 import ray
@@ -46,6 +47,9 @@ def start_ray() -> None:
         return
     folder = make_private_folder()
     atexit.register(_stop_ray, folder)
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        # Without a token, Ray would write one to ~/.ray/auth_token, which later clusters of the user would take.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
 

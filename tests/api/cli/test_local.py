@@ -60,6 +60,12 @@ def test_up_doctor_and_down_work_and_can_be_repeated(environment: dict[str, str]
     assert f"runs already (pid {up['pid']})" in second.stderr
     assert "next: trainshed" in second.stderr
 
+    other = run(environment | {"TRAINSHED_PORT": "1", "TRAINSHED_STORAGE_ROOTS": "file:///data"}, "up")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "already runs, with other settings; restart it with `trainshed down` and `trainshed up`" in other.stderr
+    assert "\n  TRAINSHED_PORT: the service has 0, this command has 1\n" in other.stderr
+    assert '\n  TRAINSHED_STORAGE_ROOTS: the service has {}, this command has {"*": ["file:///data"]}\n' in other.stderr
+
     # The address of Ray does not answer, and no other check fails.
     examined = run(environment, "doctor", "--json")
     assert examined.returncode == 1, examined.stderr

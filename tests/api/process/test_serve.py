@@ -45,7 +45,8 @@ def test_sigterm_and_sigint_end_the_service_with_exit_code_0(home: Path, number:
     address = home / "service.json"
     with served(home) as service:
         process, client = service.process, service.client
-        assert json.loads(address.read_text()) == {"url": str(client.base_url).rstrip("/"), "pid": process.pid}
+        written = json.loads(address.read_text())
+        assert (written["url"], written["pid"]) == (str(client.base_url).rstrip("/"), process.pid)
         assert stat.S_IMODE(address.stat().st_mode) == 0o600
         process.send_signal(number)
         assert process.wait(timeout=60) == 0

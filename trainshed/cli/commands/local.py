@@ -54,10 +54,14 @@ def up(
     ] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Start the service in the background unless it is already running."""
+    """Start the service in the background unless it is already running.
+
+    Exits with 1 if the running service has other settings than this command, and names them.
+    """
     config = load_settings()
     found = find_running(config)
     running = found or _start(config, wait)
+    _check_settings(running, config)
     answer = Up(
         url=running.address.url,
         pid=running.address.pid,
@@ -85,6 +89,15 @@ def down(as_json: AsJson = False) -> None:
         return
     show_text(f"the service (pid {answer.pid}) has ended" if running else f"no service runs on {config.home}")
     show_next("up")
+
+
+def _check_settings(running: Running, config: Settings) -> None:
+    """Exit with a line per setting that differs between the running service and the environment of this command."""
+    different = running.address.settings.differences(config)
+    if different:
+        rule = f"the service (pid {running.address.pid}) already runs, with other settings"
+        remedy = "restart it with `trainshed down` and `trainshed up`, or set these variables to its values"
+        fail(f"{rule}; {remedy}:", different)
 
 
 def _start(config: Settings, wait: float) -> Running:
