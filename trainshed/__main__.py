@@ -1,5 +1,23 @@
-"""`python -m trainshed`: the `trainshed` command."""
+"""The `trainshed` command, also as `python -m trainshed`."""
 
-from trainshed.cli.main import app
+import importlib
+import sys
 
-app(prog_name="trainshed")
+
+def main() -> None:
+    """Run the command. Without its libraries, print how to install them, and exit with 1."""
+    try:
+        command = importlib.import_module("trainshed.cli.main")
+    except ModuleNotFoundError as error:
+        # One of our own modules is missing: a fault of the installation, for which the traceback is right.
+        if (error.name or "").partition(".")[0] in ("trainshed", "service", "train_loop"):
+            raise
+        sys.exit(
+            f"trainshed: the command is not installed ({error.name} is missing); run pip install 'trainshed[cli]' for "
+            "a service on another machine, or pip install 'trainshed[service]' to run one here"
+        )
+    command.app(prog_name="trainshed")
+
+
+if __name__ == "__main__":
+    main()

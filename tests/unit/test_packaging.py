@@ -29,7 +29,7 @@ def test_base_installation_contains_only_the_client_libraries() -> None:
     assert PROJECT["project"]["optional-dependencies"]["client"] == []
 
 
-@pytest.mark.parametrize(("extra", "included"), [("ray", "train"), ("service", "ray")])
+@pytest.mark.parametrize(("extra", "included"), [("ray", "train"), ("service", "ray,cli")])
 def test_extra_includes_another(extra: str, included: str) -> None:
     assert f"trainshed[{included}]" in PROJECT["project"]["optional-dependencies"][extra]
 

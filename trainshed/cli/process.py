@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -11,9 +12,18 @@ import psutil
 
 from service.config.address import ServiceAddress, find_process
 from service.config.settings import Settings
+from trainshed.cli.exit_codes import fail
 
 _COMMAND = ("-m", "service.serve")
+_SERVER = "uvicorn"
+"""A library that only the extra `service` installs."""
 _LAST_LINES = 15
+
+
+def require_service() -> None:
+    """Exit with a one-line error if this installation has the command but not the service."""
+    if find_spec(_SERVER) is None:
+        fail("the service is not installed here; run pip install 'trainshed[service]', or set TRAINSHED_URL to one")
 
 
 @dataclass(frozen=True)

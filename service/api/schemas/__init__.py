@@ -33,6 +33,7 @@ from service.api.schemas.nodes import NodeFailure, NodeOut, NodesOut
 from service.api.schemas.plan import MemoryOut, MemoryTermOut, MeshOut, PlanOut, PreviewOut, ReductionTreeOut
 from service.api.schemas.usage import UsageDays, UsageOut
 from service.api.schemas.webhooks import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
+from service.domain.access.roles import Role
 
 __all__ = [
     "AttemptOut",
@@ -78,6 +79,7 @@ __all__ = [
     "ReasonOut",
     "ReductionTreeOut",
     "ResumeIn",
+    "Role",
     "RunAuditOut",
     "TensorDigestOut",
     "TextPage",

@@ -13,6 +13,7 @@ from trainshed.cli.exit_codes import fail
 from trainshed.cli.lazy import lazily
 from trainshed.cli.options import AsJson
 from trainshed.cli.output.printing import show_json, show_next, show_note, show_text
+from trainshed.cli.process import require_service
 
 if TYPE_CHECKING:
     from service import backup as archive
@@ -24,6 +25,7 @@ else:
 def backup(file: Annotated[Path, typer.Argument(help="path of the new .tar file")], as_json: AsJson = False) -> None:
     """Back up the embedded database and the admin key. The service may be running."""
     config = load_settings()
+    require_service()
     with _readable():
         made = archive.back_up(config, file.absolute())
     if as_json:
@@ -45,6 +47,7 @@ def restore(
 ) -> None:
     """Restore a backup into the home of a stopped service."""
     config = load_settings()
+    require_service()
     with _readable():
         done = archive.restore(config, file.absolute(), force=force)
     if as_json:

@@ -15,7 +15,7 @@ from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.options import AsJson
 from trainshed.cli.output.printing import notes, show_json, show_next, show_note, show_text
-from trainshed.cli.process import Log, Running, find_running, start
+from trainshed.cli.process import Log, Running, find_running, require_service, start
 
 _POLL_SECONDS = 0.1
 _DOWN_SECONDS = 15.0
@@ -44,6 +44,7 @@ class Down(BaseModel):
 
 def serve() -> None:
     """Run the service in the foreground until SIGTERM or SIGINT."""
+    require_service()
     # Replaces this process, so that signals reach the service. Other commands need not load Ray.
     os.execv(sys.executable, [sys.executable, "-m", "service.serve"])
 
@@ -60,6 +61,8 @@ def up(
     """
     config = load_settings()
     found = find_running(config)
+    if found is None:
+        require_service()
     running = found or _start(config, wait)
     _check_settings(running, config)
     answer = Up(
