@@ -68,9 +68,8 @@ def _client_left(request: Request, error: Exception) -> Response:
 
 def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem(
-        InvalidRequest([Problem("".join(f"/{part}" for part in e["loc"]), f"{e['msg']}") for e in error.errors()])
-    )
+    found = [("".join(f"/{part}" for part in one["loc"]), str(one["msg"])) for one in error.errors()]
+    return problem(InvalidRequest([Problem(place, text.removeprefix("Value error, ")) for place, text in found]))
 
 
 def _http_error(request: Request, error: Exception) -> Response:

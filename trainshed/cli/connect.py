@@ -1,5 +1,6 @@
 """Settings of the CLI, its connection to the service, and output of errors of both."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,18 @@ from trainshed.errors import InvalidUrl
 
 SHORT_SECONDS = 3.0
 """Retry timeout of a command that a user waits for."""
+_CALLS = {
+    r"GET /jobs/([^/\s]+)/checkpoints": r"`trainshed checkpoints \1`",
+    r"GET /webhooks/([^/\s]+)/deliveries": r"`trainshed webhooks deliveries \1`",
+    r"POST /webhooks/([^/\s]+)/test\b": r"`trainshed webhooks test \1`",
+    r"GET /webhooks\b": "`trainshed webhooks ls`",
+    r"GET /keys\b": "`trainshed keys ls`",
+    r"GET /jobs\b": "`trainshed ps`",
+    r"GET /openapi\.json": "`trainshed schema`",
+    r"GET /metrics\b": "the metrics page",
+    r"POST to the same path": "`trainshed export`",
+}
+"""Calls of the REST API in its remedies, and the commands that make them."""
 LONG_SECONDS = 120.0
 """Retry timeout while following a job: long enough for the service to restart."""
 
@@ -55,7 +68,14 @@ def connect(spec: SpecText | None = None, *, retry_seconds: float = SHORT_SECOND
 
 
 def _fail_with(problem: ProblemDetails, spec: SpecText) -> NoReturn:
-    errors = [spec.error(one) for one in problem.errors or []]
+    errors = [in_commands(spec.error(one)) for one in problem.errors or []]
     if len(errors) > 1:
         fail(f"{len(errors)} things are wrong:", errors)
-    fail(errors[0] if errors else problem.detail)
+    fail(errors[0] if errors else in_commands(problem.detail))
+
+
+def in_commands(message: str) -> str:
+    """Return a message of the REST API with commands in the place of its calls."""
+    for call, command in _CALLS.items():
+        message = re.sub(call, command, message)
+    return message

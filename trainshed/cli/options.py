@@ -115,7 +115,7 @@ def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
     except ValidationError as error:
         problem = error.errors()[0]
         place = "/".join(map(str, problem["loc"]))
-        fail(f"{place}: {problem['msg']}; {remedy}", code=Exit.USAGE)
+        fail(f"{place}: {problem['msg'].removeprefix('Value error, ')}; {remedy}", code=Exit.USAGE)
 
 
 def write_file(file: Path, content: bytes) -> None:

@@ -20,11 +20,11 @@ class Case:
     bad_code: int = 1
 
 
-_NO_JOB = f"job {UNKNOWN} not found; list jobs with GET /jobs"
+_NO_JOB = f"job {UNKNOWN} not found; list jobs with `trainshed ps`"
 _NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
 _NO_MATCH = "job-zz not found; list ids with `trainshed ps`"
 _NO_STEP = (
-    "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with GET /jobs/{trained}/checkpoints"
+    "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with `trainshed checkpoints {trained}`"
 )
 CASES = {
     "up": Case(
@@ -185,7 +185,7 @@ CASES = {
         "{number} of {hook} is sent again",
         "number settled",
         "webhooks redeliver {hook} 999",
-        "delivery 999 of {hook} not found, or deleted; list deliveries with GET /webhooks/{hook}/deliveries",
+        "delivery 999 of {hook} not found, or deleted; list deliveries with `trainshed webhooks deliveries {hook}`",
     ),
     "webhooks rm": Case("webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK),
     "whoami": Case(

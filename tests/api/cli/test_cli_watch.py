@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from service.api.schemas import JobOut
 from service.domain.jobs.observation import SubmissionStatus
 from tests.support.clients.command import run, running
 from tests.support.fakes.service import KEY, FakeService
 from train_loop.run_dir import Outcome
 from trainshed import Client
+from trainshed.cli.ids import shorten
 from trainshed.cli.output.progress import display
 
 
@@ -150,6 +153,24 @@ def test_watch_on_a_terminal_draws_progress_bars(job_id: str, home: Path, servic
     drawn = screen.getvalue()
     for part in (job_id, other, "RUNNING", "5/20 loss 2.5000", "1,234 tok/s", "━", "1. in the queue"):
         assert part in drawn
+
+
+def test_watch_on_a_narrow_terminal_keeps_id_state_and_progress(job_id: str, service: FakeService) -> None:
+    step(service, job_id)
+    found = service.client().get(f"/jobs/{job_id}").json() | {"name": "a-name-that-is-long-enough"}
+    job = JobOut.model_validate_json(json.dumps(found))
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
+    with display(console, as_json=False) as show:
+        show([job])
+    lines = [
+        line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines() if "RUNNING" in line
+    ]
+    assert lines
+    for line in lines:
+        assert len(line.strip("\r")) <= 80
+        for part in (shorten([job_id])[0], "a-name-that-i…", "RUNNING", "5/20 loss 2.5000"):
+            assert part in line
 
 
 def test_closed_stdout_ends_the_command_without_an_error(job_id: str, service: FakeService) -> None:

@@ -11,12 +11,16 @@ from rich.text import Text
 
 from service.api.schemas import JobOut
 from train_loop.spec import show as escaped
+from trainshed.cli.ids import shorten
 from trainshed.cli.output.jobs import pace_of, progress_of, state_of, why
 from trainshed.cli.output.printing import show_json
 
 Display = Callable[[Sequence[JobOut]], None]
 """Function that shows the current state of jobs."""
 _LINE_PERCENT = 10
+_WIDE = 120
+"""Width of a terminal in which whole ids fit."""
+_NARROW_NAME = 14
 
 
 def display(console: Console, *, as_json: bool) -> AbstractContextManager[Display]:
@@ -42,10 +46,22 @@ class _Cell(ProgressColumn):
         return found if isinstance(found, Text) else Text(escaped(found))
 
 
+def _columns(width: int) -> list[ProgressColumn]:
+    """Return the columns of a row. A narrow terminal gets short ids, names and bars, and the reason or the pace."""
+    if width >= _WIDE:
+        start = [_Cell(lambda job: job.id), _Cell(lambda job: job.name), _Cell(state_of)]
+        return [*start, BarColumn(20), _Cell(progress_of), _Cell(pace_of), _Cell(why, last=True)]
+    start = [_Cell(lambda job: shorten([job.id])[0]), _Cell(lambda job: _cut(job.name, _NARROW_NAME)), _Cell(state_of)]
+    return [*start, BarColumn(6), _Cell(progress_of), _Cell(lambda job: why(job) or pace_of(job), last=True)]
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 @contextmanager
 def _bars(console: Console) -> Iterator[Display]:
-    cells = (_Cell(lambda job: job.id), _Cell(lambda job: job.name), _Cell(state_of), BarColumn(20))
-    rows = Progress(*cells, _Cell(progress_of), _Cell(pace_of), _Cell(why, last=True), console=console, expand=True)
+    rows = Progress(*_columns(console.width), console=console, expand=True)
     tasks: dict[str, TaskID] = {}
 
     def show(jobs: Sequence[JobOut]) -> None:
