@@ -1,5 +1,6 @@
 """The Ray that `python -m train_loop.prepare` starts for itself."""
 
+import atexit
 import os
 
 import pytest
@@ -20,7 +21,7 @@ def test_own_ray_has_a_token_and_writes_none_to_the_home(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_context.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
     seen = list[dict[str, str]]()
     monkeypatch.setattr(ray, "init", lambda **_: seen.append({name: os.environ.get(name, "") for name in names}))
     ray_context.start_ray()
