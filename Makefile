@@ -20,7 +20,7 @@ RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e
 	tests/e2e tests/hosts tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
-.PHONY: setup demo demo-elastic test test-fast hosts images bench test-bench serve client reference check format docs docs-serve
+.PHONY: setup demo demo-elastic test test-fast more hosts images bench test-bench serve client reference check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -61,6 +61,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(RANKS) --ignore $(TIMED) || failed=1; \
 	$(BIN)/python -m pytest $(RAY) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
+
+# All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours.
+more: $(INSTALLED)
+	MORE=1 MORE_HOSTS=1 $(MAKE) --no-print-directory test
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)
