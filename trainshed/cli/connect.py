@@ -29,6 +29,7 @@ _CALLS = {
     r"GET /jobs\b": "`trainshed ps`",
     r"GET /openapi\.json": "`trainshed schema`",
     r"GET /metrics\b": "the metrics page",
+    r"POST /jobs/\S+/checkpoints/\S+/export\b": "`trainshed export`",
     r"POST to the same path": "`trainshed export`",
 }
 """Calls of the REST API in its remedies, and the commands that make them."""

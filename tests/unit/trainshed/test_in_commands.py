@@ -15,7 +15,7 @@ from service.errors import (
 )
 from trainshed.cli.connect import in_commands
 
-MESSAGE = re.compile(r"\b(?:GET|POST|PUT|PATCH|DELETE) /[\w./]+|POST to the same path")
+MESSAGE = re.compile(r"\b(?:GET|POST|PUT|PATCH|DELETE) /[\w./{}]+|POST to the same path")
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
