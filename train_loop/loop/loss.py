@@ -28,19 +28,20 @@ class LossRule:
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
         rows, targets = logits.float().flatten(0, -2), labels.flatten()
+        reduction = "sum" if weights is None else "none"
         loss = F.cross_entropy(
-            rows, targets, ignore_index=IGNORE, reduction="none", label_smoothing=self.label_smoothing
+            rows, targets, ignore_index=IGNORE, reduction=reduction, label_smoothing=self.label_smoothing
         )
         if self.z_loss:
-            loss = loss + self.z_loss * rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0).square()
-        return sum_in_halves(loss if weights is None else loss * weights.flatten())
+            squares = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0).square()
+            loss = loss + self.z_loss * (squares.sum() if weights is None else squares)
+        return loss if weights is None else sum_in_halves(loss * weights.flatten())
 
 
 def sum_in_halves(values: Tensor) -> Tensor:
     """Sum values [N] by adding their second half to the first until one is left.
 
-    The order depends only on N: not on threads, alignment, or whether the values were weighted. Weights of 1 therefore
-    give the bits of a sum without weights.
+    The order depends only on N, and neither on threads nor on alignment.
     """
     while len(values) > 1:
         # A row of two is one addition.

@@ -36,7 +36,10 @@ def test_disabled_webhook_shows_its_reason_and_the_next_command(webhook: str, se
     assert "states  FAILED" in shown.stdout
     assert f"next: trainshed webhooks test {webhook}" in shown.stderr
     assert "disabled" in run("webhooks", "ls").stdout
-    assert f"is disabled; `trainshed webhooks test {webhook}` enables it" in run("webhooks", "redeliver", webhook, "1").stderr
+    assert (
+        f"is disabled; `trainshed webhooks test {webhook}` enables it"
+        in run("webhooks", "redeliver", webhook, "1").stderr
+    )
 
 
 def test_deliveries_show_failures_page_by_page(webhook: str, service: FakeService) -> None:
