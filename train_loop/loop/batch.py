@@ -102,17 +102,25 @@ def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mes
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     width = batch.input_ids.shape[1] // mesh.plan.sp
     mine = slice(mesh.sequence_rank * width, (mesh.sequence_rank + 1) * width)
+    weights = _weights_that_matter(batch)
     for start in range(0, len(batch.samples), size):
         rows = slice(start, start + size)
         yield MicroBatch(
             batch.input_ids[rows, mine],
             batch.labels[rows, mine],
-            None if batch.weights is None else batch.weights[rows, mine],
+            None if weights is None else weights[rows, mine],
             batch.position_ids[rows, mine],
             attention_inputs(model, batch.position_ids[rows])
             | position_inputs(model, batch.position_ids[rows], batch.lengths[rows]),
             last=start + size >= len(batch.samples),
         )
+
+
+def _weights_that_matter(batch: StepBatch) -> Tensor | None:
+    """Return None if all weights are 1: the loss is then summed as without weights, equal bit for bit."""
+    if batch.weights is None or torch.equal(batch.weights, (batch.labels != IGNORE).float()):
+        return None
+    return batch.weights
 
 
 def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:

@@ -112,7 +112,7 @@ def build_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
     """Build the loss of a model, in chunks if the plan asks for them and the head is the model's last operation."""
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.head_is_last else None
-    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)
+    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)
     return TokenLoss(sharded.model, rule, chunk_rows=rows)
 
 

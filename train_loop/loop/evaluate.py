@@ -13,7 +13,7 @@ from train_loop.data.dataset import IGNORE, Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.batch import MicroBatch, check_vocabulary, micro_batches, share_rows, total_weight
-from train_loop.loop.loss import CROSS_ENTROPY, TokenLoss
+from train_loop.loop.loss import CROSS_ENTROPY, IN_ORDER, TokenLoss
 from train_loop.parallel.mesh import Mesh
 
 
@@ -57,7 +57,7 @@ def evaluate(
                 break
             sums.add(
                 # Cross entropy only, without the extra terms of training.
-                loss(batch, rule=CROSS_ENTROPY),
+                loss(batch, rule=IN_ORDER if in_order else CROSS_ENTROPY),
                 total_weight(batch.labels, batch.weights),
                 (batch.labels != IGNORE).sum(),
             )

@@ -24,24 +24,31 @@ class LossRule:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
+    in_order: bool = False
+    """Whether tokens are summed in one order, with and without weights, as `any_size` runs need."""
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
         rows, targets = logits.float().flatten(0, -2), labels.flatten()
-        reduction = "sum" if weights is None else "none"
+        plain = weights is None and not self.in_order
+        reduction = "sum" if plain else "none"
         loss = F.cross_entropy(
             rows, targets, ignore_index=IGNORE, reduction=reduction, label_smoothing=self.label_smoothing
         )
         if self.z_loss:
             squares = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0).square()
-            loss = loss + self.z_loss * (squares.sum() if weights is None else squares)
-        return loss if weights is None else sum_in_halves(loss * weights.flatten())
+            loss = loss + self.z_loss * (squares.sum() if plain else squares)
+        if plain:
+            return loss
+        weighted = loss if weights is None else loss * weights.flatten()
+        return sum_in_halves(weighted) if self.in_order else weighted.sum()
 
 
 def sum_in_halves(values: Tensor) -> Tensor:
     """Sum values [N] by adding their second half to the first until one is left.
 
-    The order depends only on N, and neither on threads nor on alignment.
+    The order depends only on N: not on threads, alignment, or whether the values were weighted. Weights of 1 therefore
+    give the bits of a sum without weights.
     """
     while len(values) > 1:
         # A row of two is one addition.
@@ -50,6 +57,7 @@ def sum_in_halves(values: Tensor) -> Tensor:
 
 
 CROSS_ENTROPY = LossRule()
+IN_ORDER = LossRule(in_order=True)
 
 
 class TokenLoss:

@@ -13,7 +13,7 @@ from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import dataset_of, random_rows, weigh
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
-from train_loop.loop.batch import StepBatch, check_vocabulary, share_rows
+from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
 from train_loop.model.build import build_model
 from train_loop.plan import plan_mesh
 
@@ -76,3 +76,14 @@ def test_weight_of_zero_ignores_the_label() -> None:
 def test_divisor_without_weights_counts_tokens() -> None:
     divisor = batch_of(random_rows(1, 16, vocab=VOCAB, packed=False)).divisor
     assert not divisor.is_floating_point()
+
+
+@pytest.mark.parametrize(("others", "kept"), [(1.0, False), (2.0, True)])
+def test_weights_that_are_all_one_are_omitted(model: PreTrainedModel, others: float, kept: bool) -> None:
+    rows = random_rows(4, 16, vocab=VOCAB, packed=True)
+    weights = np.ones(rows.labels.shape, np.float32)
+    weights[-1, -1] = others
+    # Untrained tokens have weight 0, regardless of the data.
+    weights[rows.labels == IGNORE] = 5
+    micro = list(micro_batches(batch_of(replace(rows, weights=weights)), 2, model, ONE_RANK))
+    assert [batch.weights is not None for batch in micro] == [kept, kept]

@@ -1,5 +1,6 @@
 """The chunked loss equals the loss over whole logits, with every added term; chunks apply if they save memory."""
 
+from dataclasses import replace
 from itertools import product
 
 import hypothesis.strategies as st
@@ -92,7 +93,9 @@ def test_token_of_weight_zero_is_not_trained(rule: LossRule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_weights_of_one_give_the_gradients_of_no_weights(rule: LossRule) -> None:
+def test_weights_of_one_give_the_bits_of_no_weights_in_order(rule: LossRule) -> None:
+    """Check many sizes: two ways to sum differ in about every second one."""
+    rule = replace(rule, in_order=True)
     for tokens in range(1, 60):
         torch.manual_seed(tokens)
         logits, labels = torch.randn(tokens, 50), torch.randint(0, 50, (tokens,))
@@ -101,9 +104,8 @@ def test_weights_of_one_give_the_gradients_of_no_weights(rule: LossRule) -> None
             leaf = logits.clone().requires_grad_()
             loss = rule.sum(leaf, labels, weights)
             results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-        (plain, plain_gradient), (weighted, gradient) = results
-        assert torch.equal(plain_gradient, gradient)
-        torch.testing.assert_close(plain, weighted)
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_sum_does_not_depend_on_threads_and_alignment() -> None:
