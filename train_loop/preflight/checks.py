@@ -22,7 +22,7 @@ from train_loop.data.files import storage_patience
 from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, check_folder, list_files
 from train_loop.data.text.chat import check_chat_template
-from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import DTYPES, build_model, check_dense, check_rules
@@ -218,18 +218,31 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
     try:
         if spec.model.tokenizer is not None:
             check_folder(spec.model.tokenizer, policy)
-        folder = tokenizer_folder(spec)
+        folder, data = tokenizer_folder(spec), spec.data
+        if folder is None and data.add_bos is True:
+            return [
+                Problem(
+                    "/data/add_bos", "a tokenizer that is trained on the data has no BOS; name one in model.tokenizer"
+                )
+            ]
         if folder is not None:
             tokenizer = load_tokenizer(str(folder))
             tokenizer.check_fits(shape.vocab)
-            data = spec.data
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
                 problems = _template_problems(data, policy, str(folder))
                 if problems:
                     return problems
-            tokenizer.adding_bos(data.add_bos)
+            return _bos_problems(tokenizer, data)
     except _MISTAKES as error:
         return [Problem("/model/tokenizer", _message(error))]
+    return []
+
+
+def _bos_problems(tokenizer: TextTokenizer, data: DataSpec) -> list[Problem]:
+    try:
+        tokenizer.adding_bos(data.add_bos)
+    except DataError as error:
+        return [Problem("/data/add_bos", str(error))]
     return []
 
 
@@ -239,7 +252,7 @@ def _template_problems(data: DataSpec, policy: ReadPolicy, folder: str) -> list[
     set_pointer(pointer)
     try:
         if data.template_file is not None:
-            check_folder(data.template_file, policy)
+            check_allowed(data.template_file, policy)
         check_chat_template(folder, data.chat_template)
     except _MISTAKES as error:
         return [Problem(pointer, _message(error))]

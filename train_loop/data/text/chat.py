@@ -27,8 +27,13 @@ class ChatTemplates:
     """Name of the template for all rows; None to choose as transformers does."""
 
     def choose(self, tools: Tools | None) -> ChatTemplate:
-        """Return the template for a row with or without tools: the rule of transformers' `get_chat_template`."""
+        """Return the template for a row with or without tools: the rule of transformers' `get_chat_template`.
+
+        Raises DataError if the tokenizer has none for it.
+        """
         name = self.chosen or ("tool_use" if tools is not None and "tool_use" in self.by_name else "default")
+        if name not in self.by_name:
+            raise DataError("the tokenizer has no chat template named default; choose one with data.chat_template")
         return replace(self.by_name[name], tools=tools)
 
     @property
@@ -43,20 +48,21 @@ def load_chat_templates(folder: str, chosen: str | None = None) -> ChatTemplates
 
     `chosen` is a template's name, or the URI of a Jinja file.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer, place = load_tokenizer(folder), f" in {folder}"
     if chosen is not None and "/" in chosen:
-        sources, name = {chosen: read_template(chosen)}, chosen
+        sources, place = {chosen: read_template(chosen)}, ""
     else:
         found = tokenizer.templates or {}
-        sources, name = {"default": found} if isinstance(found, str) else found, chosen or "default"
-    if name not in sources:
+        sources = {"default": found} if isinstance(found, str) else found
+    wanted = {"default", "tool_use"} if chosen is None else {chosen}
+    used = {name: source for name, source in sources.items() if name in wanted}
+    if not used:
         raise DataError(_missing(folder, chosen, sorted(sources)))
     marker = marker_of(tokenizer.added_tokens.values())
-    for key, source in sources.items():
-        compile_template(source, f"the chat template {key!r} in {folder}")
+    for name, source in used.items():
+        compile_template(source, f"the chat template {name!r}{place}")
     return ChatTemplates(
-        {key: ChatTemplate(source, tokenizer.variables, marker) for key, source in sources.items()},
-        None if chosen is None else name,
+        {name: ChatTemplate(source, tokenizer.variables, marker) for name, source in used.items()}, chosen
     )
 
 
@@ -64,7 +70,7 @@ def _missing(folder: str, chosen: str | None, names: list[str]) -> str:
     if chosen is not None:
         return (
             f"the tokenizer in {folder} has no chat template named {chosen!r}; it has {', '.join(names) or 'none'}; "
-            "correct data.chat_template"
+            "correct data.chat_template, or give the file:// URI of a file"
         )
     if names:
         return (
@@ -78,9 +84,11 @@ def _missing(folder: str, chosen: str | None, names: list[str]) -> str:
 
 
 def read_template(uri: str) -> str:
-    """Return the chat template in a file. Raises DataError."""
+    """Return the chat template in a file, without a byte order mark. Raises DataError, also for an empty file."""
     try:
-        return read_input(local_path(uri)).decode()
+        if source := read_input(local_path(uri)).decode("utf-8-sig"):
+            return source
+        raise DataError(f"data.chat_template {uri} is empty; write a Jinja template to it")
     except DataError:
         raise
     except (OSError, ValueError) as error:

@@ -12,8 +12,9 @@ from tests.support.builders.specs import spec
 from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.cache import join, list_sources, pin
-from train_loop.data.prepare.check import main
+from train_loop.data.prepare.check import _beginnings, _compare, main
 from train_loop.data.prepare.encode import TextRules, encode_rows
+from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, pack
 from train_loop.data.prepare.rows import Row
 from train_loop.data.shards import write_part
@@ -52,7 +53,18 @@ def test_run_of_an_earlier_version_is_compared(
     assert main() == (0 if end_token else 1)
     out = capsys.readouterr().out
     if end_token:
-        assert out.endswith("the first 5 rows have the tokens and labels of the run\n")
+        assert out.endswith("5 of the first rows have the tokens and labels of the run\n")
     else:
-        assert "5 of the first 5 rows have other tokens or labels than in the run; the first is now " in out
+        assert "5 of 5 rows that were compared have other tokens or labels than in the run; the first is now " in out
         assert "⟦a0<|im_end|>⟧" in out
+
+
+def test_long_rows_are_compared_by_their_first_part(tmp_path: Path) -> None:
+    rows = [Document(np.arange(100, dtype=np.int32), None)]
+    assert [len(one.input_ids) for one in _beginnings(rows, Fit(50, "split", drops_untrained=False))] == [50]
+    (tmp_path / "old").mkdir()
+    part = write_part(pack(rows, 50), tmp_path / "old")
+    (first,) = _beginnings(rows, Fit(50, "split", drops_untrained=False))
+    assert _compare([first], part) == []
+    other = replace(first, input_ids=first.input_ids + 1)
+    assert _compare([other], part) == [other]

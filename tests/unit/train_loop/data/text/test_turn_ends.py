@@ -15,7 +15,7 @@ from tests.support.tokenizers.chats import CALL, CHATML, assistant, user
 from tests.support.tokenizers.random_folders import NEXT_ROLE, TOOL_USE
 from train_loop.data.prepare.boundaries import Boundaries, mark_trained
 from train_loop.data.prepare.packing import Document
-from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.chat import encode_chat, load_chat_templates, read_template
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
@@ -142,6 +142,24 @@ def test_template_file_is_used_for_all_rows(tmp_path: Path) -> None:
         DataError, match=r"data.chat_template file:///nowhere/a.jinja cannot be read: .*; give the file://"
     ):
         load_chat_templates(folder, "file:///nowhere/a.jinja")
+
+
+def test_template_that_is_not_used_may_be_broken(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", special=True)
+    folder = write(tmp_path, {"tool_use": TOOL_USE, "rag": "{% for %}"}, tokens=tokens, eos="<|im_end|>")
+    assert load_chat_templates(folder).choose([{}]).source == TOOL_USE
+    with pytest.raises(DataError, match=r"has no chat template named default; choose one with data.chat_template"):
+        encoded(folder)
+
+
+@pytest.mark.parametrize(("content", "found"), [(b"\xef\xbb\xbf{{ 1 }}", "{{ 1 }}"), (b"", None)])
+def test_template_file_without_byte_order_mark_and_content(tmp_path: Path, content: bytes, found: str | None) -> None:
+    (tmp_path / "own.jinja").write_bytes(content)
+    if found is not None:
+        assert read_template(str(tmp_path / "own.jinja")) == found
+        return
+    with pytest.raises(DataError, match=r"own.jinja is empty; write a Jinja template to it"):
+        read_template(str(tmp_path / "own.jinja"))
 
 
 CALLS = """{% for m in messages %}{{ m.content }}
