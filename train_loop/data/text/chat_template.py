@@ -170,7 +170,7 @@ class ChatTemplate:
         content = self._changes(text, messages[:turn], messages[turn], messages[turn + 1 :])[0]
         unseen = _unseen(text)
         try:
-            before = self._text([{"role": messages[turn]["role"], "content": unseen}]).partition(unseen)[0]
+            before = self._text([_with_content(messages[turn], unseen)]).partition(unseen)[0]
         except REFUSED:
             return 0
         start = content - _shared(text[:content][::-1], before[::-1])
@@ -184,8 +184,7 @@ class ChatTemplate:
     ) -> tuple[int, int, bool]:
         """Return the span that changes with the content of a message, and whether the template shows the message."""
         unseen = _unseen(text)
-        other = {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {"content": unseen}
-        changed = self._text([*before, other, *after])
+        changed = self._text([*before, _with_content(message, unseen), *after])
         start = _shared(text, changed)
         stop = max(start, len(text) - _shared(text[::-1], changed[::-1]))
         return start, stop, stop > start or changed.startswith(unseen, start)
@@ -237,6 +236,11 @@ def _within_bounds(text: str, messages: list[Message]) -> str:
             "allowed; correct the template"
         )
     return text
+
+
+def _with_content(message: Message, content: str) -> Message:
+    """Return a message with another content, and with the keys that a header may show."""
+    return {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {"content": content}
 
 
 def _unseen(text: str) -> str:

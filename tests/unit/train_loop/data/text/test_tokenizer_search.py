@@ -73,8 +73,8 @@ def _compare_chats(folder: str, peer: Any) -> None:
             theirs = peer.apply_chat_template(CHAT, tools=tools, return_dict=False)
         except Exception:
             with pytest.raises(DataError):
-                load_chat_templates(folder)
-            return
+                load_chat_templates(folder).choose(tools)
+            continue
         ids, labels = encode_chat(ours, load_chat_templates(folder), CHAT, None, tools)
         assert ids in (theirs, [*theirs, peer.eos_token_id])
         assert all(label in (token, IGNORE) for token, label in zip(ids, labels, strict=True))

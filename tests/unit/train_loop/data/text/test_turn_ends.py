@@ -93,6 +93,14 @@ def test_end_that_only_inner_turns_have_is_trained(tmp_path: Path) -> None:
     assert shown(folder) == CHATML_TEXT.removesuffix("\n")
 
 
+def test_header_with_a_name_is_not_trained(tmp_path: Path) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", special=True)
+    template = NOT_LAST.replace("{{ message.role }}", "{{ message.name or message.role }}")
+    folder = write(tmp_path, template, tokens=tokens, eos="<|im_end|>")
+    found = shown(folder, [user("a"), assistant("b"), user("c") | {"name": "Bob"}, assistant("d")])
+    assert "⟦b<|im_end|>⟧\n<|im_start|>Bob\nc" in found
+
+
 def test_end_of_the_text_does_not_hide_ends_of_turns(tmp_path: Path) -> None:
     tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=False)
     folder = write(tmp_path, FOOTER, tokens=tokens, eos="<|endoftext|>")
