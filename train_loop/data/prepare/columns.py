@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import types
 
+from train_loop.data.strict_json import unique_keys
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -142,19 +143,11 @@ def _reader(kind: pa.DataType) -> Read:
         return _if_present(lambda value: [item(one) for one in value])
     if types.is_map(kind):
         key, item = _reader(kind.key_type), _reader(kind.item_type)
-        return _if_present(lambda value: _object([(key(name), item(one)) for name, one in value]))
+        return _if_present(lambda value: unique_keys([(key(name), item(one)) for name, one in value]))
     if types.is_struct(kind):
         of = {field.name: _reader(field.type) for field in kind}
         return _if_present(lambda value: {name: of[name](one) for name, one in value.items() if one is not None})
     return lambda value: value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"a map has the key {twice!r:.60} more than once")
-    return made
 
 
 def _if_present(read: Read) -> Read:

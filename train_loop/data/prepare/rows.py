@@ -6,7 +6,6 @@ place, so that errors can name it in terms of the file.
 
 import io
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from train_loop.data.files import chunks, open_file, report_damage
 from train_loop.data.prepare.columns import BadCell, check_names, check_schema, read_cells
 from train_loop.data.prepare.sources import SourceFile
+from train_loop.data.strict_json import STRICT
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -209,7 +209,7 @@ def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 
 def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
-        values = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        values = json.loads(line, **STRICT)
     except json.JSONDecodeError as error:
         # The error's own text contains a line number, which is always 1.
         return Row(place, {}, f"invalid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
@@ -221,19 +221,6 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     if missing is not None:
         return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
     return Row(place, values)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that it has twice: which value is meant is unknown."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"an object has the key {twice!r:.60} {sum(name == twice for name, _ in pairs)} times")
-    return made
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number in JSON; write null")
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:

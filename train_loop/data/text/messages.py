@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from train_loop.data.strict_json import STRICT
 from train_loop.errors import DataError
 
 Message = dict[str, Any]
@@ -49,7 +50,7 @@ def read_tools(cell: Any) -> Tools | None:
     tools = cell
     if isinstance(cell, str):
         try:
-            tools = json.loads(cell) if cell.strip() else None
+            tools = json.loads(cell, **STRICT) if cell.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(f"tools must be a list or its JSON: {error}") from error
     if tools is None or tools == []:
@@ -86,7 +87,7 @@ def _with_objects(message: Message, number: int) -> Message:
 
 def _read_arguments(text: str, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(text) if text.strip() else {}
+        found = json.loads(text, **STRICT) if text.strip() else {}
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"messages[{number}] has tool arguments that are not JSON: {error}; write an object or its JSON"

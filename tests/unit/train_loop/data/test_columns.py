@@ -284,7 +284,7 @@ def test_map_with_a_key_twice_makes_only_its_row_invalid(tmp_path: Path) -> None
     turns = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([calls], ["arguments"]))
     pq.write_table(pa.table({"c": turns}), tmp_path / "a.parquet")
     bad, good = read(tmp_path / "a.parquet", MESSAGES)
-    assert bad.wrong == "column 'c' holds a value that cannot be read: a map has the key 'a' more than once"
+    assert bad.wrong == "column 'c' holds a value that cannot be read: an object has the key 'a' 2 times"
     assert good.values["c"] == [{"arguments": {"b": "1"}}]
 
 

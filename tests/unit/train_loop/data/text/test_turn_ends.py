@@ -184,7 +184,13 @@ def test_tool_arguments_as_json_text_are_read_once(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert '{"a": [1]}' in texts[0]
     assert "{}" in shown(folder, [user("a"), assistant("b", tool_calls=[call("")])])
-    for wrong, reason in (("{", "that are not JSON"), ("[1]", "which are not the JSON of an object")):
+    repeated = "that are not JSON: an object has the key 'a' 2 times"
+    for wrong, reason in (
+        ("{", "that are not JSON"),
+        ('{"a": NaN}', "that are not JSON: NaN is not a number"),
+        ('{"a": 1, "a": 2}', repeated),
+        ("[1]", "which are not the JSON of an object"),
+    ):
         with pytest.raises(DataError, match=rf"^messages\[1\] has tool arguments .*{reason}"):
             shown(folder, [user("a"), assistant("b", tool_calls=[call(wrong)])])
 
