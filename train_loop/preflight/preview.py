@@ -1,6 +1,7 @@
 """Preview of data preparation: the first rows of each source, prepared before the job runs."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from train_loop.data.prepare.judge import Place, check_rows
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row, cut, locate, read_piece
 from train_loop.data.prepare.sources import list_files
-from train_loop.data.text.chat import load_chat_templates
+from train_loop.data.text.chat import left_out, load_chat_templates
 from train_loop.data.text.messages import has_text_arguments
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
@@ -145,4 +146,16 @@ def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row], sample:
         notes += ["the column 'tools' is not used; name it in columns.tools to show it to the chat template"]
     if count := sum(has_text_arguments(row.values.get(str(columns.messages))) for row in rows):
         notes += [f"{count} of the first {len(rows)} rows have tool arguments as JSON text; they are read as objects"]
+    absent = [value for value in (_left_out(columns, rules, row) for row in rows) if value is not None]
+    if absent:
+        notes += [f"in {len(absent)} of the first {len(rows)} rows the chat template leaves out a value: {absent[0]}"]
     return notes if sample is None else [*notes, f"in the first {len(rows)} rows, {no_end_token(sample)}"]
+
+
+def _left_out(columns: ColumnsSpec, rules: TextRules, row: Row) -> str | None:
+    """Return a value of a good conversation that the chat template leaves out; None if it has all."""
+    templates = load_chat_templates(rules.tokenizer, rules.chat_template)
+    messages, tools = (row.values.get(str(name)) for name in (columns.messages, columns.tools))
+    with suppress(DataError):
+        return left_out(templates, messages, rules.system_prompt, tools)
+    return None

@@ -13,11 +13,10 @@ _AROUND = 200
 
 
 class Boundaries:
-    """A search through documents for BOS, and for a trained end token: the last of several trained tokens."""
+    """A search through documents for BOS, and for a trained token that ends a turn."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ends = np.array(sorted(tokenizer.end_tokens))
         self._found = False
         self._first: Document | None = None
         self._documents = self._with_bos = 0
@@ -32,7 +31,7 @@ class Boundaries:
         if not trained.any():
             return
         last = trained & ~np.append(trained[1:], False)
-        self._found = bool(np.isin(document.input_ids[last], self._ends).any())
+        self._found = bool(np.isin(document.input_ids[last], sorted(document.ends)).any())
         self._first = self._first or document
 
     @property

@@ -27,7 +27,7 @@ from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, SourceSpec
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
 
-TEXT_RULES = 4
+TEXT_RULES = 5
 """Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
 
 _AS_IT_IS_BYTES = 64 * 2**20

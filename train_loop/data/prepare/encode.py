@@ -95,13 +95,13 @@ def _documents(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -
         if isinstance(found, str):
             yield BadRow(row.place, found)
         else:
-            ids, labels = (None if part is None else np.asarray(part, np.int32) for part in found)
+            ids, labels = (None if part is None else np.asarray(part, np.int32) for part in found[:2])
             assert ids is not None
-            yield Document(ids, labels, weight)
+            yield Document(ids, labels, weight, *found[2:])
 
 
-def _token_lists(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterable[tuple[Any, Any] | str]:
-    """Return tokens and labels of each row, or the reason why it cannot be trained on."""
+def _token_lists(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterable[tuple[Any, ...] | str]:
+    """Return the parts of a document for each row, or the reason why it cannot be trained on."""
     if columns.input_ids is not None:
         return [(row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows]
     assert rules is not None

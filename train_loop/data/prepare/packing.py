@@ -15,6 +15,8 @@ class Document:
     input_ids: Tokens
     labels: Tokens | None = None
     weight: float | None = None
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a trained turn of a conversation."""
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,7 @@ def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
             "fate": pa.array([fate for _, fate in fitted], pa.string()),
             "input_ids": _lists([document.input_ids for document in documents]),
             "labels": _lists(labels),
+            "ends": pa.array([sorted(document.ends) for document in documents], pa.list_(pa.int32())),
             "weight": pa.array([document.weight for document in documents], pa.float32()),
         }
     )
@@ -222,9 +223,11 @@ def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -
             progress.skipped(tasks[task][piece].file, place, reason)
     progress.fitted(fate for fate in table["fate"].to_pylist() if fate is not None)
     ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
-    for number, weight in enumerate(table["weight"].to_pylist()):
-        if len(ids[number]):
-            yield Document(ids[number], labels[number] if len(labels[number]) else None, weight)
+    weights, ends = (table[name].to_pylist() for name in ("weight", "ends"))
+    for number, tokens in enumerate(ids):
+        if len(tokens):
+            its = labels[number] if len(labels[number]) else None
+            yield Document(tokens, its, weights[number], frozenset(ends[number]))
     if len(ids):
         task, read = (table[name][-1].as_py() for name in ("task", "read"))
         progress.advance(len(ids), tokens=sum(map(len, ids)), task=task, read=read)

@@ -1,14 +1,16 @@
 """Chat messages → tokens and labels, with the tokenizer's chat template; only the assistant's output is trained."""
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Rendered, compile_template, marker_of
-from train_loop.data.text.messages import Tools, read_conversation, read_tools
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
+from train_loop.data.text.messages import Conversation, Message, Tools, read_conversation, read_tools
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.text.turns import Turn, find_turns
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.system.input_files import read_input
@@ -58,11 +60,11 @@ def load_chat_templates(folder: str, chosen: str | None = None) -> ChatTemplates
     used = {name: source for name, source in sources.items() if name in wanted}
     if not used:
         raise DataError(_missing(folder, chosen, sorted(sources)))
-    marker = marker_of(tokenizer.added_tokens.values())
+    markers = tuple(tokenizer.added_tokens.values())
     for name, source in used.items():
         compile_template(source, f"the chat template {name!r}{place}")
     return ChatTemplates(
-        {name: ChatTemplate(source, tokenizer.variables, marker) for name, source in used.items()}, chosen
+        {name: ChatTemplate(source, tokenizer.variables, markers) for name, source in used.items()}, chosen
     )
 
 
@@ -99,7 +101,7 @@ def check_chat_template(folder: str, chosen: str | None = None) -> None:
     """Render the chat templates of a folder once, as preparation will. Raises DataError if one is unusable."""
     for name, template in load_chat_templates(folder, chosen).by_name.items():
         try:
-            template.render([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+            template.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
         except REFUSED as error:
             # Some templates need another conversation, for example a system prompt: only real rows can show an error.
             log.debug("the chat template rejects a plain conversation: %s", error)
@@ -111,66 +113,161 @@ def check_chat_template(folder: str, chosen: str | None = None) -> None:
             ) from error
 
 
+class ChatTokens(NamedTuple):
+    """The tokens of a conversation, which end with EOS."""
+
+    ids: list[int]
+    labels: list[int]
+    """All IGNORE if nothing is trained."""
+    ends: frozenset[int]
+    """Tokens that end a trained turn."""
+
+
 def encode_chat(
     tokenizer: TextTokenizer, templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation, ending with EOS, and their labels; all IGNORE if nothing is trained.
+) -> ChatTokens:
+    """Return the tokens of a conversation.
 
     `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
     """
-    conversation, template = read_conversation(messages), templates.choose(read_tools(tools))
-    if system_prompt is not None and conversation.messages[0]["role"] != "system":
-        conversation = conversation.after(system_prompt)
-    turns, untrained = conversation.messages, conversation.untrained
+    conversation, template = _read(templates, messages, system_prompt, tools)
+    turns, text, unused = _render(template, conversation)
+    added = len(turns) - len(messages)
+    for number, key in unused:
+        if _needs(template, conversation, number, key) or number < added:
+            raise DataError(_unused(templates, template, turns, number, key, added))
+    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
+    text.encode()
     try:
-        rendered = template.render(turns, untrained)
-    except DataError:
-        raise
+        trained = find_turns(template, turns, text, conversation.untrained)
     except (*REFUSED, *_FAULTS, RecursionError) as error:
         raise DataError(
-            f"the chat template rejects the messages: {error}; change the messages or the template"
+            f"the chat template does not show which text the model writes: {error}; mark it with {{% generation %}} in "
+            "the template"
         ) from error
-    if (unused := template.unused_key(turns, rendered.text)) is not None:
-        number, key = unused
+    ends_with_answer = turns[-1]["role"] == "assistant" and len(turns) - 1 not in conversation.untrained
+    if not template.marks_answers:
+        trained = _up_to_eos(tokenizer, text, trained)
+    return _with_bos(tokenizer, _encode(tokenizer, text, trained, ends_with_answer=ends_with_answer))
+
+
+def left_out(templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None) -> str | None:
+    """Return a value of a conversation that the template leaves out, as part of a sentence; None if it has all.
+
+    Raises DataError if the conversation cannot be encoded.
+    """
+    conversation, template = _read(templates, messages, system_prompt, tools)
+    turns, _, unused = _render(template, conversation)
+    added = len(turns) - len(messages)
+    return next((_described(turns, number, key, added) for number, key in unused), None)
+
+
+def _read(
+    templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any
+) -> tuple[Conversation, ChatTemplate]:
+    conversation, template = read_conversation(messages), templates.choose(read_tools(tools))
+    return conversation if system_prompt is None else conversation.after(system_prompt), template
+
+
+_Written = tuple[list[Message], str, list[tuple[int, str]]]
+"""The messages in one form, their text, and the values that the text lacks."""
+
+
+def _render(template: ChatTemplate, conversation: Conversation) -> _Written:
+    """Return the form of a conversation that a template writes best. Raises DataError if it rejects all forms."""
+    best: _Written | None = None
+    least, fault = (0, 0), None
+    for form in conversation.forms:
+        try:
+            text = template.text(form)
+        except DataError:
+            raise
+        except (*REFUSED, *_FAULTS, RecursionError) as error:
+            fault = fault or error
+            continue
+        unused = template.unused_values(form, text)
+        faults = len(unused), sum(text.count(notation) for notation in conversation.notations)
+        if best is None or faults < least:
+            best, least = (form, text, unused), faults
+        if least == (0, 0):
+            break
+    if best is None:
         raise DataError(
-            f"messages[{number - (len(turns) - len(messages))}] has the key {key!r:.60}, which the chat template does "
-            f"not use; remove it from the data, or use a template that does{_advice(templates, key)}"
-        )
-    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
-    rendered.text.encode()
-    ends_with_answer = turns[-1]["role"] == "assistant" and len(turns) - 1 not in untrained
-    return _with_bos(tokenizer, *_encode(tokenizer, rendered, ends_with_answer=ends_with_answer))
+            f"the chat template rejects the messages: {fault}; change the messages or the template"
+        ) from fault
+    return best
 
 
-def _advice(templates: ChatTemplates, key: str) -> str:
-    if key != "tool_calls" or "tool_use" not in templates.by_name or templates.chosen == "tool_use":
-        return ""
-    return ", for example with columns.tools, or with data.chat_template: tool_use"
+def _needs(template: ChatTemplate, conversation: Conversation, number: int, key: str) -> bool:
+    """Return whether a row cannot be trained without a value: it is what the model has to write, or is unknown."""
+    message = conversation.messages[number]
+    is_answer = message["role"] == "assistant" and number not in conversation.untrained
+    beside_calls = key == "content" and message.get("tool_calls")
+    return not template.mentions(key) or (is_answer and not beside_calls)
 
 
-def _encode(tokenizer: TextTokenizer, rendered: Rendered, *, ends_with_answer: bool) -> tuple[list[int], list[int]]:
-    """Return the token ids of a text, with EOS, and their labels; a token is trained if any of its text is."""
-    trained = bytearray(len(rendered.text))
-    for start, stop in rendered.trained:
+def _described(turns: list[Message], number: int, key: str, added: int) -> str:
+    beside = {"content": "tool_calls", "tool_calls": "content"}.get(key, "")
+    where = f"messages[{number - added}]" if number >= added else "the system message of data.system_prompt"
+    return f"the {key:.60} of {where} (role {turns[number]['role']:.60})" + (
+        f" beside its {beside}" if turns[number].get(beside) else ""
+    )
+
+
+def _unused(
+    templates: ChatTemplates, template: ChatTemplate, turns: list[Message], number: int, key: str, added: int
+) -> str:
+    """Return the reason why a row with a value that the template does not use is refused."""
+    if number < added:
+        return "the chat template does not use a system message; remove data.system_prompt, or choose another template"
+    advice = ""
+    if key == "tool_calls" and "tool_use" in templates.by_name and templates.chosen != "tool_use":
+        advice = ", for example with columns.tools, or with data.chat_template: tool_use"
+    fault = f"messages[{number - added}] has the key {key!r:.60}, which the chat template does not use"
+    if template.mentions(key):
+        fault = f"the chat template leaves out {_described(turns, number, key, added)}"
+    return f"{fault}; remove it from the data, or use a template that does{advice}"
+
+
+def _encode(tokenizer: TextTokenizer, text: str, turns: list[Turn], *, ends_with_answer: bool) -> ChatTokens:
+    """Return the tokens of a text, with EOS; a token is trained if any of its text is."""
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    starts = [start for start, _ in offsets]
+    trained = bytearray(len(text))
+    for start, _, stop in turns:
         trained[start:stop] = b"\1" * (stop - start)
-    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     labels = [token if 1 in trained[start:stop] else IGNORE for token, (start, stop) in zip(ids, offsets, strict=True)]
-    end = len(rendered.text.rstrip())
-    last = next((token for token, (start, _) in zip(ids[::-1], offsets[::-1], strict=True) if start < end), None)
-    if last == tokenizer.eos:
-        return ids, labels
+    ends = {ids[bisect_left(starts, turn.stop) - 1] for turn in turns if turn.end < turn.stop}
+    length = len(text.rstrip())
+    if ids[bisect_left(starts, length) - 1 :][:1] == [tokenizer.eos]:
+        return ChatTokens(ids, labels, frozenset(ends))
     # The model learns to write EOS after its own last message, unless another end token ends that message. If text
     # that the model does not write comes between them, it would never get there.
-    reached = max((stop for _, stop in rendered.trained), default=0) >= end
-    ended = next((label for label in reversed(labels) if label != IGNORE), IGNORE) in tokenizer.end_tokens
-    eos_is_trained = ends_with_answer and reached and not ended
-    return [*ids, tokenizer.eos], [*labels, tokenizer.eos if eos_is_trained else IGNORE]
+    reached = max((turn.stop for turn in turns), default=0) >= length
+    last = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
+    is_ended = bool(turns) and turns[-1].end < turns[-1].stop and last in tokenizer.end_tokens
+    if not (ends_with_answer and reached) or is_ended:
+        return ChatTokens([*ids, tokenizer.eos], [*labels, IGNORE], frozenset(ends))
+    return ChatTokens([*ids, tokenizer.eos], [*labels, tokenizer.eos], frozenset(ends | {tokenizer.eos}))
 
 
-def _with_bos(tokenizer: TextTokenizer, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
+def _up_to_eos(tokenizer: TextTokenizer, text: str, turns: list[Turn]) -> list[Turn]:
+    """Return turns that stop after the first EOS of their ends, as the model writes nothing after it.
+
+    Some templates write the generation prompt after each conversation.
+    """
+    eos = str(tokenizer.variables["eos_token"])
+    places = (text.find(eos, turn.end, turn.stop) for turn in turns)
+    return [
+        turn if place < 0 else turn._replace(stop=place + len(eos)) for turn, place in zip(turns, places, strict=True)
+    ]
+
+
+def _with_bos(tokenizer: TextTokenizer, tokens: ChatTokens) -> ChatTokens:
     """Apply `data.add_bos` to a conversation, whose BOS the chat template writes."""
+    ids, labels, ends = tokens
     begins = tokenizer.bos is not None and ids[:1] == [tokenizer.bos]
     if tokenizer.add_bos is True and not begins:
         assert tokenizer.bos is not None, "checked by adding_bos"
-        return [tokenizer.bos, *ids], [IGNORE, *labels]
-    return (ids[1:], labels[1:]) if tokenizer.add_bos is False and begins else (ids, labels)
+        return ChatTokens([tokenizer.bos, *ids], [IGNORE, *labels], ends)
+    return ChatTokens(ids[1:], labels[1:], ends) if tokenizer.add_bos is False and begins else tokens

@@ -1,6 +1,7 @@
 """Chat messages in the data: their format, and the flags that exclude messages from training."""
 
 import json
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,23 +18,51 @@ _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, without null keys and training flags; arguments of tool calls are objects."""
+    """The messages of a row, without training flags and null keys; content beside tool calls can be null."""
 
     messages: list[Message]
+    """Arguments of tool calls are objects."""
+    given: list[Message]
+    """The same with arguments as in the row, which may be JSON text."""
     untrained: frozenset[int]
     """Indices of assistant messages that are not trained."""
 
     def after(self, system_prompt: str) -> "Conversation":
-        """Return the conversation with a system message in front."""
+        """Return the conversation with a system message in front; unchanged if it begins with one."""
+        if self.messages[0]["role"] in ("system", "developer"):
+            return self
         first = {"role": "system", "content": system_prompt}
-        return Conversation([first, *self.messages], frozenset(number + 1 for number in self.untrained))
+        untrained = frozenset(number + 1 for number in self.untrained)
+        return Conversation([first, *self.messages], [first, *self.given], untrained)
+
+    @property
+    def forms(self) -> Iterator[list[Message]]:
+        """Yield the messages in each form that a template may need, the usual one first.
+
+        Arguments of tool calls are objects, or text for templates that join texts. Absent content of a message with
+        tool calls is as in the row, null or empty text.
+        """
+        forms = [self.messages]
+        if any(_calls(message) for message in self.messages):
+            forms += [[_with_text(message) for message in self.given]]
+        yield from forms
+        if any(not message["content"] and message.get("tool_calls") for message in self.messages):
+            for empty in (None, ""):
+                yield from ([_with_empty(message, empty) for message in form] for form in forms)
+
+    @property
+    def notations(self) -> set[str]:
+        """Python's notation of values that a template should write as JSON text, or not at all."""
+        found = {"None"} if any(message["content"] is None for message in self.messages) else set()
+        calls = (call["arguments"] for message in self.messages for call in _calls(message))
+        return found | {str(arguments) for arguments in calls if arguments}
 
 
 def read_conversation(messages: Any) -> Conversation:
     """Return the conversation of a row. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages must be a non-empty list, not {messages!r:.60}; {_FORM}")
-    kept, untrained = list[Message](), set[int]()
+    given, untrained = list[Message](), set[int]()
     for number, message in enumerate(messages):
         problem = _problem(message)
         if problem:
@@ -41,8 +70,9 @@ def read_conversation(messages: Any) -> Conversation:
         own = {key: value for key, value in message.items() if value is not None}
         if not _is_trained(own, number) and own["role"] == "assistant":
             untrained.add(number)
-        kept.append(_with_objects({key: value for key, value in own.items() if key not in _SWITCHES}, number))
-    return Conversation(kept, frozenset(untrained))
+        given.append({"content": None} | {key: value for key, value in own.items() if key not in _SWITCHES})
+    messages = [_with_objects(message, number) for number, message in enumerate(given)]
+    return Conversation(messages, given, frozenset(untrained))
 
 
 def read_tools(cell: Any) -> Tools | None:
@@ -53,7 +83,7 @@ def read_tools(cell: Any) -> Tools | None:
             tools = json.loads(cell, **STRICT) if cell.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(f"tools must be a list or its JSON: {error}") from error
-    if tools is None or tools == []:
+    if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"tools must be a list of objects, not {tools!r:.60}")
@@ -75,13 +105,27 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _with_objects(message: Message, number: int) -> Message:
-    """Return a message whose tool calls have objects as arguments: templates would quote JSON text a second time."""
+    """Return a message whose tool calls have objects as arguments: most templates would quote JSON text again."""
     if not any(isinstance(call["arguments"], str) for call in _calls(message)):
         return message
     copy: Message = deepcopy(message)
     for call in _calls(copy):
         if isinstance(call["arguments"], str):
             call["arguments"] = _read_arguments(call["arguments"], number)
+    return copy
+
+
+def _with_empty(message: Message, content: str | None) -> Message:
+    """Return a message with another content if it has tool calls and nothing else."""
+    return message if message["content"] or not message.get("tool_calls") else {**message, "content": content}
+
+
+def _with_text(message: Message) -> Message:
+    """Return a message whose tool calls have JSON text as arguments; text of the row is unchanged."""
+    copy: Message = deepcopy(message)
+    for call in _calls(copy):
+        if not isinstance(call["arguments"], str):
+            call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
     return copy
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from train_loop.data.dataset import IGNORE
@@ -66,9 +66,10 @@ class TextTokenizer:
                 [prompt + response for prompt, response in pairs], add_special_tokens=False
             )
         rows = []
-        for (prompt, _), encoding in zip(pairs, encodings, strict=True):
+        for (prompt, response), encoding in zip(pairs, encodings, strict=True):
             ids = self._document(encoding.ids)
-            untrained = len(self.prefix) + sum(stop <= len(prompt) for _, stop in encoding.offsets)
+            offsets = self._own_offsets(encoding, prompt + response)
+            untrained = len(self.prefix) + sum(stop <= len(prompt) for _, stop in offsets)
             rows.append((ids, [IGNORE] * untrained + ids[untrained:]))
         return rows
 
@@ -76,7 +77,14 @@ class TextTokenizer:
         """Return the token ids of one text, without special tokens, and the characters [start, stop) of each token."""
         with _named_faults():
             encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+        return encoding.ids, self._own_offsets(encoding, text)
+
+    def _own_offsets(self, encoding: Encoding, text: str) -> list[tuple[int, int]]:
+        """Return the characters of each token, for added tokens without the white space that they take in."""
+        return [
+            _stripped(text, span) if token in self.added_tokens else span
+            for token, span in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
 
     @cached_property
     def added_tokens(self) -> dict[int, str]:
@@ -164,6 +172,13 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in text:
         return "it needs code from its folder, which is not run; save it as a fast tokenizer"
     return f"{text[:_LONGEST_REASON]}; save it again with transformers"
+
+
+def _stripped(text: str, span: tuple[int, int]) -> tuple[int, int]:
+    """Return a span without white space at its ends; unchanged if it holds nothing else."""
+    start, stop = span
+    own = text[start:stop]
+    return (start + len(own) - len(own.lstrip()), stop - len(own) + len(own.rstrip())) if own.strip() else span
 
 
 def _surroundings(theirs: list[list[int]], plain: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

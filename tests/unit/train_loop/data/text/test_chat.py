@@ -21,6 +21,7 @@ from tests.support.tokenizers.chats import CALL, CHAT, CHATML, TEMPLATES, assist
 from train_loop.data.dataset import IGNORE
 from train_loop.data.text.chat import encode_chat, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.text.turns import find_turns
 from train_loop.errors import DataError
 
 ROOT = Path(mkdtemp())
@@ -45,7 +46,7 @@ def peer(name: str) -> Any:
 
 
 def encode(name: str, messages: Any, system_prompt: str | None = None) -> tuple[list[int], list[int]]:
-    return encode_chat(load_tokenizer(folder(name)), load_chat_templates(folder(name)), messages, system_prompt)
+    return encode_chat(load_tokenizer(folder(name)), load_chat_templates(folder(name)), messages, system_prompt)[:2]
 
 
 def decode(tokenizer: TextTokenizer, ids: list[int]) -> str:
@@ -117,7 +118,7 @@ def test_token_that_overlaps_an_answer_is_trained() -> None:
 def test_spaces_missing_from_tokenizer_offsets_are_trained(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, template=CHATML, eos="<|im_end|>", trim=True)
     tokenizer = load_tokenizer(folder)
-    _, labels = encode_chat(tokenizer, load_chat_templates(folder), [user("a"), assistant("  ")], None)
+    _, labels, _ = encode_chat(tokenizer, load_chat_templates(folder), [user("a"), assistant("  ")], None)
     assert decode(tokenizer, [token for token in labels if token != IGNORE]) == "  <|im_end|>"
 
 
@@ -237,13 +238,14 @@ def test_end_of_document_is_trained_only_after_an_assistant_turn() -> None:
 
 def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, bool]]) -> None:
     """Check text, tokens and each trained character against the expected ones."""
-    rendered = load_chat_templates(folder(name)).choose(None).render(messages)
-    assert rendered.text == "".join(text for text, _ in expected)
+    template = load_chat_templates(folder(name)).choose(None)
+    text = template.text(messages)
+    assert text == "".join(text for text, _ in expected)
     starts = [sum(len(text) for text, _ in expected[:n]) for n in range(len(expected))]
     spans = [
         (start, start + len(text)) for start, (text, is_trained) in zip(starts, expected, strict=True) if is_trained
     ]
-    assert [tuple(span) for span in rendered.trained] == spans
+    assert [(turn.start, turn.stop) for turn in find_turns(template, messages, text)] == spans
     ids, labels = encode(name, messages)
     assert ids == peer(name).apply_chat_template(messages, return_dict=False)
     trained = decode(load_tokenizer(folder(name)), [token for token in labels if token != IGNORE])

@@ -42,7 +42,7 @@ def test_special_tokens_are_read_from_any_file(tmp_path: Path) -> None:
         tmp_path, lambda config: config.update(bos_token={"__type": "AddedToken", "content": "<bos>"}, unk_token=None)
     )
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}}')
-    assert load_chat_templates(str(tmp_path)).choose(None).render([user("a")]).text == "<bos></s><pad>"
+    assert load_chat_templates(str(tmp_path)).choose(None).text([user("a")]) == "<bos></s><pad>"
 
 
 def test_tokenizer_without_a_template_is_rejected(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _compare_chats(folder: str, peer: Any) -> None:
             with pytest.raises(DataError):
                 load_chat_templates(folder).choose(tools)
             continue
-        ids, labels = encode_chat(ours, load_chat_templates(folder), CHAT, None, tools)
+        ids, labels, _ = encode_chat(ours, load_chat_templates(folder), CHAT, None, tools)
         text = peer.apply_chat_template(CHAT, tools=tools, tokenize=False)
         ends = peer(text.rstrip(), add_special_tokens=False)["input_ids"][-1:] == [peer.eos_token_id]
         assert ids == (theirs if ends else [*theirs, peer.eos_token_id])

@@ -6,15 +6,13 @@ Expected texts show trained text between ⟦ and ⟧.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tokenizers.chats import CALL, CHATML, assistant, user
 from tests.support.tokenizers.random_folders import NEXT_ROLE, TOOL_USE
-from train_loop.data.prepare.boundaries import Boundaries, mark_trained
-from train_loop.data.prepare.packing import Document
+from tests.support.tokenizers.turns import added, encoded, shown, write
+from train_loop.data.prepare.boundaries import Boundaries
 from train_loop.data.text.chat import encode_chat, load_chat_templates, read_template
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
@@ -30,36 +28,9 @@ FOOTER = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
 SPELLED = "{% for m in messages %}### {{ m.role }}: {{ m.content }} ### End\n{% endfor %}"
 
 
-def write(
-    folder: Path, template: Any, *, tokens: list[AddedToken], eos: str, words: tuple[str, ...] = (), **more: Any
-) -> str:
-    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *words]
-    tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(tokens)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=template, **more).save_pretrained(
-        folder
-    )
-    return str(folder)
-
-
-def added(*names: str, special: bool) -> list[AddedToken]:
-    return [AddedToken(name, special=special, normalized=False) for name in names]
-
-
-def encoded(folder: str, messages: Any = TALK, tools: Any = None) -> Document:
-    ids, labels = encode_chat(load_tokenizer(folder), load_chat_templates(folder), messages, None, tools)
-    return Document(np.asarray(ids), np.asarray(labels))
-
-
-def shown(folder: str, messages: Any = TALK, tools: Any = None) -> str:
-    return mark_trained(load_tokenizer(folder), encoded(folder, messages, tools))
-
-
 def warning(folder: str) -> str | None:
     ends = Boundaries(load_tokenizer(folder))
-    ends.see(encoded(folder))
+    ends.see(encoded(folder, TALK))
     return ends.sample_without_end
 
 
@@ -68,21 +39,21 @@ def warning(folder: str) -> str | None:
 def test_end_token_is_trained_whatever_its_flag(tmp_path: Path, special: bool, eos: str) -> None:
     tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=special)
     folder = write(tmp_path, CHATML, tokens=tokens, eos=eos)
-    assert shown(folder) == CHATML_TEXT + ("<|endoftext|>" if eos == "<|endoftext|>" else "")
+    assert shown(folder, TALK) == CHATML_TEXT + ("<|endoftext|>" if eos == "<|endoftext|>" else "")
     assert warning(folder) is None
 
 
 def test_end_token_of_the_base_vocabulary_is_trained(tmp_path: Path) -> None:
     words = ("<|im_start|>", "<|im_end|>")
     folder = write(tmp_path, CHATML, tokens=[], eos="<|im_end|>", words=words)
-    assert shown(folder) == CHATML_TEXT
+    assert shown(folder, TALK) == CHATML_TEXT
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_turn_that_the_next_role_ends_trains_its_marker(tmp_path: Path, special: bool) -> None:
     tokens = added("<|user|>", "<|assistant|>", "<|endoftext|>", special=special)
     folder = write(tmp_path, NEXT_ROLE, tokens=tokens, eos="<|endoftext|>")
-    assert shown(folder) == "<|user|>\na<|assistant|>\n⟦b<|user|>⟧\nc<|assistant|>\n⟦d<|endoftext|>⟧"
+    assert shown(folder, TALK) == "<|user|>\na<|assistant|>\n⟦b<|user|>⟧\nc<|assistant|>\n⟦d<|endoftext|>⟧"
     again = shown(folder, [user("a"), assistant("b"), assistant("c")])
     assert again == "<|user|>\na<|assistant|>\n⟦b⟧<|assistant|>\n⟦c<|endoftext|>⟧"
 
@@ -90,7 +61,7 @@ def test_turn_that_the_next_role_ends_trains_its_marker(tmp_path: Path, special:
 def test_end_that_only_inner_turns_have_is_trained(tmp_path: Path) -> None:
     tokens = added("<|im_start|>", "<|im_end|>", special=False)
     folder = write(tmp_path, NOT_LAST, tokens=tokens, eos="<|im_end|>")
-    assert shown(folder) == CHATML_TEXT.removesuffix("\n")
+    assert shown(folder, TALK) == CHATML_TEXT.removesuffix("\n")
 
 
 def test_header_with_a_name_is_not_trained(tmp_path: Path) -> None:
@@ -104,12 +75,12 @@ def test_header_with_a_name_is_not_trained(tmp_path: Path) -> None:
 def test_end_of_the_text_does_not_hide_ends_of_turns(tmp_path: Path) -> None:
     tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=False)
     folder = write(tmp_path, FOOTER, tokens=tokens, eos="<|endoftext|>")
-    assert shown(folder).startswith(CHATML_TEXT.split("⟦d")[0])
+    assert shown(folder, TALK).startswith(CHATML_TEXT.split("⟦d")[0])
 
 
 def test_end_in_plain_text_is_trained_before_eos(tmp_path: Path) -> None:
     folder = write(tmp_path, SPELLED, tokens=added("</s>", special=True), eos="</s>")
-    assert shown(folder) == (
+    assert shown(folder, TALK) == (
         "### user: a ### End\n### assistant: ⟦b ### End⟧\n### user: c ### End\n### assistant: ⟦d ### End⟧\n⟦</s>⟧"
     )
 
@@ -130,7 +101,7 @@ def test_named_template_is_chosen_as_transformers_does(tmp_path: Path) -> None:
     peer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
     for chosen in (None, tools):
         theirs = peer.apply_chat_template(TALK, tools=chosen, return_dict=False)
-        assert encoded(folder, tools=chosen).input_ids.tolist() == theirs
+        assert encoded(folder, TALK, chosen).input_ids.tolist() == theirs
     assert load_chat_templates(folder).use_tools
     with pytest.raises(DataError, match="has no chat template named 'rag'; it has default, tool_use; correct data"):
         load_chat_templates(folder, "rag")
@@ -157,7 +128,7 @@ def test_template_that_is_not_used_may_be_broken(tmp_path: Path) -> None:
     folder = write(tmp_path, {"tool_use": TOOL_USE, "rag": "{% for %}"}, tokens=tokens, eos="<|im_end|>")
     assert load_chat_templates(folder).choose([{}]).source == TOOL_USE
     with pytest.raises(DataError, match=r"has no chat template named default; choose one with data.chat_template"):
-        encoded(folder)
+        encoded(folder, TALK)
 
 
 @pytest.mark.parametrize(("content", "found"), [(b"\xef\xbb\xbf{{ 1 }}", "{{ 1 }}"), (b"", None)])
@@ -206,7 +177,7 @@ def test_bos_begins_documents_as_add_bos_says(tmp_path: Path) -> None:
     tokenizer, templates = load_tokenizer(folder), load_chat_templates(folder)
     for rule, text, chat in (("auto", False, True), (True, True, True), (False, False, False)):
         ours = tokenizer.adding_bos(rule)  # type: ignore[arg-type]
-        ids, labels = encode_chat(ours, templates, TALK, None)
+        ids, labels, _ = encode_chat(ours, templates, TALK, None)
         assert (ids[0] == ours.bos, len(ids)) == (chat, len(labels))
         assert (ours.encode(["a"])[0][0] == ours.bos) is text
         (found,) = ours.encode_responses([("a", "b")])

@@ -3,21 +3,18 @@
 Template and expected text are made of the same parts; trained text is between ⟦ and ⟧.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
 
 from tests.support.builders.searches import seeds
-from train_loop.data.prepare.boundaries import mark_trained
-from train_loop.data.prepare.packing import Document
-from train_loop.data.text.chat import encode_chat, load_chat_templates
+from tests.support.tokenizers.turns import shown, write
 from train_loop.data.text.messages import Message
-from train_loop.data.text.tokenizer import load_tokenizer
 
 EOS = "<|endoftext|>"
 BASE = "<|base|>"
@@ -43,12 +40,16 @@ class Format:
     """Whether the template marks what is trained."""
     prompts: bool
     """Whether the template has a generation prompt."""
+    call: tuple[str, str]
+    """Text before and after the arguments of a tool call."""
+    takes_space: bool
+    """Whether the tokens of roles take in the white space after them."""
 
     @classmethod
     def draw(cls, random: Random) -> "Format":
         """Return a random format."""
         shape = random.choice(["<|im_start|>{}\n", "<|{}|>", "<|{}|>\n", "[{}] ", "### {}:\n"])
-        roles = {"system": "system", "user": "user", "assistant": random.choice(["assistant", "model"])}
+        roles = {"system": "system", "user": "user", "assistant": random.choice(["assistant", "model"]), "tool": "tool"}
         ending = random.choice(["<|im_end|>", "<|im_end|>", BASE, " ### End", "</s><|im_end|>", EOS, ""])
         return cls(
             start=random.choice(["", "", "<s>", "You are kind.\n"]),
@@ -59,42 +60,62 @@ class Format:
             footer=random.choice(["", "", "\n"]),
             marked=random.random() < 0.2,
             prompts=random.random() < 0.8,
+            call=random.choice([("<|call|>", "<|done|>"), ("[CALL] ", ""), ("\n", "\n<|done|>")]),
+            takes_space=shape.startswith("<|{}") and random.random() < 0.4,
         )
 
     @property
     def template(self) -> str:
         """The format as a Jinja template."""
         end = "{% if not loop.last %}" + self.ending + "{% endif %}" if self.only_inner else self.ending
-        said = "{{ message.content }}" + end
+        before, after = self.call
+        calls = "{{ " + repr(before) + " }}{{ call.function.arguments | tojson }}{{ " + repr(after) + " }}"
+        said = "{{ message.content or '' }}{% for call in message.tool_calls or [] %}" + calls + "{% endfor %}" + end
         if self.marked:
             marked = "{% generation %}" + said + "{% endgeneration %}"
             said = "{% if message.role == 'assistant' %}" + marked + "{% else %}" + said + "{% endif %}"
-        header = "{{ {" + ", ".join(f"'{role}': {text!r}" for role, text in self.headers.items()) + "}[message.role] }}"
+        header = "{{ {" + ", ".join(f"'{role}': {text!r}" for role, text in self.headers.items()) + "}[message.role]"
+        header += " | replace(message.role, message.name or message.role) }}"
         body = "{% for message in messages %}" + header + said + "{{ " + repr(self.gap) + " }}{% endfor %}"
         prompt = "{% if add_generation_prompt %}{{ " + repr(self.headers["assistant"]) + " }}{% endif %}"
         parts = [self.start, body, "{{ " + repr(self.footer) + " }}", prompt if self.prompts else ""]
         return "".join("{{ " + repr(part) + " }}" if part == self.start else part for part in parts if part)
 
+    def header(self, message: Message) -> str:
+        """Return the text before a message."""
+        return self.headers[message["role"]].replace(message["role"], str(message.get("name", message["role"])))
+
     def expected(self, messages: list[Message]) -> str:
         """Return the text of a conversation that ends with EOS, with trained text in ⟦⟧."""
         text = self.start
         for number, message in enumerate(messages):
-            text += self.headers[message["role"]].replace("\0", "")
+            said = (message["content"] or "") + "".join(map(self._called, message.get("tool_calls", [])))
+            text += self._seen(self.header(message))
+            said = said.lstrip() if self.takes_space else said
             last = number + 1 == len(messages)
             end = "" if last and self.only_inner else self.ending
             if message["role"] != "assistant":
-                text += message["content"] + end + self.gap
+                text += said + end + self.gap
                 continue
-            following = "" if last else messages[number + 1]["role"]
-            text += self._turn(message["content"], end, None if last else self.headers[following], following)
+            following = None if last else messages[number + 1]
+            text += self._turn(said, end, following)
         return text + self.footer
 
-    def _turn(self, content: str, end: str, header: str | None, following: str) -> str:
+    def _seen(self, header: str) -> str:
+        return header.rstrip() if self.takes_space else header
+
+    def _called(self, call: dict[str, Any]) -> str:
+        arguments = call["function"]["arguments"]
+        return (arguments if isinstance(arguments, str) else json.dumps(arguments)).join(self.call)
+
+    def _turn(self, said: str, end: str, following: Message | None) -> str:
         """Return an assistant's turn; if nothing ends it, the marker of the next role does."""
-        if end or self.marked or header is None or following == "assistant" or not header.startswith("<|"):
-            return f"⟦{content}{end}⟧{self.gap}"
+        header = "" if following is None else self.header(following)
+        is_next = following is not None and following["role"] != "assistant" and header.startswith("<|")
+        if end or self.marked or not is_next:
+            return f"⟦{said}{end}⟧{self.gap}"
         marker = header[: header.index("|>") + 2]
-        return f"⟦{content}{self.gap}{marker}⟧\0{marker}"
+        return f"⟦{said}{self.gap}{marker}⟧\0{marker}"
 
 
 def clean(text: str) -> str:
@@ -111,39 +132,59 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("templates")
 
 
-def write(folder: Path, template: str, random: Random) -> str:
-    words = [*pre_tokenizers.ByteLevel.alphabet(), BASE]
-    tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = ["<|im_start|>", "<|im_end|>", "</s>", "<s>", EOS, "<|user|>", "<|assistant|>", "<|model|>", "<|system|>"]
-    tokenizer.add_tokens([AddedToken(name, special=random.random() < 0.5, normalized=False) for name in names])
-    peer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=template)
-    peer.save_pretrained(folder)
-    return str(folder)
+def write_format(folder: Path, form: Format, random: Random) -> str:
+    roles = [f"<|{role}|>" for role in ("user", "assistant", "model", "system", "tool", "Bob")]
+    names = ["<|im_start|>", "<|im_end|>", "</s>", "<s>", EOS, "<|call|>", "<|done|>"]
+    tokens = [AddedToken(name, special=random.random() < 0.5, normalized=False) for name in names]
+    tokens += [AddedToken(role, special=True, normalized=False, rstrip=form.takes_space) for role in roles]
+    return write(folder, form.template, tokens=tokens, eos=EOS, words=(BASE,))
 
 
-def conversation(random: Random) -> list[Message]:
+def conversation(random: Random, form: Format) -> list[Message]:
     """Return a conversation whose last message is the assistant's."""
+    words = [
+        "yes",
+        "no",
+        "user",
+        "a b",
+        "model",
+        "<x>",
+        "5 + 5",
+        "é👋",
+        *([" so", "\n\nso"] if form.takes_space else []),
+    ]
     roles = [*(["system"] if random.random() < 0.3 else [])]
     for _ in range(random.randint(1, 3)):
-        roles += ["user", "assistant"]
+        roles += ["user", *(["call", "tool"] if random.random() < 0.3 else []), "assistant"]
         roles += ["assistant"] if random.random() < 0.1 else []
-    words = ["yes", "no", "user", "a b", "model", "<x>", "5 + 5", "é👋"]
-    return [{"role": role, "content": random.choice(words)} for role in roles]
+    if random.random() < 0.1:
+        roles[-1] = "call"
+    return [_message(random, role, random.choice(words)) for role in roles]
+
+
+def _message(random: Random, role: str, content: str) -> Message:
+    if role == "call":
+        arguments = random.choice(['{"a": 1}', {"a": 1}, {}, '{"b": [true, null]}'])
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}] * random.randint(1, 2)
+        return {"role": "assistant", "content": random.choice([None, "", content]), "tool_calls": calls}
+    named = {"name": "Bob"} if role == "user" and random.random() < 0.1 else {}
+    return {"role": role, "content": content, **named}
 
 
 @pytest.mark.parametrize("seed", range(seeds(200, more=3000)))
 def test_assistant_turns_are_trained_with_their_ends(home: Path, seed: int) -> None:
     random = Random(seed)
-    form, messages = Format.draw(random), conversation(random)
-    folder = write(home / str(seed), form.template, random)
-    ids, labels = encode_chat(load_tokenizer(folder), load_chat_templates(folder), messages, None)
-    shown = mark_trained(load_tokenizer(folder), Document(np.asarray(ids), np.asarray(labels)))
+    form = Format.draw(random)
+    messages = conversation(random, form)
+    folder = write_format(home / str(seed), form, random)
+    system = "Be kind." if random.random() < 0.2 else None
+    found = shown(folder, messages, system=system)
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     text = clean(form.expected(messages))
     ends = "" if form.only_inner else form.ending
     if not text.rstrip().removesuffix("⟧").endswith(EOS):
         # The model learns EOS after its last turn if no end token ends that turn.
         trains_eos = not ends.endswith("|>") or ends == BASE
         text += f"⟦{EOS}⟧" if trains_eos else EOS
-    assert shown.replace("⟧⟦", "") == text.replace("⟧⟦", "")
+    assert found.replace("⟧⟦", "") == text.replace("⟧⟦", "")

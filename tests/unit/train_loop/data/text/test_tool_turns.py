@@ -1,0 +1,209 @@
+"""Turns with tool calls, in formats modelled on those of published models: what the model writes, and what it lacks.
+
+Expected texts show trained text between ⟦ and ⟧.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.support.tokenizers.chats import assistant, user
+from tests.support.tokenizers.turns import added, encoded, shown, write
+from train_loop.data.prepare.boundaries import Boundaries
+from train_loop.data.text.chat import left_out, load_chat_templates
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+
+# Like GLM's: the marker of the next role ends a turn, and an added token ends a call.
+GLM = """{% for m in messages %}
+{%- if m.role == 'tool' %}<|observation|>{{ m.content }}
+{%- else %}<|{{ m.role }}|>{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+# Like gpt-oss': a call is part of the header that the model writes, and an end token says what ended.
+HARMONY = """{% for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+    {%- if m.content and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{% endif %}
+    {{- '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|message|>{}<|call|>' }}
+{%- elif m.role == 'assistant' %}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+    {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- elif m.role == 'tool' %}
+    {%- if messages[loop.index0 - 1].tool_calls is not defined %}{{ raise_exception('no call') }}{% endif %}
+    {{- '<|start|>tool<|message|>' + m.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+# Like Mistral's: tools are before the last question, calls count as turns, and nothing else is written beside them.
+MISTRAL = """{% set last = messages | selectattr('role', 'eq', 'user') | list | last %}{% set ns = namespace(turn=0) %}
+{%- for m in messages if m.role != 'tool' and not m.tool_calls %}
+    {%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- set ns.turn = ns.turn + 1 %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if m == last and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+        {{- '[INST]' + m.content + '[/INST]' }}
+    {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+    {%- elif m.tool_calls %}{{ '[TOOL_CALLS]' + m.tool_calls[0].function.arguments | tojson + eos_token }}
+    {%- else %}{{ m.content + eos_token }}{% endif %}
+{%- endfor %}"""
+
+# Like DeepSeek's: calls are written only without content, and their arguments are joined as text.
+DEEPSEEK = """{% for m in messages %}<|{{ m.role }}|>
+{%- if m.role == 'assistant' and m.content is none %}
+    {%- for call in m.tool_calls %}{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+# Like Command R's: the generation prompt is always written.
+PROMPTED = """{% for m in messages %}<|start|><|{{ m.role }}|>{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<|action|>{{ call.function.arguments | tojson }}<|done|>{% endfor -%}
+<|end|>{% endfor %}<|start|><|assistant|>"""
+
+EOS = "<|endoftext|>"
+MARKERS = added(
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<tool_call>", "</tool_call>", "</think>"),
+    *("<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|end|>", "<|tool|>", "<|action|>"),
+    *("<|done|>", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[INST]", "[/INST]", "[TOOL_CALLS]", EOS),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    special=True,
+)
+
+
+def call(arguments: Any = None, content: str | None = None) -> dict[str, Any]:
+    function = {"name": "get", "arguments": {"a": 1} if arguments is None else arguments}
+    return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
+
+
+RESULT = {"role": "tool", "content": "sun"}
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
+
+
+def folder(home: Path, template: str, eos: str = EOS) -> str:
+    return write(home, template, tokens=MARKERS, eos=eos)
+
+
+def trained(folder: str, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
+    return re.findall("⟦(.*?)⟧", shown(folder, messages, tools).replace("⟧⟦", ""), re.DOTALL)
+
+
+def test_call_without_an_end_trains_eos_or_the_marker_of_the_result(tmp_path: Path) -> None:
+    glm = folder(tmp_path, GLM)
+    assert trained(glm, [user("q"), call()]) == [f"<tool_call>get</tool_call>{EOS}"]
+    assert trained(glm, [user("q"), call(), RESULT, assistant("a</think>")]) == [
+        "<tool_call>get</tool_call><|observation|>",
+        f"a</think>{EOS}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "ended"),
+    [
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|end|>", False),
+        ("{% generation %}{{ m.content }} END{% endgeneration %}<|end|>", True),
+        ("{% generation %}{{ m.content }}<|end|>{% endgeneration %}", True),
+    ],
+)
+def test_end_is_what_the_template_adds_to_the_answer(tmp_path: Path, body: str, ended: bool) -> None:
+    template = "{% for m in messages %}<|" + "{{ m.role }}|>" + body + "{% endfor %}"
+    marked = folder(tmp_path, template)
+    # The answer itself ends with an added token, which is not the end of its turn.
+    found = Boundaries(load_tokenizer(marked))
+    found.see(encoded(marked, [user("q"), assistant("a</think>")]))
+    assert (found.sample_without_end is None) is ended
+
+
+def test_header_of_a_call_is_trained_in_its_own_turn_only(tmp_path: Path) -> None:
+    harmony = folder(tmp_path, HARMONY, eos="<|return|>")
+    first, second = " to=get<|message|>{}<|call|>", "<|channel|>final<|message|>b<|return|>"
+    assert trained(harmony, [user("q"), call(), RESULT, assistant("b")]) == [first, second]
+    assert trained(harmony, [user("q"), call()]) == [first]
+    final = "<|channel|>final<|message|>a<|end|>"
+    assert trained(harmony, [user("q"), assistant("a"), call(), RESULT, assistant("b")]) == [final, first, second]
+    assert trained(harmony, [user("q"), call(content="why"), RESULT, assistant("b")]) == [first, second]
+
+
+def test_call_is_trained_where_a_text_without_it_is_rejected(tmp_path: Path) -> None:
+    mistral = folder(tmp_path, MISTRAL, eos="</s>")
+    talk = [user("q"), call(), RESULT, assistant("a"), user("r"), call({"b": 2}), RESULT, assistant("c")]
+    first, second = '[TOOL_CALLS]{"a": 1}</s>', '[TOOL_CALLS]{"b": 2}</s>'
+    assert trained(mistral, talk, TOOLS) == [first, "a</s>", second, "c</s>"]
+    quoted = [user("q"), call(), RESULT, assistant("a"), user(first), assistant("c")]
+    assert trained(mistral, quoted, TOOLS) == [first, "a</s>", "c</s>"]
+
+
+def test_generation_prompt_after_the_text_is_not_trained(tmp_path: Path) -> None:
+    prompted = folder(tmp_path, PROMPTED, eos="<|end|>")
+    talk = [user("q"), call(), RESULT, assistant("a"), user("r"), assistant("b")]
+    assert trained(prompted, talk) == ['<|action|>{"a": 1}<|done|><|end|>', "a<|end|>", "b<|end|>"]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_each_form_of_a_call_is_written_as_the_template_can(tmp_path: Path, content: Any, arguments: Any) -> None:
+    deepseek = folder(tmp_path / "deepseek", DEEPSEEK)
+    assert trained(deepseek, [user("q"), call(arguments, content)]) == ['get {"a": 1}<|end|>']
+    prompted = folder(tmp_path / "prompted", PROMPTED, eos="<|end|>")
+    assert trained(prompted, [user("q"), call(arguments, content)]) == ['<|action|>{"a": 1}<|done|><|end|>']
+
+
+def test_python_notation_is_avoided(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
+    printed = folder(tmp_path, template + "{% endfor %}<|end|>{% endfor %}", eos="<|end|>")
+    assert shown(printed, [user("None"), call('{"a": true}')]) == 'None<|end|>⟦{"a": true}<|end|>⟧'
+    assert shown(printed, [user("{'a': 1}"), call({"a": 1}, "b")]) == "{'a': 1}<|end|>⟦b{\"a\": 1}<|end|>⟧"
+
+
+def test_value_that_the_model_has_to_write_is_not_left_out(tmp_path: Path) -> None:
+    deepseek = folder(tmp_path / "deepseek", DEEPSEEK)
+    with pytest.raises(
+        DataError, match=r"^the chat template leaves out the tool_calls of messages\[1\] \(role assistant\) beside its"
+    ):
+        encoded(deepseek, [user("q"), call(content="so")])
+    mute = folder(tmp_path / "mute", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(
+        DataError, match=r"^the chat template leaves out the content of messages\[1\] \(role assistant\); remove it"
+    ):
+        encoded(mute, [user("q"), assistant("a")])
+    encoded(mute, [user("q"), assistant("a", weight=0), user("r")])
+
+
+def test_other_values_that_are_left_out_are_told(tmp_path: Path) -> None:
+    mistral, talk = folder(tmp_path, MISTRAL, eos="</s>"), [user("q"), call(content="so"), RESULT, assistant("a")]
+    assert trained(mistral, talk, TOOLS) == ['[TOOL_CALLS]{"a": 1}</s>', "a</s>"]
+    templates = load_chat_templates(mistral)
+    assert left_out(templates, talk, None) == "the content of messages[1] (role assistant) beside its tool_calls"
+    assert left_out(templates, [user("q"), call(), RESULT, assistant("a")], None) is None
+
+
+def test_system_prompt_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    template = GLM.replace("messages %}\n", "messages if m.role != 'system' %}\n", 1)
+    glm = folder(tmp_path, template)
+    with pytest.raises(DataError, match=r"^the chat template does not use a system message; remove data.system_prompt"):
+        encoded(glm, [user("q"), assistant("a")], system="Be kind.")
+    own = [{"role": "developer", "content": "x"}, user("q"), assistant("a")]
+    assert shown(glm, own, system="Be kind.") == shown(glm, own)
+
+
+@pytest.mark.parametrize("content", ["yes", "  yes", "\n\nyes"])
+def test_token_that_takes_in_white_space_is_not_trained(tmp_path: Path, content: str) -> None:
+    tokens = [AddedToken(name, rstrip=True, special=True) for name in ("<|user|>", "<|assistant|>", "<|end|>")]
+    template = "{% for m in messages %}<|" + "{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    phi = write(tmp_path, template, tokens=tokens, eos="<|end|>")
+    assert trained(phi, [user("q"), assistant(content)]) == ["yes<|end|>"]
+    ((ids, labels),) = load_tokenizer(phi).encode_responses([("q<|assistant|>", content)])
+    assert [label for label in labels if label != -100] == ids[2:]
+
+
+def test_tools_and_marks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    named = write(tmp_path, {"default": GLM, "tool_use": MISTRAL}, tokens=MARKERS, eos="</s>")
+    templates = load_chat_templates(named)
+    assert templates.choose([]).source == MISTRAL
+    commented = folder(tmp_path / "commented", "{# {% generation %}{% endgeneration %} #}" + GLM)
+    assert trained(commented, [user("q"), assistant("a")]) == [f"a{EOS}"]
