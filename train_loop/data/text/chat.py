@@ -10,7 +10,8 @@ from train_loop.data.dataset import IGNORE
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
 from train_loop.data.text.messages import Conversation, Message, Tools, read_conversation, read_tools
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
-from train_loop.data.text.turns import Turn, find_turns
+from train_loop.data.text.turn import Turn
+from train_loop.data.text.turns import find_turns
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.system.input_files import read_input

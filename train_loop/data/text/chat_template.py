@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from train_loop.data.text.messages import Message, Tools
+from train_loop.data.text.messages import THOUGHTS, Message, Tools
 from train_loop.errors import DataError
 
 Span = tuple[int, int]
@@ -20,8 +20,6 @@ Span = tuple[int, int]
 REFUSED = (TemplateError, TypeError)
 _LINKS = {"role", "content", "tool_call_id"}
 """Message keys that a template may ignore: for example, it can place a tool's result at its call, without the id."""
-_THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
-"""Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
 _LONGEST_TEXT = 1 << 20
 """Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -153,7 +151,7 @@ def _code(source: str) -> tuple[frozenset[str], frozenset[str]]:
 def _names(source: str) -> frozenset[str]:
     """Return every name and string in a template's code, including the message keys that it uses."""
     code = frozenset().union(*_code(source))
-    return code | _LINKS | (_THOUGHTS if code & _THOUGHTS else frozenset())
+    return code | _LINKS | (THOUGHTS if code & THOUGHTS else frozenset())
 
 
 def _renamed(calls: Any, mark: str) -> Any:

@@ -1,7 +1,7 @@
 """Chat messages in the data: their format, and the flags that exclude messages from training."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from train_loop.errors import DataError
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
+THOUGHTS = frozenset({"reasoning", "reasoning_content", "thinking"})
+"""Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
 _FORM = 'write {"role": "user", "content": "…"}'
 _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool,)}
 """Keys that set whether a message is trained: OpenAI's `weight` (0 or 1) and axolotl's `train` (false or true)."""
@@ -173,3 +175,10 @@ def _is_trained(message: Message, number: int) -> bool:
             f"assistant are trained; remove {key}"
         )
     return on
+
+
+def with_content(message: Message, content: str, kept: Collection[str] = ()) -> Message:
+    """Return a message with another content, and with the keys that a header may show and those to keep."""
+    return {key: message[key] for key in ("role", "name", "tool_call_id", *kept) if key in message} | {
+        "content": content
+    }

@@ -1,31 +1,15 @@
-"""The text that the model has to write in a rendered conversation, and the end of each of its turns.
+"""What the model has to write in a rendered conversation: all turns of the assistant."""
 
-Both are found by rendering variants of the conversation, not by the names or flags of tokens.
-"""
-
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from jinja2 import TemplateError
-
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, unseen
+from train_loop.data.text.bodies import Bodies, find_bodies
+from train_loop.data.text.chat_template import ChatTemplate
 from train_loop.data.text.messages import Message
+from train_loop.data.text.turn import Turn, TurnFinder, overlap
 
-_PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-
-class Turn(NamedTuple):
-    """What the model writes in one turn: characters [start, stop) of a text, of which [end, stop) end the turn.
-
-    The end is empty if nothing in the text ends the turn.
-    """
-
-    start: int
-    end: int
-    stop: int
+_MANY = 3
+"""Turns from which on it is faster to find them together."""
 
 
 def find_turns(
@@ -35,12 +19,12 @@ def find_turns(
 
     `text`: the rendered messages. `untrained`: indices of assistant messages that are not trained.
     """
-    finder = _Finder(template, messages, text)
+    finder = TurnFinder(template, messages, text)
     trained = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
     if not template.marks_answers:
-        return [finder.answer(number) for number in trained]
+        return _repeated(finder, trained) or [finder.answer(number) for number in trained]
     silent = [finder.own(number) for number in untrained]
-    spans = [span for span in template.marked_text(messages)[1] if not any(_overlap(span, other) for other in silent)]
+    spans = [span for span in template.marked_text(messages)[1] if not any(overlap(span, other) for other in silent)]
     # Turns end as the last one does: one is enough, and each takes time.
     return [
         *(Turn(start, stop, stop) for start, stop in spans[:-1]),
@@ -48,207 +32,60 @@ def find_turns(
     ]
 
 
-@dataclass(frozen=True)
-class _Finder:
-    """A search for the text of single messages."""
-
-    template: ChatTemplate
-    messages: list[Message]
-    text: str
-    """The rendered messages."""
-
-    def answer(self, number: int) -> Turn:
-        """Return what the model writes of an assistant message: its text after the generation prompt."""
-        own = self.own(number)
-        prompt = self._generation_prompt(number, before=own.start)
-        start = own.start if prompt is None else min(prompt[1], own.stop)
-        return Turn(start, max(start, own.end), own.stop)
-
-    def marked(self, span: Span, numbers: Sequence[int]) -> Turn:
-        """Return the turn of a span that the template marks, which may belong to one of some messages."""
-        start, stop = span
-        with suppress(*REFUSED):
-            for own in map(self.own, numbers):
-                if _overlap(span, own):
-                    return Turn(start, max(start, min(own.end, stop)), stop)
-        return Turn(start, start, stop)  # any part of it may be the end
-
-    def own(self, number: int) -> Turn:
-        """Return the text that one message adds, with the end of its turn."""
-        # Render without later messages first: a template may write a tool's result into its call, or reject a result
-        # without its call. But some templates render the last message differently, with its reasoning, or require a
-        # user message.
-        alone = self._alone(number)
-        if alone is not None:
-            with suppress(*REFUSED):
-                start, end, _ = self._change(alone, number)
-                if end <= _shared(self.text, alone):
-                    return self._ended(number, (start, end), alone[end:])
-        try:
-            start, end, is_shown = self._change_within(number)
-        except REFUSED:
-            if alone is None:
-                raise
-            return self._found(alone, number)
-        if not is_shown:
-            return Turn(start, end, end)
-        return self._ended(number, (start, end), self._known_ending(number))
-
-    def _ended(self, number: int, body: Span, known: str) -> Turn:
-        """Return the turn of a message's text, whose end is a known one or the next marker.
-
-        A template may write more after the last message than after others, so the common part counts, up to its last
-        whole token.
-        """
-        (start, end), known = body, known.rstrip()
-        common = _shared(known, self.text[end:])
-        if common < len(known):
-            tokens = self.template.marker.finditer(known)
-            common = max((token.end() for token in tokens if token.end() <= common), default=0)
-        return Turn(start, end, end + common if common else self._next_marker(number, end))
-
-    def _alone(self, number: int, **more: str) -> str | None:
-        """Return the text without later messages, with `more` in the message; None if the template rejects that."""
-        with suppress(*REFUSED):
-            return self.template.text([*self.messages[:number], self.messages[number] | more])
+def _repeated(finder: TurnFinder, numbers: Sequence[int]) -> list[Turn] | None:
+    """Return the turns of a long conversation from the first turn of each kind; None if that is not possible."""
+    if len(numbers) < _MANY:
         return None
-
-    def _change(self, text: str, number: int, later: Sequence[Message] = ()) -> "_Change":
-        """Return what changes in a text with a message's content: common prefix and suffix are not the message's."""
-        mark = next(unseen(text))
-        changed = self.template.text([*self.messages[:number], _with_content(self.messages[number], mark), *later])
-        start = _shared(text, changed)
-        stop = max(start, len(text) - _shared(text[::-1], changed[::-1]))
-        is_shown = stop > start or changed.startswith(mark, start)
-        # The first token that changed does so as a whole. Of the last one, the common part is the end of the turn.
-        start = self._token_around(text, start)[0]
-        return _Change(start, stop, is_shown)
-
-    def _change_within(self, number: int) -> "_Change":
-        """Return what changes with a message in the whole text, without the results of its tool calls."""
-        change = self._change(self.text, number, self.messages[number + 1 :])
-        if self.messages[number].get("tool_calls") and number + 1 < len(self.messages):
-            # A template may write the results of a call into the assistant's turn; the model does not produce them.
-            stops = [change.stop, self._content_start(number + 1)]
-            # If so, the message's own text comes after the results, and its calls are before them.
-            calls = self._alone(number, content="")
-            if calls is not None and self.text.startswith(calls.rstrip()):
-                stops.append(len(calls.rstrip()))
-            return change._replace(stop=max(change.start, min(stops)))
-        return change
-
-    def _token_around(self, text: str, place: int) -> Span:
-        """Return the token that begins before a place and ends after it; without one, the place twice."""
-        reach = self.template.longest_token
-        found = self.template.marker.finditer(text, max(0, place - reach), place + reach)
-        return next((token.span(1) for token in found if token.start(1) < place < token.end()), (place, place))
-
-    def _content_start(self, number: int) -> int:
-        alone = self._alone(number)
-        if alone is not None and self.text.startswith(alone):
-            return self._change(alone, number).start
-        return self._change(self.text, number, self.messages[number + 1 :]).start
-
-    def _found(self, alone: str, number: int) -> Turn:
-        """Return the turn of a message that is in the whole text as it is in the one without later messages.
-
-        A template may reject a tool's result without its call, and write the tools before the last question.
-        """
-        floor = self.own(number - 1).stop if number else 0
-        # A template may leave out the content beside tool calls in all messages but the last.
-        for last in (alone, self._alone(number, content="")):
-            if last is not None:
-                start, end, _ = self._change(last, number)
-                place = self.text.find(last[start:end], floor)
-                if place >= 0:
-                    return self._ended(number, (place, place + end - start), last[end:])
-        raise TemplateError(f"the text of messages[{number}] changes with later messages")
-
-    def _known_ending(self, number: int) -> str:
-        """Return the end of a message as the last one, or of a plain one if the template rejects that."""
-        for known in (self.messages[: number + 1], _PLAIN):
-            with suppress(*REFUSED):
-                alone = self.template.text(known)
-                finder = _Finder(self.template, known, alone)
-                return alone[finder._change(alone, len(known) - 1).stop :]
-        return ""
-
-    def _next_marker(self, number: int, stop: int) -> int:
-        """Return the end of the tokens before the next message, or of the token that opens it, as both end this turn.
-
-        Some templates end all turns but the last; others end a turn by the marker of the next role.
-        """
-        if number + 1 == len(self.messages):
-            return stop
-        marker, end = self.template.marker, stop
-        header = self._header(number + 1, stop)
-        while (found := marker.match(self.text, end)) and found.end() <= header:
-            end = found.end()
-        # The model does not write the header of its own next message.
-        is_open = end == stop and self.messages[number + 1]["role"] != "assistant"
-        return found.end() if is_open and (found := marker.match(self.text, stop)) else end
-
-    def _header(self, number: int, floor: int) -> int:
-        """Return the index at or after `floor` at which the header of a message begins.
-
-        That of an assistant's message begins with the generation prompt; others have the header of a first message.
-        It is 0 if the template rejects such a conversation.
-        """
-        try:
-            content = self._content_start(number)
-            if self.messages[number]["role"] == "assistant":
-                prompt = self._generation_prompt(number, before=content, floor=floor)
-                if prompt is not None and prompt[0] < prompt[1]:
-                    return prompt[0]
-            mark = next(unseen(self.text))
-            before = self.template.text([_with_content(self.messages[number], mark)]).partition(mark)[0]
-        except REFUSED:
-            return 0
-        start = content - _shared(self.text[:content][::-1], before[::-1])
-        # A token that ends in the common part belongs to the text before.
-        return self._token_around(self.text, start)[1]
-
-    def _generation_prompt(self, number: int, *, before: int, floor: int | None = None) -> Span | None:
-        """Return the span of the generation prompt of an assistant message; None if it is not found.
-
-        It is at or after `floor`, by default the end of the previous message, and ends at or before `before`.
-        """
-        # After an answer, a template may write something else before the prompt.
-        last = max((n for n in range(number) if self.messages[n]["role"] != "assistant"), default=number - 1) + 1
-        try:
-            earlier = self.template.text(self.messages[:last])
-            prompted = self.template.text(self.messages[:last], prompt=True)
-            prompt = prompted.removeprefix(earlier)
-            if prompt and last == number and self.text.startswith(prompted):
-                return len(prompted) - len(prompt), len(prompted)
-            if floor is None:
-                # Earlier messages may render differently without later ones, for example without their reasoning.
-                floor = self.own(number - 1).stop if prompt and number else before
-        except REFUSED:  # some templates reject a conversation that no user message begins
-            return None
-        start = self.text.find(prompt, floor, before)
-        return None if start < 0 else (start, start + len(prompt))
+    for with_thoughts in (True, False):
+        bodies = find_bodies(finder.template, finder.messages, finder.text, numbers, with_thoughts=with_thoughts)
+        if bodies is not None:
+            return _Repeated(finder, bodies, with_thoughts).turns(numbers)
+    return None
 
 
-class _Change(NamedTuple):
-    """Characters [start, stop) of a text that change with a message, and whether the text shows the message."""
+@dataclass(frozen=True)
+class _Repeated:
+    """Turns like earlier ones: an equal text after an answer ends it equally, and a prompt is equal for all answers."""
 
-    start: int
-    stop: int
-    is_shown: bool
+    finder: TurnFinder
+    bodies: Bodies
+    with_thoughts: bool
+    """Whether the bodies hold the reasoning."""
+    ends: dict[tuple[bool, str], int] = field(default_factory=dict)
+    """Lengths of ends, by whether tools are called and the text up to the next content."""
+    prompts: dict[tuple[str, bool], str] = field(default_factory=dict)
+    """Generation prompts by role of the message before and whether it calls tools."""
 
+    def turns(self, numbers: Sequence[int]) -> list[Turn] | None:
+        """Return the turns of some answers; None if one is unlike what it is alone."""
+        found = [self._turn(number) for number in numbers]
+        turns = [turn for turn in found if turn is not None]
+        return turns if len(turns) == len(found) else None
 
-def _with_content(message: Message, content: str) -> Message:
-    """Return a message with another content, and with the keys that a header may show."""
-    return {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {"content": content}
+    def _turn(self, number: int) -> Turn | None:
+        start, end = self.bodies.answers[number]
+        start = self.finder.token_around(self.finder.text, start)[0]
+        kind = bool(self.finder.messages[number].get("tool_calls")), self.bodies.texts[number]
+        if kind not in self.ends:
+            own = self.finder.own(number)
+            if own.end != end or (self.with_thoughts and own.start != start):
+                return None
+            self.ends[kind] = own.stop - own.end
+        turn = Turn(start, end, end + self.ends[kind])
+        after = self._after_prompt(number, turn)
+        if after is None:
+            return turn if self.with_thoughts else None
+        return turn._replace(start=after)
 
-
-def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether two spans overlap; each begins with its first index and ends with its last."""
-    return one[0] < other[-1] and other[0] < one[-1]
-
-
-def _shared(one: str, other: str) -> int:
-    """Return the length of the common prefix, by bisection: Python compares slices fast and characters slowly."""
-    lengths = range(min(len(one), len(other)) + 1)
-    return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length]) - 1
+    def _after_prompt(self, number: int, turn: Turn) -> int | None:
+        """Return where the model starts to write a turn; None without a prompt."""
+        before = self.bodies.ends.get(number - 1)
+        if before is None:
+            return self.finder.answer(number).start
+        previous = self.finder.messages[number - 1]
+        kind = previous["role"], bool(previous.get("tool_calls"))
+        if kind not in self.prompts:
+            self.prompts[kind] = self.finder.prompt(number)[1]
+        prompt = self.prompts[kind]
+        start = self.finder.text.find(prompt, before, turn.start + len(prompt)) if prompt else -1
+        return None if start < 0 else min(start + len(prompt), turn.stop)

@@ -154,7 +154,7 @@ def conversation(random: Random, form: Format) -> list[Message]:
         *([" so", "\n\nso"] if form.takes_space else []),
     ]
     roles = [*(["system"] if random.random() < 0.3 else [])]
-    for _ in range(random.randint(1, 3)):
+    for _ in range(random.randint(1, 4)):
         roles += ["user", *(["call", "tool"] if random.random() < 0.3 else []), "assistant"]
         roles += ["assistant"] if random.random() < 0.1 else []
     if random.random() < 0.1:
