@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from service.ports.cancellation import Cancellation
 from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -23,8 +24,10 @@ class PreflightReport:
 class Preflight(Protocol):
     """Checks that must read the data and the model, in a separate process."""
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
-        """Check a spec. Raises PreflightFailed if the check has no result."""
+    def check(
+        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
+        """Check a spec. Raises PreflightFailed if the check has no result, CallCancelled if it is cancelled."""
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""

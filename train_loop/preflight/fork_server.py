@@ -4,8 +4,11 @@ import json
 import math
 import os
 import resource
+import select
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -34,14 +37,18 @@ def serve(path: str, answer: Answer) -> None:
 
     A request's `seconds` limit its time. Optional `cpu_seconds` and `memory_bytes` limit its CPU time and its memory
     beyond the helper's. A request that exceeds a limit is answered with a problem at the pointer of its current check.
+    A request ends when its requester disconnects. Its temporary files are removed however it ends.
     """
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
             if (question := _read_question(self.rfile)) is not None:
+                # A killed process does not remove its temporary files, so this one does.
+                with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
+                    found = _watched(question, answer, self.connection, folder)
                 # The requester may have stopped waiting.
                 with suppress(ConnectionError):
-                    self.wfile.write(_watched(question, answer))
+                    self.wfile.write(found)
 
     with Server(path, Handler) as server:
         threading.Thread(target=_leave_with_stdin, args=(Path(path),), daemon=True).start()
@@ -61,25 +68,45 @@ def _read_question(connection: BufferedIOBase) -> dict[str, Any] | None:
     return question if isinstance(question, dict) else None
 
 
-def _watched(question: dict[str, Any], answer: Answer) -> bytes:
+def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket, folder: str) -> bytes:
     """Answer in a child process. Return its answer, the limit that it exceeded, or nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         try:
+            tempfile.tempdir = os.environ["TMPDIR"] = folder
             _answer(question, answer, writing)
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        *subjects, found = pipe.read().split(b"\n")
+    try:
+        *subjects, found = _read(reading, requester, lambda: os.kill(child, signal.SIGKILL)).split(b"\n")
+    finally:
+        os.close(reading)
     _, status, used = os.wait4(child, 0)
     subject = subjects[-1].decode() if subjects else ""
     limit = _limit_exceeded(question, status, used, found)
     if limit is not None:
         return json.dumps(_exceeded(subject, limit)).encode()
     return json.dumps({"failed": _timed_out(question, subject)}).encode() if _by(status) == signal.SIGALRM else found
+
+
+def _read(pipe: int, requester: socket.socket, end: Callable[[], None]) -> bytes:
+    """Read a pipe to its end, and call `end` if the requester disconnects before."""
+    waiting, parts = select.poll(), list[bytes]()
+    waiting.register(pipe, select.POLLIN)
+    # The requester has closed its half already: only the end of both halves is reported without being asked for.
+    waiting.register(requester, 0)
+    while True:
+        ready = {descriptor for descriptor, _ in waiting.poll()}
+        if requester.fileno() in ready:
+            waiting.unregister(requester)
+            end()
+        if pipe in ready:
+            if not (part := os.read(pipe, 1 << 16)):
+                return b"".join(parts)
+            parts.append(part)
 
 
 def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:

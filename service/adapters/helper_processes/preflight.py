@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from service.errors import PreflightFailed, StorageAway
-from service.ports import PreflightReport
+from service.ports import CallCancelled, Cancellation, PreflightReport
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec
 
@@ -99,14 +100,17 @@ class HelperPreflight:
             self._helper.kill()
             self._helper.communicate()
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
+    def check(
+        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         """Return all problems, and the model's sizes.
 
-        Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable.
+        Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable, CallCancelled.
         """
+        call = cancellation or Cancellation()
         if parent is not None:
-            return self._run_check(spec, parent)
-        return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None))
+            return self._run_check(spec, parent, call)
+        return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None, call))
 
     def cached(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
@@ -116,7 +120,7 @@ class HelperPreflight:
     def _socket(self) -> Path:
         return Path(self._folder.name) / "preflight"
 
-    def _run_check(self, spec: JobSpec, parent: Parent | None) -> PreflightReport:
+    def _run_check(self, spec: JobSpec, parent: Parent | None, call: Cancellation) -> PreflightReport:
         limits = self._limits
         question = _Question(
             spec=spec,
@@ -127,7 +131,7 @@ class HelperPreflight:
             memory_bytes=limits.memory_bytes,
         )
         try:
-            answer = self._request(question.model_dump_json().encode())
+            answer = self._request(question.model_dump_json().encode(), call)
         except ConnectionError:
             answer = b""
         except (TimeoutError, RetryError) as error:
@@ -137,11 +141,14 @@ class HelperPreflight:
             ) from error
         return _parse(answer)
 
-    def _request(self, question: bytes) -> bytes:
-        """Return the helper's answer; empty if the check crashed. Raises TimeoutError, and the errors of `_connect`."""
+    def _request(self, question: bytes, call: Cancellation) -> bytes:
+        """Return the helper's answer; empty if the check crashed.
+
+        Raises TimeoutError, CallCancelled, and the errors of `_connect`.
+        """
         # The helper ends the check at its timeout, and reports the cause.
         deadline = time.monotonic() + self._limits.seconds + _GRACE_SECONDS
-        with self._connect() as connection:
+        with self._connect() as connection, call.ending(lambda: _disconnect(connection)):
             connection.sendall(question)
             connection.shutdown(socket.SHUT_WR)
             parts = list[bytes]()
@@ -193,7 +200,20 @@ class _Answers:
 
     def get(self, key: str, check: Callable[[], PreflightReport]) -> PreflightReport:
         """Return the cached result, or call `check`. Raises what `check` raises."""
-        mine = Future[PreflightReport]()
+        while True:
+            mine = Future[PreflightReport]()
+            answer = self._answer(key, mine)
+            if answer is mine:
+                self._fill(key, mine, check)
+            try:
+                return answer.result()
+            except CallCancelled:
+                # The client of the other call has gone, and ours has not.
+                if answer is mine:
+                    raise
+
+    def _answer(self, key: str, mine: Future[PreflightReport]) -> Future[PreflightReport]:
+        """Return the fresh or running result of a key; `mine`, which is kept for it, if there is none."""
         with self._lock:
             since, answer = self._known.get(key, (0.0, mine))
             if answer is mine or (answer.done() and time.monotonic() - since >= _FRESH_SECONDS):
@@ -202,9 +222,7 @@ class _Answers:
                 self._known.move_to_end(key)
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
-        if answer is mine:
-            self._fill(key, mine, check)
-        return answer.result()
+        return answer
 
     def _fill(self, key: str, answer: "Future[PreflightReport]", check: Callable[[], PreflightReport]) -> None:
         try:
@@ -215,6 +233,12 @@ class _Answers:
             # Do not cache problems: the next check should see a fix at once.
             with self._lock:
                 self._known.pop(key, None)
+
+
+def _disconnect(connection: socket.socket) -> None:
+    """End a request: the helper ends its check, and a thread that waits for the answer gets an empty one."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _cache_key(spec: JobSpec) -> str:

@@ -20,7 +20,7 @@ from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, Pla
 from service.domain.access.permissions import require_any_editor
 from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
-from service.ports import IdempotencyKey, JobQuery
+from service.ports import Cancellation, IdempotencyKey, JobQuery
 from service.use_cases.jobs.jobs import Jobs
 from service.use_cases.jobs.planning import PlanView
 from service.use_cases.jobs.specs import positions_in
@@ -95,16 +95,16 @@ class SpecRequest:
         return stored if stored is not None else await self.check(self._submit, request)
 
     async def plan(self) -> PlanView:
-        """Plan the spec."""
-        return await self.check(self._plan)
+        """Plan the spec. The plan ends if its client disconnects; a submission does not."""
+        return await self.checks.run(self.request, Claim.of(self.caller), self._plan)
 
     def _submit(self, request: JobRequest) -> Submitted:
         with positions_in(self.body):
             return self.submitter.submit(request)
 
-    def _plan(self) -> PlanView:
+    def _plan(self, cancellation: Cancellation) -> PlanView:
         with positions_in(self.body):
-            return self.submitter.plan(self.caller, self.body)
+            return self.submitter.plan(self.caller, self.body, cancellation)
 
     async def check(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """Return the result of a use case that checks a spec. It runs in the threads for checks."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
 from service.errors import InvalidSpec
-from service.ports import Cluster, Preflight, PreflightReport
+from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from train_loop.plan import (
     ModelShape,
@@ -99,9 +99,12 @@ class Planner:
             raise InvalidSpec(problems)
         return plans_that_fit(spec, plans, nodes)
 
-    def view(self, spec: JobSpec) -> PlanView:
-        """Return the largest plan, laid out on the cluster's nodes. Raises InvalidSpec, PreflightFailed."""
-        found = self.preflight.check(spec, None)
+    def view(self, spec: JobSpec, cancellation: Cancellation | None = None) -> PlanView:
+        """Return the largest plan, laid out on the cluster's nodes.
+
+        Raises InvalidSpec, PreflightFailed, CallCancelled.
+        """
+        found = self.preflight.check(spec, None, cancellation)
         checked = self._checked(spec, found)
         plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size

@@ -12,7 +12,7 @@ from service.domain.jobs.job import Job, JobState, Lineage
 from service.domain.jobs.lineage import check_steps_remaining, parent_of
 from service.domain.queue.policy import PriorityLimits
 from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
-from service.ports import IdempotencyKey, NewJob
+from service.ports import Cancellation, IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
@@ -111,9 +111,12 @@ class Submitter:
 
         return self._store_once(caller, key, new_job)
 
-    def plan(self, caller: Principal, body: bytes) -> PlanView:
-        """Return the plan of a spec after the same checks as `submit`, without storing it. Raises ServiceError."""
-        return self.jobs.planner.view(self._parse(caller, body))
+    def plan(self, caller: Principal, body: bytes, cancellation: Cancellation | None = None) -> PlanView:
+        """Return the plan of a spec after the same checks as `submit`, without storing it.
+
+        Raises ServiceError, CallCancelled.
+        """
+        return self.jobs.planner.view(self._parse(caller, body), cancellation)
 
     def _parse(self, caller: Principal, body: bytes) -> JobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""

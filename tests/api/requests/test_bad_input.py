@@ -9,7 +9,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from service.domain.access.roles import OPERATOR
-from service.ports import NewJob, PreflightReport
+from service.ports import Cancellation, NewJob, PreflightReport
 from service.use_cases.jobs.audit_entries import action_entry
 from tests.support.fakes.service import KEY, FakeService, a_job, raw_spec, spec_body
 from tests.support.fakes.stores import MemoryPreflight
@@ -301,7 +301,9 @@ def test_cancel_with_unknown_field_is_rejected(client: TestClient) -> None:
 
 
 class BrokenPreflight(MemoryPreflight):
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
+    def check(
+        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         raise RuntimeError("the password is 1234")
 
 

@@ -16,6 +16,7 @@ from service.domain.queue.entry import QueueEntry
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
 from service.ports import (
     IDEMPOTENCY_TTL,
+    Cancellation,
     Counts,
     IdempotencyKey,
     JobQuery,
@@ -313,7 +314,9 @@ class MemoryPreflight:
     in_order: dict[str, PreflightReport] = field(default_factory=dict)
     starting: str | None = None
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
+    def check(
+        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
         shape = read_shape(spec.model.config) if spec.model.config else None
         found = PreflightReport(tuple(self.problems), shape, self.preview, self.count)

@@ -22,7 +22,7 @@ from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.faults import explain
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
-from service.ports import PreflightReport
+from service.ports import Cancellation, PreflightReport
 from service.use_cases.runs import streams
 from tests.support.fakes.service import KEY as OPERATOR_KEY
 from tests.support.fakes.service import FakeService, spec_body
@@ -76,7 +76,9 @@ class BreakingPreflight(MemoryPreflight):
 
     database: Postgres | Sqlite | None = None
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
+    def check(
+        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         if self.database is not None:
             self.database.disconnect()
             self.database = None

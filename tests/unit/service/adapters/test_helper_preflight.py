@@ -18,7 +18,7 @@ import pytest
 
 from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
-from service.ports import PreflightReport
+from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import TINY, may_read
 from tests.support.fakes.service import a_spec
@@ -113,6 +113,34 @@ def test_requester_that_has_gone_leaves_no_traceback(capfd: pytest.CaptureFixtur
         here = psutil.Process(helper._helper.pid)
         wait_for(lambda: not here.children(), "the end of the forks")
     assert capfd.readouterr().err == ""
+
+
+def test_killed_check_leaves_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    copies = "[__import__('tempfile').mkdtemp(), os.kill(os.getpid(), 9)]"
+    with preflight(f"{copies} if request['spec']['name'] == 'bad' else {ECHO}") as helper:
+        assert helper.check(a_spec()).problems
+        with pytest.raises(PreflightFailed, match="crashed during the check"):
+            helper.check(a_spec(name="bad"))
+        assert not list(tmp_path.iterdir())
+
+
+def test_cancelled_check_ends_and_an_equal_check_that_waits_for_it_runs(tmp_path: Path) -> None:
+    first = f"open({str(tmp_path / 'begun')!r}, 'x') and time.sleep(3600)"
+    with preflight(f"{first} if not os.path.exists({str(tmp_path / 'begun')!r}) else {ECHO}") as helper:
+        cancelled = Cancellation()
+        with ThreadPoolExecutor(2) as threads:
+            one = threads.submit(helper.check, a_spec(), None, cancelled)
+            wait_for((tmp_path / "begun").exists, "the first check")
+            other = threads.submit(helper.check, a_spec())
+            wait_for(lambda: other.running(), "the equal check")
+            cancelled.cancel()
+            with pytest.raises(CallCancelled):
+                one.result(timeout=10)
+            assert other.result(timeout=10).problems
+        assert helper._helper is not None
+        here = psutil.Process(helper._helper.pid)
+        wait_for(lambda: not here.children(), "the end of the cancelled fork")
 
 
 @pytest.fixture(scope="module")
