@@ -3,11 +3,13 @@
 import errno
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -100,11 +102,19 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def listen_addresses(head: RayHead) -> set[str]:
-    """Return the addresses on which processes of a head listen."""
+def listeners(head: RayHead) -> set[tuple[str, int]]:
+    """Return the addresses and ports at which processes of a head listen."""
     family = {process.pid for process in processes(head)}
-    connections = psutil.net_connections(kind="tcp")
-    return {c.laddr[0] for c in connections if c.status == psutil.CONN_LISTEN and c.pid in family and c.laddr}
+    found = [c for c in psutil.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN and c.pid in family]
+    return {(c.laddr[0].removeprefix("::ffff:"), c.laddr[1]) for c in found if c.laddr}
+
+
+def speaks_grpc_without_tls(port: int) -> bool:
+    """Return whether a port answers the start of HTTP/2 with its settings: then it would also send plain calls."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as connection, suppress(OSError):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        return connection.recv(9)[3:4] == b"\4"
+    return False
 
 
 def holders_of_secrets(head: RayHead) -> list[str]:
@@ -166,7 +176,9 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
         RayJobs(ray.address, python="other").submit(launch(1))
     wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.RUNNING)
     assert_limited(left)
-    assert {ip.removeprefix("::ffff:") for ip in listen_addresses(left)} == {"127.0.0.1"}
+    # Among them are workers: their ports become free whenever one ends.
+    assert {address for address, _ in listeners(left)} == {"127.0.0.1"}
+    assert [port for _, port in listeners(left) if speaks_grpc_without_tls(port)] == []
     jobs.stop("job-1-none")
     assert_closed_to_others(left)
 

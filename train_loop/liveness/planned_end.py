@@ -7,6 +7,7 @@ more. The preStop hook of the head's pod runs this: Kubernetes ends a pod for an
 import argparse
 import itertools
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -36,17 +37,19 @@ def drivers_in(command_lines: Iterable[list[str]]) -> set[Driver]:
     """Return the drivers among command lines."""
     found = set[Driver]()
     for words in command_lines:
-        if _DRIVER in words and {"--run-dir", "--attempt"} <= set(words):
-            values = dict(itertools.pairwise(words))
-            found.add(Driver(values["--run-dir"], int(values["--attempt"])))
+        values = dict(itertools.pairwise(words))
+        run_dir, attempt = values.get("--run-dir"), values.get("--attempt", "")
+        if _DRIVER in words and run_dir and attempt.isdecimal():
+            found.add(Driver(run_dir, int(attempt)))
     return found
 
 
 def command_lines(proc: Path = Path("/proc")) -> Iterator[list[str]]:
-    """Yield the command line of every process of this machine."""
+    """Yield the command line of every process of this user. Others may imitate a driver, to have a file written."""
     for file in proc.glob("[0-9]*/cmdline"):
         try:
-            yield file.read_text(errors="replace").split("\0")
+            if file.stat().st_uid == os.geteuid():
+                yield file.read_text(errors="replace").split("\0")
         except OSError:
             # The process has ended meanwhile.
             continue

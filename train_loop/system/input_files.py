@@ -18,6 +18,8 @@ from typing import BinaryIO
 from train_loop.errors import DataError
 from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, is_below
 
+_LARGEST = 64 * 2**20
+"""Maximum bytes of a config, an index or a template, which are read as a whole."""
 _own: list[ReadPolicy] = []
 """The policy that `limit_inputs` has set; empty if none is set."""
 
@@ -74,10 +76,13 @@ def check_regular(path: str | Path, found: os.stat_result) -> None:
         raise DataError(f"{path} is a {kind}, and only regular files are read; remove it, or name other files")
 
 
-def read_input(path: str | Path) -> bytes:
-    """Return the content of a local input file. Raises DataError as `open_input`."""
+def read_input(path: str | Path, *, most: int = _LARGEST) -> bytes:
+    """Return the content of a local input file. Raises DataError as `open_input`, and for more than `most` bytes."""
     with open_input(path) as opened:
-        return opened.read()
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"{path} is larger than {most >> 20} MiB, the maximum for such a file; name another file")
+    return content
 
 
 def descriptor_path(opened: BinaryIO, path: str | Path) -> str:

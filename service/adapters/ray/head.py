@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from train_loop.plan import WORKER_MEMORY_VARIABLE
 from train_loop.run_dir import write_durably
 from train_loop.system.private_folder import make_private_folder
+from train_loop.system.ray_tls import tls_environment
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
 _KILL_SECONDS = 2.0
@@ -42,7 +43,7 @@ class RayHead(BaseModel):
     pid: int
     create_time: float
     temp_dir: str
-    """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it."""
+    """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it, and the key for TLS."""
     dashboard_url: str | None = None
     """None until the dashboard has announced it."""
 
@@ -161,7 +162,7 @@ def _start(home: Path, temp_dir: str, settings: HeadSettings) -> tuple[RayHead, 
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=settings.environment | _own_variables(home, temp_dir) | memory,
+            env=settings.environment | _own_variables(home, temp_dir) | tls_environment(temp_dir) | memory,
             start_new_session=True,
         )
     assert child.stdin is not None

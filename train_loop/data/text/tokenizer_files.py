@@ -37,7 +37,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
             f"the tokenizer in {folder} has {size / 2**20:,.0f} MiB of files, and at most {_LARGEST >> 20} MiB are "
             "allowed; remove files that do not belong to it"
         )
-    return {name: read_input(files[name]) for name in sorted(files)}
+    return {name: read_input(files[name], most=_LARGEST) for name in sorted(files)}
 
 
 @contextmanager

@@ -24,18 +24,21 @@ ASKED = ["python", "-m", "train_loop.ray_train.driver", "--run-dir", "file:///r/
 
 def test_drivers_are_recognized_by_their_command_line() -> None:
     shell = ["/bin/sh", "-c", " ".join(ASKED)]
-    others = [[], ["python"], ["python", "-m", "train_loop.ray_train.driver"], shell]
+    others = [[], ["python"], ["python", "-m", "train_loop.ray_train.driver"], shell, ASKED[:-1], [*ASKED[:-1], "two"]]
     assert drivers_in([*others, ASKED]) == {Driver("file:///r/a b", 2)}
 
 
-def test_processes_of_this_machine_are_found() -> None:
-    wait = [sys.executable, "-c", "print(flush=True); input()", *ASKED[2:]]
-    process = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+@pytest.mark.parametrize(
+    "user", [None, pytest.param(65534, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root"))]
+)
+def test_processes_of_this_user_are_found(user: int | None) -> None:
+    wait = ["/bin/sh", "-c", "echo; read line", *ASKED[2:]]
+    process = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=user)
     assert process.stdout is not None
     try:
         # Before its first line, the process may still have this process's command line.
         process.stdout.readline()
-        assert Driver("file:///r/a b", 2) in drivers_in(command_lines())
+        assert (Driver("file:///r/a b", 2) in drivers_in(command_lines())) == (user is None)
     finally:
         process.kill()
         process.communicate()

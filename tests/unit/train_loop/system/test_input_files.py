@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from train_loop.errors import DataError
-from train_loop.system.input_files import open_input
+from train_loop.system.input_files import open_input, read_input
 
 
 def make_socket(path: Path) -> None:
@@ -51,3 +51,10 @@ def test_fifo_that_replaces_a_file_after_its_check_is_refused(tmp_path: Path, mo
 def test_folder_is_not_opened_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         open_input(tmp_path)
+
+
+def test_large_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    with (tmp_path / "chat.jinja").open("wb") as file:
+        file.truncate(20 << 30)
+    with pytest.raises(DataError, match=r"chat.jinja is larger than 64 MiB, the maximum for such a file"):
+        read_input(tmp_path / "chat.jinja")
