@@ -122,7 +122,7 @@ class RequestMetrics:
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self.app = app
         self.metrics = metrics
-        self._outage = _EachSecond()
+        self._outage, self._refused = _EachSecond(), _EachSecond()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,8 +150,8 @@ class RequestMetrics:
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self.metrics.answered(method, route, status, seconds)
         emit, left_out = log.debug if route in _QUIET else log.info, {}
-        if scope["state"].get("outage"):
-            if (count := self._outage.count()) is None:
+        if (limit := self._limit(scope, status)) is not None:
+            if (count := limit.count()) is None:
                 return
             left_out = {"left_out": count} if count else {}
         emit(
@@ -166,9 +166,16 @@ class RequestMetrics:
             **left_out,
         )
 
+    def _limit(self, scope: Scope, status: int) -> "_EachSecond | None":
+        """Return the limit of the log lines of such answers; None to log each."""
+        if scope["state"].get("outage"):
+            return self._outage
+        # Refused calls without a valid key have no other limit.
+        return self._refused if status == 429 and "key_id" not in scope["state"] else None
+
 
 class _EachSecond:
-    """A limit of one log line per second: clients retry after a 503, and must not fill the log."""
+    """A limit of one log line per second: clients retry after a 503 or 429, and must not fill the log."""
 
     def __init__(self) -> None:
         self._at = float("-inf")

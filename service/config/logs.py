@@ -14,6 +14,7 @@ from structlog.typing import EventDict, ExcInfo, Processor
 
 from train_loop.spec import show
 
+_INVALID = "Invalid HTTP request received."
 LogFormat = Literal["console", "json"]
 
 
@@ -39,7 +40,25 @@ def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
         ProcessorFormatter(foreign_pre_chain=named, processors=[ProcessorFormatter.remove_processors_meta, *last])
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("uvicorn.error").addFilter(_OneInvalidPerSecond())
     logging.captureWarnings(capture=True)
+
+
+class _OneInvalidPerSecond(logging.Filter):
+    """A filter of uvicorn's warnings of invalid requests: anyone who may connect could fill the log with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        if record.msg != _INVALID:
+            return True
+        if record.created - self._at < 1.0:
+            return False
+        self._at = record.created
+        return True
 
 
 class _Unfailing:

@@ -143,6 +143,20 @@ class BoundedProtocol(H11Protocol):
         self._unread = None
         self._update()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer that a request is invalid and close the connection; abort it if an answer to it has begun."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application may have the head of the request already. Nothing that it answers can be sent.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.abort(msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore a request to upgrade the connection, as HTTP permits; uvicorn would log three warnings."""
+
     def abort(self, reason: str) -> None:
         """Close the connection without an answer."""
         log.debug("connection_aborted", reason=reason, address=self._address)

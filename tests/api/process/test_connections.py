@@ -147,6 +147,35 @@ def test_strangers_who_never_read_neither_shut_others_out_nor_fill_memory(servic
     assert "Traceback" not in service.log.read_text()
 
 
+HEAD = b"POST /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+INVALID = {
+    "chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n",
+    "request behind a request": HEAD + b"Content-Length: 2\r\n\r\n{}\0\0\r\n\r\n",
+    "head": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
+    "upgrade": b"GET /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+}
+
+
+def test_invalid_and_refused_requests_do_not_fill_the_log(service: Served) -> None:
+    before = len(service.log.read_text())
+    # More than the limit of calls without a key.
+    for _ in range(3):
+        with closing(pipeline(service, "127.0.0.1", "/me")) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                continue
+    for content in INVALID.values():
+        for _ in range(20):
+            with closing(connect(service)) as connection, suppress(ConnectionError):
+                connection.sendall(content)
+                connection.recv(9)
+    log = service.log.read_text()[before:]
+    assert "Traceback" not in log
+    refused = [line for line in log.splitlines() if "status=429" in line]
+    assert len([line for line in log.splitlines() if "uvicorn.error" in line]) < 10
+    assert len(refused) < 20
+
+
 @pytest.mark.slow
 def test_incomplete_body_and_unread_answer_are_closed_after_their_timeout(service: Served) -> None:
     key = service.client.headers["authorization"]

@@ -24,7 +24,7 @@ from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
 from train_loop.run_dir import RunDir
-from train_loop.spec import JobSpec, SpecError
+from train_loop.spec import JobSpec
 
 _SAMPLES = 20_000
 """Samples to search: packing moves a document by at most about a thousand samples."""
@@ -44,7 +44,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         found = check_run(RunDir.at(arguments.run_dir), arguments.rows)
-    except (DataError, SpecError, OSError) as error:
+    except (ValueError, OSError) as error:  # of the spec, the data, the run's address or its files
         print(error, file=sys.stderr)
         return 2
     for line, _ in found:

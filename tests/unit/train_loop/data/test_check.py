@@ -59,6 +59,15 @@ def test_run_of_an_earlier_version_is_compared(
         assert "⟦a0<|im_end|>⟧" in out
 
 
+@pytest.mark.parametrize("run_dir", ["nowhere://bucket/run", "/nowhere/run"])
+def test_unreadable_run_is_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", run_dir])
+    assert main() == 2
+    assert run_dir in capsys.readouterr().err
+
+
 def test_long_rows_are_compared_by_their_first_part(tmp_path: Path) -> None:
     rows = [Document(np.arange(100, dtype=np.int32), None)]
     assert [len(one.input_ids) for one in _beginnings(rows, Fit(50, "split", drops_untrained=False))] == [50]
