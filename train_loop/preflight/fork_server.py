@@ -44,7 +44,7 @@ def serve(path: str, answer: Answer) -> None:
         def handle(self) -> None:
             if (question := _read_question(self.rfile)) is not None:
                 # A killed process does not remove its temporary files, so this one does.
-                with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
+                with tempfile.TemporaryDirectory(prefix="trainshed-", ignore_cleanup_errors=True) as folder:
                     found = _watched(question, answer, self.connection, folder)
                 # The requester may have stopped waiting.
                 with suppress(ConnectionError):

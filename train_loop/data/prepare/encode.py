@@ -137,6 +137,8 @@ def _or_reason(call: Callable[..., Ids], *arguments: Any) -> Ids | str:
         return call(*arguments)
     except ValueError as error:
         return str(error)
+    except RecursionError:
+        return "a value of the row is nested too deeply; write it with fewer levels"
 
 
 def is_text(value: Any) -> TypeGuard[str]:

@@ -169,3 +169,14 @@ def test_tools_of_a_row_reach_the_template_untrained(tmp_path: Path, cell: Any) 
 def test_conversation_without_an_assistant_turn_trains_nothing(folder: str) -> None:
     (document,) = encode(folder, {"messages": "m"}, {"m": TALK[:1]})
     assert set(document.labels.tolist()) == {-100}
+
+
+def test_deeply_nested_tool_call_makes_its_row_bad(folder: str) -> None:
+    nested: Any = "x"
+    for _ in range(500):
+        nested = {"a": nested}
+    call = {"function": {"name": "f", "arguments": nested}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    rows = [Row(7, {"turns": turns})]
+    (bad,) = encode_rows(rows, ColumnsSpec(messages="turns"), vocab=300, rules=TextRules(folder))
+    assert bad == BadRow(7, "a value of the row is nested too deeply; write it with fewer levels")
