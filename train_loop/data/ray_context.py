@@ -11,7 +11,6 @@ from ray._private import state
 from ray.data import DataContext, ExecutionResources
 
 from train_loop.system.private_folder import make_private_folder
-from train_loop.system.ray_tls import tls_environment
 
 
 def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResources | None = None) -> None:
@@ -51,17 +50,8 @@ def start_ray() -> None:
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         # Without a token, Ray would write one to ~/.ray/auth_token, which later clusters of the user would take.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Otherwise, Ray on Linux replaces 127.0.0.1 with the machine's external address, and listens on all addresses.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.update(tls_environment(folder))
     # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=f"{folder}/r",
-    )
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
 
 
 def _stop_ray(folder: str) -> None:
