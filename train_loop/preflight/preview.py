@@ -156,6 +156,6 @@ def _left_out(columns: ColumnsSpec, rules: TextRules, row: Row) -> str | None:
     """Return a value of a good conversation that the chat template leaves out; None if it has all."""
     templates = load_chat_templates(rules.tokenizer, rules.chat_template)
     messages, tools = (row.values.get(str(name)) for name in (columns.messages, columns.tools))
-    with suppress(DataError):
+    with suppress(DataError, RecursionError):
         return left_out(templates, messages, rules.system_prompt, tools)
     return None

@@ -34,7 +34,7 @@ def find_bodies(
     answers, the text has to be that of the second one.
     """
     marks = dict(zip(range(len(messages)), unseen(text), strict=False))
-    others = {n: mark for n, mark in marks.items() if n not in set(numbers) and messages[n]["content"]}
+    others = {n: mark for n, mark in marks.items() if n not in set(numbers) and messages[n]["content"] is not None}
     ended = [_ended(message, others.get(n, "")) for n, message in enumerate(messages)]
     kept = frozenset() if with_thoughts else THOUGHTS
     asked = [with_content(m, marks[n], kept) if n in set(numbers) else ended[n] for n, m in enumerate(messages)]

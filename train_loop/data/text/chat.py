@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
+from train_loop.data.text.chat_template import REFUSED, START, ChatTemplate, compile_template
 from train_loop.data.text.messages import Conversation, Message, Tools, read_conversation, read_tools
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.data.text.turn import Turn
@@ -146,6 +146,8 @@ def encode_chat(
             f"the chat template does not show which text the model writes: {error}; mark it with {{% generation %}} in "
             "the template"
         ) from error
+    if template.is_timed and template.text(turns) != text:
+        raise DataError("the chat template writes another text each time; remove the time from it")
     ends_with_answer = turns[-1]["role"] == "assistant" and len(turns) - 1 not in conversation.untrained
     if not template.marks_answers:
         trained = _up_to_eos(tokenizer, text, trained)
@@ -204,7 +206,7 @@ def _needs(template: ChatTemplate, conversation: Conversation, number: int, key:
     message = conversation.messages[number]
     is_answer = message["role"] == "assistant" and number not in conversation.untrained
     beside_calls = key == "content" and message.get("tool_calls")
-    return not template.mentions(key) or (is_answer and not beside_calls)
+    return key != START and (not template.mentions(key) or (is_answer and not beside_calls))
 
 
 def _described(turns: list[Message], number: int, key: str, added: int) -> str:

@@ -20,6 +20,8 @@ Span = tuple[int, int]
 REFUSED = (TemplateError, TypeError)
 _LINKS = {"role", "content", "tool_call_id"}
 """Message keys that a template may ignore: for example, it can place a tool's result at its call, without the id."""
+START = "beginning of the content"
+"""Pseudo key of what a content begins with: a template may leave out an answer's reasoning."""
 _LONGEST_TEXT = 1 << 20
 """Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -65,6 +67,11 @@ class ChatTemplate:
         return "endgeneration" in _code(self.source)[0]
 
     @property
+    def is_timed(self) -> bool:
+        """Return whether the template may write another text at another time."""
+        return not {"strftime_now", "random"}.isdisjoint(_code(self.source)[0])
+
+    @property
     def uses_tools(self) -> bool:
         """Return whether the template reads the tools of a conversation."""
         return "tools" in _names(self.source)
@@ -78,7 +85,8 @@ class ChatTemplate:
             *((number, key) for number, message in enumerate(messages) for key in self._strange_keys(message)),
             *self._unmarked_values(messages, text),
         ]
-        return [suspect for suspect in sorted(set(suspects)) if self._is_unused(messages, text, *suspect)]
+        unused = [suspect for suspect in sorted(set(suspects)) if self._is_unused(messages, text, *suspect)]
+        return [(number, key) for number, key in unused if key != START or (number, "content") not in unused]
 
     def mentions(self, key: str) -> bool:
         """Return whether the template uses a message key anywhere."""
@@ -95,32 +103,44 @@ class ChatTemplate:
     def _unmarked_values(self, messages: list[Message], text: str) -> list[tuple[int, str]]:
         """Return the contents and tool calls whose marks are absent after all of them were marked and rendered once."""
         marks, marked = unseen(text), [dict(message) for message in messages]
-        found: dict[tuple[int, str], str] = {}
+        found: list[tuple[int, str, str]] = []
+        last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
         for number, message in enumerate(messages):
             if (message.get("content") or "").strip():
-                found[number, "content"] = mark = next(marks)
-                marked[number]["content"] = message["content"].rstrip() + mark
-            if message.get("tool_calls"):
-                found[number, "tool_calls"] = mark = next(marks)
-                marked[number]["tool_calls"] = _renamed(message["tool_calls"], mark)
+                before, after = next(marks) if number > last else "", next(marks)
+                marked[number]["content"] = before + message["content"].rstrip() + after
+                found += [(number, "content", after), *([(number, START, before)] if before else [])]
+            for place, _ in enumerate(message.get("tool_calls") or []):
+                mark = next(marks)
+                marked[number]["tool_calls"] = renamed(marked[number]["tool_calls"], mark, place)
+                found += [(number, "tool_calls", mark)]
         try:
             shown = self.text(marked)
         except REFUSED:
-            return list(found)
-        return [value for value, mark in found.items() if mark not in shown]
+            return [(number, key) for number, key, _ in found]
+        return [(number, key) for number, key, mark in found if mark not in shown]
 
     def _is_unused(self, messages: list[Message], text: str, number: int, key: str) -> bool:
-        other = {name: value for name, value in messages[number].items() if name != key}
-        if key == "content":
-            other[key] = next(unseen(text))
+        message = messages[number]
+        others = [{name: value for name, value in message.items() if name != key}]
+        if key in ("content", START):
+            mark = next(unseen(text))
+            others = [{**message, "content": mark if key == "content" else mark + message["content"]}]
+        if key == "tool_calls" and len(message[key]) > 1:
+            calls = message[key]
+            others = [{**message, key: [*calls[:place], *calls[place + 1 :]]} for place in range(len(calls))]
+        return any(self._is_rendered(messages, number, other, text) for other in others)
+
+    def _is_rendered(self, messages: list[Message], number: int, other: Message, text: str) -> bool:
         with suppress(*REFUSED):  # it fails without the value, so it uses the value
             return self.text([*messages[:number], other, *messages[number + 1 :]]) == text
         return False
 
 
 def unseen(text: str) -> Iterator[str]:
-    """Yield the characters of the private use areas that a text lacks."""
-    return (char for area in _PRIVATE_USE for char in map(chr, area) if char not in text)
+    """Yield the characters of the private use areas that a text lacks. Raises DataError after the last one."""
+    yield from (char for area in _PRIVATE_USE for char in map(chr, area) if char not in text)
+    raise DataError("the conversation has more messages and tool calls than Unicode has private characters; split it")
 
 
 def compile_template(source: str, named: str) -> None:
@@ -154,17 +174,30 @@ def _names(source: str) -> frozenset[str]:
     return code | _LINKS | (THOUGHTS if code & THOUGHTS else frozenset())
 
 
-def _renamed(calls: Any, mark: str) -> Any:
-    """Return tool calls whose names end with a mark; as they are if their form is unknown."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+def renamed(calls: Any, mark: str, place: int) -> Any:
+    """Return tool calls of which one has a name that ends with a mark; as they are if their form is unknown."""
+    if not isinstance(calls, list) or not isinstance(calls[place], dict):
         return calls
-    nested = [call["function"] if isinstance(call.get("function"), dict) else None for call in calls]
-    return [
-        {**call, "name": f"{call.get('name')}{mark}"}
-        if function is None
-        else {**call, "function": {**function, "name": f"{function.get('name')}{mark}"}}
-        for call, function in zip(calls, nested, strict=True)
-    ]
+    call, function = calls[place], calls[place].get("function")
+    if isinstance(function, dict):
+        new = {**call, "function": {**function, "name": f"{function.get('name')}{mark}"}}
+    else:
+        new = {**call, "name": f"{call.get('name')}{mark}"}
+    return [*calls[:place], new, *calls[place + 1 :]]
+
+
+def other_calls(calls: Any, mark: str) -> Any:
+    """Return tool calls with a mark as their only argument, or after the names of those without arguments."""
+    new = calls
+    for place, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function, dict) and "arguments" in function:
+            other = {**function, "arguments": mark if isinstance(function["arguments"], str) else {mark: mark}}
+            other = {**call, "function": other} if "function" in call else other
+            new = [*new[:place], other, *new[place + 1 :]]
+        else:
+            new = renamed(new, mark, place)
+    return new
 
 
 def _within_bounds(text: str, messages: list[Message]) -> str:

@@ -41,12 +41,13 @@ class Conversation:
     def forms(self) -> Iterator[list[Message]]:
         """Yield the messages in each form that a template may need, the usual one first.
 
-        Arguments of tool calls are objects, or text for templates that join texts. Absent content of a message with
-        tool calls is as in the row, null or empty text.
+        Tool calls are as in the row, or in OpenAI's format. Their arguments are objects, or text for templates that
+        join texts. Absent content of a message with tool calls is as in the row, null or empty text.
         """
         forms = [self.messages]
         if any(_calls(message) for message in self.messages):
             forms += [[_with_text(message) for message in self.given]]
+            forms += [[_with_functions(message) for message in form] for form in forms]
         yield from forms
         if any(not message["content"] and message.get("tool_calls") for message in self.messages):
             for empty in (None, ""):
@@ -117,6 +118,19 @@ def _with_objects(message: Message, number: int) -> Message:
     return copy
 
 
+def _with_functions(message: Message) -> Message:
+    """Return a message whose tool calls name their function within `function`."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {
+        "tool_calls": [
+            {"type": "function", "function": call} if isinstance(call, dict) and "function" not in call else call
+            for call in calls
+        ]
+    }
+
+
 def _with_empty(message: Message, content: str | None) -> Message:
     """Return a message with another content if it has tool calls and nothing else."""
     return message if message["content"] or not message.get("tool_calls") else {**message, "content": content}
@@ -153,6 +167,10 @@ def _problem(message: Any) -> str | None:
         return f"must have text as role, not {role!r:.60}"
     if role is None:
         return f"must have a role, but has {', '.join(message) or 'no keys'}"
+    if not isinstance(message.get("tool_calls") or [], list):
+        return f"must have a list as tool_calls, not {message['tool_calls']!r:.60}"
+    if content is None and message.get("function_call"):
+        return "has function_call, an older format of OpenAI; write tool_calls"
     if content is None and role == "assistant" and message.get("tool_calls"):
         return None
     return None if isinstance(content, str) else f"must have text as content, not {content!r:.60}"

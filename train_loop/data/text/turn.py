@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import TemplateError
 
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, unseen
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, other_calls, renamed, unseen
 from train_loop.data.text.messages import Message, with_content
 
 _PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -93,10 +93,14 @@ class TurnFinder:
             return self.template.text([*self.messages[:number], self.messages[number] | more])
         return None
 
-    def _change(self, text: str, number: int, later: Sequence[Message] = ()) -> "_Change":
-        """Return what changes in a text with a message's content: common prefix and suffix are not the message's."""
-        mark = next(unseen(text))
-        changed = self.template.text([*self.messages[:number], with_content(self.messages[number], mark), *later])
+    def _change(self, text: str, number: int, later: Sequence[Message] = (), *, calls: bool = False) -> "_Change":
+        """Return what changes in a text with a message: common prefix and suffix are not the message's.
+
+        `calls`: whether only the message's tool calls are others, and not its content.
+        """
+        mark, message = next(unseen(text)), self.messages[number]
+        other = message | {"tool_calls": other_calls(message["tool_calls"], mark)} if calls else None
+        changed = self.template.text([*self.messages[:number], other or with_content(message, mark), *later])
         start = _shared(text, changed)
         stop = max(start, len(text) - _shared(text[::-1], changed[::-1]))
         is_shown = stop > start or changed.startswith(mark, start)
@@ -109,13 +113,28 @@ class TurnFinder:
         change = self._change(self.text, number, self.messages[number + 1 :])
         if self.messages[number].get("tool_calls") and number + 1 < len(self.messages):
             # A template may write the results of a call into the assistant's turn; the model does not produce them.
-            stops = [change.stop, self._content_start(number + 1)]
-            # If so, the message's own text comes after the results, and its calls are before them.
+            stops = [change.stop, self._content_start(number + 1), self._before_results(number)]
+            # The message's own text may come after the results, and its calls are before them.
             calls = self._alone(number, content="")
             if calls is not None and self.text.startswith(calls.rstrip()):
                 stops.append(len(calls.rstrip()))
             return change._replace(stop=max(change.start, min(stops)))
         return change
+
+    def _before_results(self, number: int) -> int:
+        """Return where the results of a message's tool calls begin in its turn; the text's length if they do not."""
+        rest = number + 1
+        while rest < len(self.messages) and self.messages[rest]["role"] not in ("user", "assistant"):
+            rest += 1
+        mark, message = next(unseen(self.text)), self.messages[number]
+        last = message | {"tool_calls": renamed(message["tool_calls"], mark, len(message["tool_calls"]) - 1)}
+        try:
+            named = self.template.text([*self.messages[:number], last, *self.messages[number + 1 :]]).find(mark)
+            without = self.template.text([*self.messages[: number + 1], *self.messages[rest:]])
+        except REFUSED:
+            return len(self.text)
+        place = self.token_around(self.text, _shared(self.text, without))[0]
+        return place if 0 <= named < place else len(self.text)
 
     def token_around(self, text: str, place: int) -> Span:
         """Return the token that begins before a place and ends after it; without one, the place twice."""
@@ -142,6 +161,16 @@ class TurnFinder:
                 place = self.text.find(last[start:end], floor)
                 if place >= 0:
                     return self._ended(number, (place, place + end - start), last[end:])
+        return self._called(alone, number, floor)
+
+    def _called(self, alone: str, number: int, floor: int) -> Turn:
+        """Return the turn of a message with tool calls from its generation prompt and the ends of its calls."""
+        if self.messages[number].get("tool_calls"):
+            start, end, _ = self._change(self.text, number, self.messages[number + 1 :], calls=True)
+            prompt = self._generation_prompt(number, before=start, floor=floor)
+            if prompt is not None and prompt[0] < prompt[1]:
+                known = alone[self._change(alone, number, calls=True).stop :]
+                return self._ended(number, (prompt[1], end), known)
         raise TemplateError(f"the text of messages[{number}] changes with later messages")
 
     def _known_ending(self, number: int) -> str:
@@ -165,8 +194,16 @@ class TurnFinder:
         while (found := marker.match(self.text, end)) and found.end() <= header:
             end = found.end()
         # The model does not write the header of its own next message.
-        is_open = end == stop and self.messages[number + 1]["role"] != "assistant"
-        return found.end() if is_open and (found := marker.match(self.text, stop)) else end
+        if end > stop or self.messages[number + 1]["role"] == "assistant":
+            return end
+        found = marker.match(self.text, stop)
+        return found.end() if found is not None and found.end() <= self._first_of_content(number + 1) else end
+
+    def _first_of_content(self, number: int) -> int:
+        """Return where a message's content begins; the text's length if the template does not tell."""
+        with suppress(*REFUSED):
+            return self._content_start(number)
+        return len(self.text)
 
     def _header(self, number: int, floor: int) -> int:
         """Return the index at or after `floor` at which the header of a message begins.

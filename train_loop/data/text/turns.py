@@ -3,10 +3,12 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from jinja2 import TemplateError
+
 from train_loop.data.text.bodies import Bodies, find_bodies
-from train_loop.data.text.chat_template import ChatTemplate
+from train_loop.data.text.chat_template import ChatTemplate, Span, other_calls, unseen
 from train_loop.data.text.messages import Message
-from train_loop.data.text.turn import Turn, TurnFinder, overlap
+from train_loop.data.text.turn import Turn, TurnFinder
 
 _MANY = 3
 """Turns from which on it is faster to find them together."""
@@ -23,13 +25,32 @@ def find_turns(
     trained = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
     if not template.marks_answers:
         return _repeated(finder, trained) or [finder.answer(number) for number in trained]
-    silent = [finder.own(number) for number in untrained]
-    spans = [span for span in template.marked_text(messages)[1] if not any(overlap(span, other) for other in silent)]
+    spans = _marked_spans(template, messages, untrained)
     # Turns end as the last one does: one is enough, and each takes time.
     return [
         *(Turn(start, stop, stop) for start, stop in spans[:-1]),
         *(finder.marked(span, trained[-1:]) for span in spans[-1:]),
     ]
+
+
+def _marked_spans(template: ChatTemplate, messages: list[Message], untrained: Collection[int]) -> list[Span]:
+    """Return the spans that the template marks, without those of messages that are not trained."""
+    text, spans = template.marked_text(messages)
+    if not untrained:
+        return spans
+    mark = next(unseen(text))
+    marked = [_everywhere(message, mark) if n in untrained else message for n, message in enumerate(messages)]
+    other, others = template.marked_text(marked)
+    if len(others) != len(spans):
+        raise TemplateError("the spans of {% generation %} change with the contents of messages")
+    return [span for span, (start, stop) in zip(spans, others, strict=True) if mark not in other[start:stop]]
+
+
+def _everywhere(message: Message, mark: str) -> Message:
+    """Return a message with a mark at the ends of its content and in each of its tool calls."""
+    calls = message.get("tool_calls")
+    new = message | ({"tool_calls": other_calls(calls, mark)} if calls else {})
+    return new | {"content": mark + (message["content"] or "") + mark} if message["content"] or not calls else new
 
 
 def _repeated(finder: TurnFinder, numbers: Sequence[int]) -> list[Turn] | None:

@@ -207,3 +207,73 @@ def test_tools_and_marks_are_read_as_transformers_reads_them(tmp_path: Path) -> 
     assert templates.choose([]).source == MISTRAL
     commented = folder(tmp_path / "commented", "{# {% generation %}{% endgeneration %} #}" + GLM)
     assert trained(commented, [user("q"), assistant("a")]) == [f"a{EOS}"]
+
+
+# Like Gemma 4's: results are in the turn of their call, before its text; thoughts are shown after the last question.
+FOLDED = """{% set last = messages | selectattr('role', 'eq', 'user') | list | last %}
+{%- for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{% generation %}
+{%- if m.thinking and loop.index0 > messages.index(last) %}[{{ m.thinking }}]{% endif %}
+{%- for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}<|done|>{% endfor %}{% endgeneration %}
+{%- if m.tool_calls %}{% for r in messages if r.role == 'tool' %}<|tool|>result:{{ r.content }}{% endfor %}{% endif %}
+{%- generation %}{{ m.content or '' }}<|end|>{% endgeneration %}{% endfor %}"""
+
+
+def test_result_within_a_turn_is_not_trained_whatever_else_changes(tmp_path: Path) -> None:
+    source = FOLDED.replace("{% generation %}", "").replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+    folded = folder(tmp_path, source, eos="<|end|>")
+    talk = [user("q"), call() | {"thinking": "so"}, RESULT, assistant("a"), user("r"), assistant("b")]
+    assert "result" not in "".join(trained(folded, talk))
+    assert trained(folded, talk)[0].startswith("<|call|>get<|done|>")
+
+
+def test_marked_text_of_an_untrained_message_is_not_trained(tmp_path: Path) -> None:
+    folded = folder(tmp_path, FOLDED, eos="<|end|>")
+    spans = trained(folded, [user("q"), call(content="Wrong") | {"weight": 0}, RESULT, assistant("a")])
+    assert "Wrong" not in "".join(spans)
+    assert spans[-1] == "a<|end|>"
+
+
+def test_thoughts_that_later_answers_drop_do_not_hide_a_call(tmp_path: Path) -> None:
+    harmony = folder(tmp_path, HARMONY, eos="<|return|>")
+    one = " to=get<|message|>{}<|call|>"
+    talk = [user("q"), call(content="I look"), RESULT, call(content="again"), RESULT, assistant("b")]
+    assert trained(harmony, talk) == [one, one, "<|channel|>final<|message|>b<|return|>"]
+
+
+def test_second_call_that_is_left_out_is_refused(tmp_path: Path) -> None:
+    harmony, both = folder(tmp_path, HARMONY, eos="<|return|>"), call()
+    both["tool_calls"] = both["tool_calls"] * 2
+    with pytest.raises(DataError, match=r"^the chat template leaves out the tool_calls of messages\[1\]"):
+        encoded(harmony, [user("q"), both, RESULT, assistant("b")])
+
+
+def test_beginning_of_the_last_answer_that_is_left_out_is_told(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|" + "{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    templates = load_chat_templates(folder(tmp_path, template, eos="<|end|>"))
+    talk = [user("q"), assistant("h</think>a"), user("r"), assistant("h</think>b")]
+    assert left_out(templates, talk, None) == "the beginning of the content of messages[3] (role assistant)"
+    assert left_out(templates, [*talk[:3], assistant("b")], None) is None
+
+
+def test_template_that_writes_the_time_is_refused_if_the_text_changes(tmp_path: Path) -> None:
+    timed = folder(tmp_path / "timed", "{{ strftime_now('%H:%M:%S.%f') }}" + GLM)
+    with pytest.raises(DataError, match=r"^the chat template writes another text each time; remove the time from it"):
+        encoded(timed, [user("q"), assistant("a")])
+    dated = folder(tmp_path / "dated", "{{ strftime_now('%Y') }}" + GLM)
+    assert trained(dated, [user("q"), assistant("a")]) == [f"a{EOS}"]
+
+
+def test_token_in_the_next_content_does_not_end_a_turn(tmp_path: Path) -> None:
+    plain = folder(tmp_path, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    assert trained(plain, [user("q"), assistant("a"), user("<|end|> is?"), assistant("b")]) == ["a", "b", EOS]
+
+
+def test_older_and_flat_calls(tmp_path: Path) -> None:
+    mistral = folder(tmp_path, MISTRAL, eos="</s>")
+    flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "get", "arguments": {"a": 1}}]}
+    assert trained(mistral, [user("q"), flat], TOOLS) == ['[TOOL_CALLS]{"a": 1}</s>']
+    old = {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": "{}"}}
+    with pytest.raises(DataError, match=r"^messages\[1\] has function_call, an older format of OpenAI; write tool_"):
+        encoded(mistral, [user("q"), old])
+    with pytest.raises(DataError, match=r"^messages\[1\] must have a list as tool_calls, not '\[\]'"):
+        encoded(mistral, [user("q"), assistant("a", tool_calls="[]")])
