@@ -120,6 +120,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
             save(run, saver, measured, clock)
             run.session.expect_restart()
     if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
+        mark(state.step, Phase.SAVE)
         save(run, saver, measured, clock)
     return stop
 

@@ -21,7 +21,7 @@ _DOING = {
 
 
 class Stall(NamedTuple):
-    """A stall: ranks that wait for others without progress."""
+    """A stall: ranks that wait for others without progress, or that are all stopped."""
 
     waiting: tuple[int, ...]
     behind: tuple[int, ...]
@@ -30,6 +30,8 @@ class Stall(NamedTuple):
     seconds: float
     reason: str
     """Activity of the ranks behind, as a sentence."""
+    phase: Phase
+    """Phase of the rank that is furthest behind."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Liveness:
         return {number for number, rank in self._ranks.items() if rank.beat is not None and rank.beat.out_of_memory}
 
     def stall(self, now: float, *, seconds: float) -> Stall | None:
-        """Return the stall if no rank has progressed for `seconds` and some are behind the others, else None."""
+        """Return the stall if no rank has progressed for `seconds`: some are behind the others, or all are stopped."""
         ranks = {number: rank for number, rank in self._ranks.items() if rank.beat is not None}
         if len(ranks) < len(self._ranks) or not ranks:
             return None
@@ -101,10 +103,11 @@ class Liveness:
         places = {number: (rank.beat.step, rank.beat.phase) for number, rank in ranks.items() if rank.beat is not None}
         behind = self._not_running(now) or {number for number, place in places.items() if place == min(places.values())}
         waiting = ranks.keys() - behind
-        if not waiting:
+        if not waiting and not all(rank.beat is not None and rank.beat.stopped for rank in ranks.values()):
+            # All compute: a step may take as long.
             return None
-        step = min(places[number][0] for number in behind)
-        return Stall(tuple(sorted(waiting)), tuple(sorted(behind)), step, still, self._doing(behind, now))
+        step, phase = min(places[number] for number in behind)
+        return Stall(tuple(sorted(waiting)), tuple(sorted(behind)), step, still, self._doing(behind, now), phase)
 
     def without_storage(self, seconds: float) -> dict[str, Beat]:
         """Return the hosts whose storage has failed for more than `seconds`, each with one of its heartbeats."""

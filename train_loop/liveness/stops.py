@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
 _POLL_SECONDS = 0.5
 _ABANDON_SECONDS = 3.0
-"""Seconds that workers have to end by themselves if no checkpoint is wanted."""
+"""Seconds that workers have to end by themselves if no checkpoint is wanted, or if they hang during a cancel."""
 _DOING: Mapping[str, str] = {
     "attempt_started": "its driver was starting",
     "waiting_for_preparation": "another job prepared its data",
@@ -37,6 +37,8 @@ _DOING: Mapping[str, str] = {
     "moving": "it moved to other hosts",
 }
 """What an attempt does after each event, unless it trains."""
+_SAVING = ("save", "end")
+"""Phases of ranks that save: they are as slow as their storage, and do not hang."""
 
 
 @dataclass
@@ -51,15 +53,21 @@ class Activity:
     """The outcome that the workers have reported; None if they have not finished."""
     loss: str | None = None
     """The loss of the newest worker group; None if it is not lost."""
+    hang: str | None = None
+    """What keeps the workers from a step, as a sentence; None if they make progress."""
 
     def read(self, event: Mapping[str, Any]) -> None:
         """Apply the next event."""
         name = str(event.get("event"))
         if name == "training_started":
-            self.trains, self.end, self.loss = True, None, None
+            self.trains, self.end, self.loss, self.hang = True, None, None, None
         elif name == "training_ended":
             with suppress(ValidationError):
                 self.end = Outcome.model_validate(event)
+        elif name == "stalled":
+            self.hang = None if event.get("phase") in _SAVING else str(event.get("reason", "its workers hang"))
+        elif name == "progressing" and "host" not in event:
+            self.hang = None
         elif name in _DOING:
             self.trains, self.end, self.doing = False, None, _DOING[name]
             if name == "workers_lost":
@@ -92,10 +100,15 @@ def end_of(activity: Activity, state: StopState) -> Outcome | None:
         return activity.end if activity.end.result != "moved" or state.signal is not None else None
     if not activity.trains:
         return Outcome(result=stop.result, reason=_without_workers(activity, trained=state.trained))
+    hang = f" ({activity.hang})" if activity.hang else ""
     if state.signal is not None:
-        return Outcome(result=stop.result, reason="stopped at the deadline before the workers had saved")
+        return Outcome(result=stop.result, reason=f"stopped at the deadline before the workers had saved{hang}")
     if not stop.checkpoint and state.waited >= _ABANDON_SECONDS:
-        return Outcome(result=stop.result, reason="the workers did not end by themselves; no checkpoint was requested")
+        reason = f"the workers did not end by themselves{hang}; no checkpoint was requested"
+        return Outcome(result=stop.result, reason=reason)
+    # A pause waits until its deadline: a rank that is only slow saves before that.
+    if hang and stop.mode == "cancel" and state.waited >= _ABANDON_SECONDS:
+        return Outcome(result=stop.result, reason=f"the workers did not save{hang}")
     return None
 
 

@@ -290,6 +290,7 @@ class GroupMonitor:
                 **{"waiting": stall.waiting, "for": stall.behind, "hosts": hosts, "step": stall.step},
                 seconds=round(stall.seconds, 1),
                 reason=stall.reason,
+                phase=stall.phase.name.lower(),
             )
         elif stall is None and group.stall is not None and not group.silent and not group.without_storage:
             group.stall = None

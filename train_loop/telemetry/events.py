@@ -23,7 +23,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "group_started": "a worker group has its ranks; `hosts` maps each rank to its host",
         "host_silent": "no heartbeat has arrived from a host for `seconds`",
         "host_lost": "a host of the worker group is lost",
-        "stalled": "no step finishes; the ranks in `waiting` wait for the ranks in `for`",
+        "stalled": "no step finishes; the ranks in `waiting` wait for those in `for`, which are in `phase`",
         "progressing": "the run, or the named host, makes progress again after `stalled` or `host_silent`",
         "workers_lost": "the worker group has failed; `cause`, ranks and hosts explain the loss",
         "storage_unavailable": "a storage root does not answer or is not mounted; writers retry",

@@ -130,12 +130,19 @@ def _waiting(event: Event) -> Reason:
 
 def _stalled(event: Event) -> Reason:
     step, seconds = event.get("step"), _number(event, "seconds")
-    waiting, late = _ranks(event, "waiting"), _ranks(event, "for")
-    hosts = event.get("hosts")
-    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
     where = f"step {step} has" if step is not None else "training has"
-    who = f": {list_ranks(waiting)} wait for {list_ranks(late)}{on}" if late else f"{on}"
-    return Reason(Code.STALLED, f"{where} made no progress for {seconds:.0f} s{who}")
+    return Reason(Code.STALLED, f"{where} made no progress for {seconds:.0f} s{_who_waits(event)}")
+
+
+def _who_waits(event: Event) -> str:
+    """Return which ranks of a stalled group wait for which, as the end of a sentence."""
+    waiting, late, hosts = _ranks(event, "waiting"), _ranks(event, "for"), event.get("hosts")
+    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
+    if not late:
+        return on
+    if not waiting:
+        return f": {_sentence(event.get('reason', list_ranks(late)))}"
+    return f": {list_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for {list_ranks(late)}{on}"
 
 
 def _moving(event: Event) -> Reason:

@@ -248,9 +248,17 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
         return Decision(_stop_without_outcome(job, seen, now))
+    return Decision(_with_reason(job, _wait_of_stop(stop_request, seen)), stop_now)
+
+
+def _wait_of_stop(stop_request: StopRequest, seen: Observation) -> Reason:
+    """Return the reason of a job whose attempt has not ended yet: the request, or what delays it."""
+    delay = seen.condition
+    if delay is not None and delay.code is Code.STALLED:
+        command = "cancel" if stop_request.mode == "cancel" else "pause"
+        return replace(delay, remedy=f"to stop without a new checkpoint: trainshed {command} JOB --grace 0")
     waits = f"; waits for {seen.waits_for}" if seen.waits_for else ""
-    reason = seen.condition or replace(stop_request.reason, message=f"{stop_request.reason.message}{waits}")
-    return Decision(_with_reason(job, reason), stop_now)
+    return delay or replace(stop_request.reason, message=f"{stop_request.reason.message}{waits}")
 
 
 def _is_stuck(job: Job, seen: Observation, now: float) -> bool:

@@ -29,6 +29,16 @@ def read(*events: dict[str, Any]) -> Conditions:
         (WAITING, Code.CAPACITY, "waits since 01:02:03 UTC for 4 CPU; node3 left the cluster"),
         (WAITING | {"left": []}, Code.CAPACITY, "waits since 01:02:03 UTC for 4 CPU"),
         (STALLED, Code.STALLED, "step 7 has made no progress for 12 s: ranks 0, 1 and 3 wait for rank 2 on node3"),
+        (
+            STALLED | {"waiting": [0]},
+            Code.STALLED,
+            "step 7 has made no progress for 12 s: rank 0 waits for rank 2 on node3",
+        ),
+        (
+            STALLED | {"waiting": [], "reason": "rank 2 on node3 is stopped (SIGSTOP)"},
+            Code.STALLED,
+            "step 7 has made no progress for 12 s: rank 2 on node3 is stopped (SIGSTOP)",
+        ),
         (MOVING, Code.MOVING, "moving rank 1 away from node3, which will be removed"),
         (
             STORAGE,

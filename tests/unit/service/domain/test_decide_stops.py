@@ -41,6 +41,14 @@ def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
     assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
 
 
+@pytest.mark.parametrize(("job", "command"), [(cancelling(), "cancel"), (pausing(), "pause")])
+def test_stop_that_waits_for_a_hanging_rank_names_it_and_the_command_that_ends_it(job: Job, command: str) -> None:
+    hang = Reason(Code.STALLED, "step 7 has made no progress for 12 s: rank 0 waits for rank 1 on node3")
+    waits = step(job, Observation(ALIVE, stop=expected_stop(job), condition=hang)).job
+    remedy = f"to stop without a new checkpoint: trainshed {command} JOB --grace 0"
+    assert waits.reason == replace(hang, remedy=remedy)
+
+
 def test_cancel_stops_driver_at_deadline() -> None:
     job = cancelling(deadline=150.0)
     seen = Observation(ALIVE, stop=expected_stop(job))

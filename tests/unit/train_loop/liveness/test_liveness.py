@@ -50,8 +50,13 @@ def test_stall_names_the_stopped_rank_that_blocks_others() -> None:
             found.record(beat(rank, stopped=rank == 3), float(second))
     stall = found.stall(12.0, seconds=10.0)
     assert stall is not None
-    assert (stall.waiting, stall.behind, stall.step) == ((0, 1, 2), (3,), 1)
+    assert (stall.waiting, stall.behind, stall.step, stall.phase) == ((0, 1, 2), (3,), 1, Phase.TRAIN)
     assert stall.reason == "rank 3 on node2 is stopped (SIGSTOP)"
+    for rank in HOSTS:
+        found.record(beat(rank, stopped=True), 13.0)
+    everywhere = found.stall(13.0, seconds=10.0)
+    assert everywhere is not None
+    assert (everywhere.waiting, everywhere.behind) == ((), (0, 1, 2, 3))
 
 
 def test_stall_names_the_rank_that_still_reads_data() -> None:

@@ -19,6 +19,9 @@ from train_loop.telemetry.event_log import EventLog
 
 LOSS = "rank 1 on a was killed by signal 9 (SIGKILL)"
 LOST = {"event": "workers_lost", "error": LOSS}
+HANG = "rank 1 on a is stopped (SIGSTOP)"
+HANGING = {"event": "stalled", "reason": HANG, "phase": "train"}
+PROGRESSING = {"event": "progressing"}
 UP = [{"event": "prepared"}, {"event": "group_started"}, {"event": "workers_ready"}, {"event": "training_started"}]
 PHASES: dict[str, tuple[Sequence[dict[str, Any]], str | None]] = {
     "starting": ([{"event": "attempt_started"}], "stopped while its driver was starting"),
@@ -98,7 +101,7 @@ def test_rank_lost_after_the_request_is_named_and_the_attempt_ends(attempt: Atte
     attempt.write(*UP)
     attempt.stop(mode)
     assert attempt.watch.check() is None
-    attempt.write({"event": "stalled"})
+    attempt.write(HANGING)
     assert attempt.watch.check() is None
     attempt.write(LOST)
     outcome = attempt.watch.check()
@@ -120,16 +123,41 @@ def test_request_for_another_attempt_is_ignored(attempt: Attempt) -> None:
     assert list(read_lines(attempt.attempt.events)) == []
 
 
-def test_ranks_that_do_not_end_without_a_checkpoint_are_ended(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stop", "events", "reason"),
+    [
+        (
+            Stop(mode="cancel", checkpoint=False),
+            [],
+            "the workers did not end by themselves; no checkpoint was requested",
+        ),
+        (
+            Stop(mode="cancel", checkpoint=False),
+            [HANGING],
+            f"the workers did not end by themselves ({HANG}); no checkpoint was requested",
+        ),
+        (Stop(mode="cancel"), [], None),
+        (Stop(mode="cancel"), [HANGING], f"the workers did not save ({HANG})"),
+        (Stop(mode="cancel"), [HANGING, PROGRESSING], None),
+        (Stop(mode="cancel"), [HANGING, PROGRESSING | {"host": "a"}], f"the workers did not save ({HANG})"),
+        (Stop(mode="cancel"), [HANGING, *UP[1:]], None),
+        # A save is as slow as its storage.
+        (Stop(mode="cancel"), [HANGING | {"phase": "save"}], None),
+        (Stop(mode="cancel"), [HANGING | {"phase": "end"}], None),
+        # A rank that is only slow saves before the deadline.
+        (Stop(mode="pause"), [HANGING], None),
+        (Stop(mode="resize"), [HANGING], None),
+    ],
+)
+def test_ranks_that_hang_during_a_cancel_or_need_not_save_are_ended_after_three_seconds(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, stop: Stop, events: Sequence[dict[str, Any]], reason: str | None
 ) -> None:
-    attempt.write(*UP)
-    attempt.stop("cancel", checkpoint=False)
+    attempt.write(*UP, *events)
+    attempt.stop(stop.mode, checkpoint=stop.checkpoint)
     assert attempt.watch.check() is None
     monkeypatch.setattr(stops, "_ABANDON_SECONDS", 0.0)
     outcome = attempt.watch.check()
-    assert outcome is not None
-    assert outcome.result == "cancelled"
+    assert outcome == (None if reason is None else Outcome(result=stop.result, reason=reason))
 
 
 ENDED = {"event": "training_ended", "result": "paused", "step": 7}
@@ -149,6 +177,11 @@ def test_end_that_the_workers_report_is_acknowledged_at_once_during_a_stop(attem
         (None, UP, Outcome(result="failed", code="interrupted", retryable=True)),
         (None, UP[:1], Outcome(result="failed", code="interrupted", retryable=True)),
         ("pause", UP, Outcome(result="paused", reason="stopped at the deadline before the workers had saved")),
+        (
+            "pause",
+            [*UP, HANGING],
+            Outcome(result="paused", reason=f"stopped at the deadline before the workers had saved ({HANG})"),
+        ),
         ("cancel", UP[:2], Outcome(result="cancelled", reason="stopped while its workers were starting")),
         ("pause", [*UP, ENDED], Outcome(result="paused", step=7)),
     ],

@@ -218,6 +218,7 @@ def test_stalled_ranks_are_reported_once_and_cleared(world: World) -> None:
     world.run(14, stopped=3)
     (stalled,) = [fields for name, fields in world.events if name == "stalled"]
     assert (stalled["waiting"], stalled["for"], stalled["hosts"], stalled["step"]) == ((0, 1, 2), (3,), ["node2"], 7)
+    assert stalled["phase"] == "train"
     world.run(2)
     assert world.names()[-1] == "progressing"
 
