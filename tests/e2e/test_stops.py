@@ -1,13 +1,17 @@
 """Pause, cancel and resize of a job end within five seconds in every phase of an attempt, on real Ray.
 
-The service is started with SIGINT ignored, as by `nohup` or a script in the background. All its processes inherit that.
+What is lost meanwhile is named, with the newest checkpoint. The service is started with SIGINT ignored, as by `nohup`
+or a script in the background. All its processes inherit that.
 """
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,8 @@ from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.session import RayAddress
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
+from service.ports import SubmitRequest
 from tests.support.builders.specs import TINY
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.live import LiveService
@@ -44,13 +50,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
         service.stop()
 
 
-@contextmanager
-def full_cluster(service: LiveService) -> Iterator[None]:
-    """Hold all CPUs of the cluster, unknown to the service."""
+def cluster_of(service: LiveService) -> RayAddress:
+    """Return the address of the service's Ray, once it runs jobs."""
     head = wait_for(lambda: read_head(service.home / "ray.json"), "the head")
     url = wait_for(head.find_dashboard, "the dashboard")
     address = RayAddress(url, (service.home / "ray.token").read_text().strip())
     wait_for(RayJobs(lambda: address, python="python").capacity, "the cluster")
+    return address
+
+
+@contextmanager
+def full_cluster(service: LiveService) -> Iterator[None]:
+    """Hold all CPUs of the cluster, unknown to the service."""
+    address = cluster_of(service)
     client = JobSubmissionClient(address.url, headers={"Authorization": f"Bearer {address.token}"})
     holder = client.submit_job(entrypoint="sleep 600", entrypoint_num_cpus=CPUS)
     wait_for(lambda: client.get_job_status(holder) == "RUNNING", "the holder of all CPUs")
@@ -127,8 +139,8 @@ CELLS = [
     (phase, request)
     for place, phase in enumerate(PHASES)
     for other, request in enumerate(REQUESTS)
-    # Without MORE a third of the cells, each phase and each request among them.
-    if "MORE" in os.environ or place % 3 == other
+    # Without MORE a third of the cells, each phase and each request among them. The last phase begins the losses below.
+    if "MORE" in os.environ or (place % 3 == other and phase is not recovering)
 ]
 
 
@@ -159,3 +171,109 @@ def test_request_ends_the_attempt_within_five_seconds(service: LiveService, phas
         service.wait_for_state(job_id, JobState.CANCELLED)
     assert job.attempts[0].result == REQUESTS[request_]
     assert seconds < LIMIT_SECONDS, service.debug_report(job_id)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A training attempt of a job with a checkpoint; rank 1 is its victim."""
+
+    service: LiveService
+    job_id: str
+    number: int
+
+    def begin(self) -> None:
+        """Wait until it trains and a checkpoint is there, then stop rank 1, so that no rank can save."""
+        wait_for(lambda: any(line["attempt"] == self.number for line in self.service.metrics(self.job_id)), "a step")
+        event(self.service, self.job_id, "checkpoint_committed")
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to rank 1."""
+        started = self.wait_for_event("training_started")
+        os.kill(started["workers"][1]["pid"], number)
+
+    def wait_for_event(self, name: str) -> dict[str, Any]:
+        """Wait for an event of this attempt and return it."""
+        return wait_for(
+            lambda: next(
+                (one for one in self.service.events(self.job_id, name) if one["attempt"] == self.number), None
+            ),
+            name,
+            seconds=90,
+        )
+
+
+def lose_a_rank_before(attempt: Attempt) -> None:
+    attempt.signal(signal.SIGKILL)
+    attempt.wait_for_event("workers_lost")
+    attempt.service.client.pause(attempt.job_id)
+
+
+def lose_a_rank(attempt: Attempt) -> None:
+    attempt.service.client.pause(attempt.job_id)
+    attempt.wait_for_event("stopping")
+    attempt.signal(signal.SIGSEGV)
+
+
+def lose_the_driver(attempt: Attempt) -> None:
+    attempt.service.client.pause(attempt.job_id)
+    attempt.wait_for_event("stopping")
+    attempt.service.driver(attempt.job_id).kill()
+
+
+def cancel_a_hanging_rank(attempt: Attempt) -> None:
+    attempt.wait_for_event("stalled")
+    attempt.service.client.pause(attempt.job_id)
+    waits = wait_for(lambda: attempt.service.client.job(attempt.job_id).reason, "what the pause waits for")
+    assert (waits.code, waits.remedy) == ("stalled", "to stop without a new checkpoint: trainshed pause JOB --grace 0")
+    attempt.service.client.cancel(attempt.job_id)
+
+
+LOSSES = (
+    (lose_a_rank_before, "stopped while its workers were restarted: RANK was killed by signal 9 (SIGKILL)"),
+    (lose_a_rank, "RANK was killed by signal 11 (SIGSEGV) before it saved"),
+    (lose_the_driver, "the driver was lost: it was killed by signal 9 (SIGKILL), exit code -9 before it saved"),
+    (cancel_a_hanging_rank, "the workers did not save (RANK is stopped (SIGSTOP))"),
+)
+"""What is lost before or during a stop, and the reason, one attempt of a job after the other."""
+
+
+def test_losses_before_and_during_a_stop_are_named_with_the_newest_checkpoint(service: LiveService) -> None:
+    job_id = service.submit(training=LONG, checkpoint={"every_steps": 10})
+    rank = f"rank 1 on {socket.gethostname()}"
+    for number, (lose, cause) in enumerate(LOSSES, start=1):
+        attempt = Attempt(service, job_id, number)
+        attempt.begin()
+        lose(attempt)
+        began = time.monotonic()
+        job = service.wait_for_state(job_id, JobState.CANCELLED if number == len(LOSSES) else JobState.PAUSED)
+        assert time.monotonic() - began < LIMIT_SECONDS, service.debug_report(job_id)
+        newest = max(service.run_dir(job_id).manifests())
+        assert job.reason is not None
+        expected = f"({cause.replace('RANK', rank)}; the newest checkpoint is of step {newest})"
+        assert job.reason.message.endswith(expected), job.reason.message
+        if job.state is JobState.PAUSED:
+            service.client.resume(job_id)
+    assert [attempt.result for attempt in job.attempts] == ["paused", "paused", "failed", "cancelled"]
+    # The ends of the first two were faults: a rank was lost.
+    assert job.restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "end"),
+    [
+        ("exit 3", "it ended with exit code 3"),
+        ("kill -KILL $$", "it was killed by signal 9 (SIGKILL), exit code -9"),
+        ("kill -TERM $$", "it was killed by signal 15 (SIGTERM), exit code -15"),
+    ],
+)
+def test_end_of_a_driver_on_ray_names_its_exit_code_or_signal(
+    service: LiveService, tmp_path: Path, script: str, end: str
+) -> None:
+    address, python = cluster_of(service), tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    jobs, name = RayJobs(lambda: address, python=str(python)), tmp_path.name
+    jobs.submit(SubmitRequest(name, name, "dies", attempt=1, run_dir="file:///nowhere"))
+    wait_for(lambda: jobs.status(name) is SubmissionStatus.FAILED, "the end of the driver")
+    assert jobs.end_of(name) == end

@@ -194,6 +194,17 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, job_id:
     assert "Ray answers: 1 series" in result.stdout
 
 
+def test_stopped_head_saves_and_is_no_failure(stack: Stack, job_id: str) -> None:
+    stack.services["head"].stop()
+    ended = wait_for(lambda: one if (one := stack.client.api.job(job_id).attempts[0]).result else None, "the end")
+    assert (ended.result, ended.reason and ended.reason.code) == ("moved", "moving")
+    assert ended.reason is not None
+    assert "the head of Ray ends as planned" in ended.reason.message
+    assert f"the run resumes from step {ended.step}" in ended.reason.message
+    assert stack.client.api.job(job_id).state is JobState.RECOVERING
+    wait_for(lambda: not stack.services["head"].healthy(), "the end of the head", seconds=30)
+
+
 def test_cancelled_job_has_a_checkpoint_and_each_sample_once(stack: Stack, job_id: str) -> None:
     stack.client.api.cancel(job_id)
     wait_for(lambda: stack.client.api.job(job_id).state.terminal, "the end of the job", seconds=60)

@@ -61,13 +61,39 @@ def test_returning_host_continues_the_job(cluster: HostCluster, job_id: str) -> 
     assert cluster.client.job(job_id).progress.waits_for is None
 
 
+def test_stopped_head_saves_and_is_no_failure(cluster: HostCluster, job_id: str) -> None:
+    best = cluster.newest_step(job_id)
+    cluster.head.stop_unit("trainshed-head")
+    ended = wait_for(lambda: one if (one := cluster.client.job(job_id).attempts[-1]).result else None, "the end")
+    assert ended.reason is not None
+    assert (ended.result, ended.reason.code) == ("moved", "moving")
+    assert "the head of Ray ends as planned" in ended.reason.message
+    cluster.start_head()
+    cluster.wait_for_step(job_id, best + 5)
+    (replayed,) = [one["replayed"] for one in cluster.events(job_id, "training_started") if one["attempt"] == 2]
+    assert replayed == 0
+
+
+def test_stopped_node_is_drained_and_the_job_saves_at_once(cluster: HostCluster, job_id: str) -> None:
+    host, before = cluster.hosts_of(job_id)[3], len(cluster.events(job_id, "checkpoint_committed"))
+    host.stop_unit("trainshed-node")
+    wait_for(lambda: cluster.events(job_id, "preemption_notice"), "the notice", seconds=20)
+    wait_for(lambda: len(cluster.events(job_id, "checkpoint_committed")) > before, "a checkpoint", seconds=20)
+    # It would have 75 s.
+    host.kill()
+    host.start()
+    cluster.start_node(host)
+    best = cluster.newest_step(job_id)
+    cluster.wait_for_step(job_id, best + 5)
+
+
 def test_all_nodes_join_a_new_head_and_the_job_continues(cluster: HostCluster, job_id: str) -> None:
     best = cluster.newest_step(job_id)
     cluster.head.run("pkill", "-9", "-f", "gcs_server")
-    wait_for(lambda: len(cluster.client.job(job_id).attempts) == 2, "a second attempt", seconds=120)
+    wait_for(lambda: len(cluster.client.job(job_id).attempts) == 3, "a third attempt", seconds=120)
     cluster.wait_for_step(job_id, best + 5)
     job = cluster.client.job(job_id)
-    assert [attempt.result for attempt in job.attempts] == ["failed", None]
+    assert [attempt.result for attempt in job.attempts] == ["moved", "failed", None]
     assert cluster.client.audit_job(job_id).clean
 
 

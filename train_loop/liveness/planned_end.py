@@ -1,7 +1,8 @@
-"""`python -m train_loop.liveness.planned_end --seconds N`: the planned end of a cluster's head, before its Ray ends.
+"""`python -m train_loop.liveness.planned_end --seconds N [-- COMMAND]`: the planned end of a cluster's head.
 
-Every driver on this machine is asked to save and to end; then Ray's processes are ended, so that no driver starts any
-more. The preStop hook of the head's pod runs this: Kubernetes ends a pod for an upgrade, or to drain its node.
+Every driver of the head is asked to save and to end; then Ray's processes are ended, so that no driver starts any more.
+The preStop hook of the head's pod runs this: Kubernetes ends a pod for an upgrade, or to drain its node. Under Docker
+and systemd this process runs `ray start` as COMMAND, and ends it this way on SIGTERM.
 """
 
 import argparse
@@ -12,18 +13,23 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from train_loop.run_dir import RunDir, Stop
+from train_loop.system.signals import SignalPipe
 
 log = logging.getLogger(__name__)
-REASON = "the head of Ray ends as planned: its pod is replaced by an upgrade, or its node is drained"
+REASON = "the head of Ray ends as planned: it is upgraded, restarted or stopped, or its node is drained"
 _DRIVER = "train_loop.ray_train.driver"
 _POLL_SECONDS = 0.2
 _QUIET_SECONDS = 1.0
 """Seconds without a driver after which the head may end: one may be about to start."""
+_MARK_VARIABLE = "TRAINSHED_HEAD"
+_HEAD_SECONDS = 1.0
+"""Seconds between two looks at the head's process."""
 
 
 class Driver(NamedTuple):
@@ -44,11 +50,15 @@ def drivers_in(command_lines: Iterable[list[str]]) -> set[Driver]:
     return found
 
 
-def command_lines(proc: Path = Path("/proc")) -> Iterator[list[str]]:
-    """Yield the command line of every process of this user. Others may imitate a driver, to have a file written."""
+def command_lines(proc: Path = Path("/proc"), *, mark: bytes | None = None) -> Iterator[list[str]]:
+    """Yield the command line of every process of this user, or of those with a mark in their environment.
+
+    Other users may imitate a driver, to have a file written.
+    """
     for file in proc.glob("[0-9]*/cmdline"):
         try:
-            if file.stat().st_uid == os.geteuid():
+            own = file.stat().st_uid == os.geteuid()
+            if own and (mark is None or mark in file.with_name("environ").read_bytes()):
                 yield file.read_text(errors="replace").split("\0")
         except OSError:
             # The process has ended meanwhile.
@@ -87,17 +97,40 @@ def _logged(ask: Callable[[Driver], None], driver: Driver) -> None:
         log.warning("attempt %d of %s could not be asked to save: %s", driver.attempt, driver.run_dir, error)
 
 
+def let_drivers_end(seconds: float, *, mark: bytes | None = None) -> set[Driver]:
+    """Let all drivers save and end, or those with a mark in their environment. Return those that did not in time."""
+    deadline = time.time() + seconds
+    left = wait_for_drivers(
+        lambda: drivers_in(command_lines(mark=mark)), lambda driver: ask_to_leave(driver, deadline), seconds=seconds
+    )
+    for driver in left:
+        log.warning("attempt %d of %s did not end within %g s", driver.attempt, driver.run_dir, seconds)
+    return left
+
+
+def run_head(command: list[str], seconds: float) -> int:
+    """Run the head's command until it ends; after a signal, once its drivers have saved. Return its exit code."""
+    signals, mark = SignalPipe(), uuid.uuid4().hex
+    # Drivers inherit the mark: this machine may run another head. The head's own drain would only wait for drivers.
+    own = {_MARK_VARIABLE: mark, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    head = subprocess.Popen(command, env=os.environ | own)
+    while head.poll() is None:
+        if signals.wait(_HEAD_SECONDS) is not None:
+            let_drivers_end(seconds, mark=f"{_MARK_VARIABLE}={mark}".encode())
+            head.terminate()
+            return head.wait()
+    return head.returncode
+
+
 def main() -> int:
     """Let all drivers save and end, then end Ray. Return 1 if a driver did not end in time."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.liveness.planned_end", description=__doc__)
     parser.add_argument("--seconds", required=True, type=float, metavar="N")
-    seconds = parser.parse_args().seconds
-    deadline = time.time() + seconds
-    left = wait_for_drivers(
-        lambda: drivers_in(command_lines()), lambda driver: ask_to_leave(driver, deadline), seconds=seconds
-    )
-    for driver in left:
-        log.warning("attempt %d of %s did not end within %g s", driver.attempt, driver.run_dir, seconds)
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="the head's command, which runs until SIGTERM")
+    arguments = parser.parse_args()
+    if arguments.command:
+        return run_head(arguments.command, arguments.seconds)
+    left = let_drivers_end(arguments.seconds)
     subprocess.run([str(Path(sys.executable).with_name("ray")), "stop", "--force"], check=False)
     return 1 if left else 0
 

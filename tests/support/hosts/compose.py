@@ -80,6 +80,10 @@ class Service:
         """Start the service; it writes to its log in the lab's folder."""
         start(self.host, self.container())
 
+    def stop(self) -> None:
+        """Send SIGTERM to the first process of the container, as `docker compose stop` does."""
+        self.host.run("pkill", "-TERM", "-f", "^" + " ".join(self.raw["command"][:3]))
+
     def healthy(self) -> bool:
         """Return the result of the service's health check."""
         kind, *words = self.raw["healthcheck"]["test"]

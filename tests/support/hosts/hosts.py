@@ -171,6 +171,10 @@ class Host:
         options = [f"--without={prefix}" for prefix in without]
         self.spawn("python", "-m", "tests.support.hosts.units", file, *options, log=unit, env=env)
 
+    def stop_unit(self, unit: str) -> None:
+        """Ask a unit to stop, as `systemctl stop` does."""
+        self.run("pkill", "-TERM", "-f", f"hosts.units .*/{unit}.service")
+
     def cut(self) -> None:
         """Disconnect the host from the network."""
         self.lab.switch("ip", "link", "set", f"port{self.number}", "down")

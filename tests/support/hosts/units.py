@@ -1,8 +1,8 @@
 """`python -m tests.support.units FILE.service`: runs a systemd unit as systemd would, on hosts that have no systemd.
 
-It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec; it ignores limits. It runs as
-the unit's User if the host has that user.
-When the main process ends, it kills all processes of the unit (KillMode=control-group) and starts the unit again.
+It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec, KillMode and TimeoutStopSec; it ignores limits.
+It runs as the unit's User if the host has that user.
+When the main process ends, it kills all other processes of the unit and starts the unit again.
 """
 
 import argparse
@@ -38,6 +38,8 @@ class Unit:
     restart: bool = False
     pause: float = 0.1
     stop_seconds: float = 90.0
+    mixed: bool = False
+    """True if only the main process gets SIGTERM (KillMode=mixed); otherwise all processes do."""
     user: pwd.struct_passwd | None = None
 
     @classmethod
@@ -68,6 +70,8 @@ class Unit:
                 self.restart = value == "always"
             case "RestartSec":
                 self.pause = float(value)
+            case "KillMode":
+                self.mixed = value == "mixed"
             case "TimeoutStopSec":
                 self.stop_seconds = float(value)
             case "RuntimeDirectory":
@@ -118,7 +122,7 @@ class Supervisor:
         while not self._stopped:
             self._main = subprocess.Popen(self._unit.arguments(), env=whole, start_new_session=True, **identity)
             code = self._main.wait()
-            self._kill_rest()
+            self._signal_all(signal.SIGKILL)
             print(f"unit ended with {code}", flush=True)  # noqa: T201
             if not self._unit.restart:
                 return
@@ -129,18 +133,20 @@ class Supervisor:
         self._stopped = True
         if self._main is not None:
             self._main.terminate()
+            if not self._unit.mixed:
+                self._signal_all(signal.SIGTERM)
             try:
                 self._main.wait(timeout=self._unit.stop_seconds)
             except subprocess.TimeoutExpired:
                 self._main.kill()
-            self._kill_rest()
+            self._signal_all(signal.SIGKILL)
         sys.exit(0)
 
-    def _kill_rest(self) -> None:
+    def _signal_all(self, number: signal.Signals) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.pid != os.getpid() and process.environ().get(_MARK) == self._id:
-                    process.kill()
+                    process.send_signal(number)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """The planned end of a head: each driver is asked once to save, and Ray ends when none is left."""
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -31,14 +33,16 @@ def test_drivers_are_recognized_by_their_command_line() -> None:
 @pytest.mark.parametrize(
     "user", [None, pytest.param(65534, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root"))]
 )
-def test_processes_of_this_user_are_found(user: int | None) -> None:
-    wait = ["/bin/sh", "-c", "echo; read line", *ASKED[2:]]
-    process = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=user)
+def test_processes_of_this_user_or_of_one_head_are_found(user: int | None) -> None:
+    wait, own = ["/bin/sh", "-c", "echo; read line", *ASKED[2:]], os.environ | {"HEAD": "a"}
+    process = subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=user, env=own)
     assert process.stdout is not None
     try:
         # Before its first line, the process may still have this process's command line.
         process.stdout.readline()
-        assert (Driver("file:///r/a b", 2) in drivers_in(command_lines())) == (user is None)
+        for mark in (None, b"HEAD=a"):
+            assert (Driver("file:///r/a b", 2) in drivers_in(command_lines(mark=mark))) == (user is None)
+        assert Driver("file:///r/a b", 2) not in drivers_in(command_lines(mark=b"HEAD=b"))
     finally:
         process.kill()
         process.communicate()
@@ -81,6 +85,34 @@ def test_drivers_that_do_not_end_are_reported_at_the_deadline() -> None:
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
+def test_head_ends_after_its_drivers_or_by_itself(tmp_path: Path, number: signal.Signals | None) -> None:
+    """The driver is a process that ends once it is asked; the head notes its own end, and what the driver found."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.write_spec(spec())
+    stop = run_dir.stop_file
+    driver = f"import os, time\nwhile not os.path.exists({str(stop)!r}): time.sleep(0.05)\nprint('asked')"
+    line = [sys.executable, "-c", driver, *ASKED[1:3], "--run-dir", str(run_dir.root), "--attempt", "2"]
+    ends = "exit 5" if number is None else "while sleep 0.1; do :; done"
+    (tmp_path / "head").write_text(
+        f"trap 'echo $RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S; exit 5' TERM; {shlex.join(line)} & echo up; {ends}"
+    )
+    command = [sys.executable, "-m", "train_loop.liveness.planned_end", "--seconds", "30", "--", "sh"]
+    process = subprocess.Popen([*command, str(tmp_path / "head")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    if number is not None:
+        process.send_signal(number)
+        assert process.stdout.read() == "asked\n0\n"
+        found = run_dir.stop(attempt=2)
+        assert found is not None
+        assert found.reason == REASON
+    else:
+        run_dir.write_stop(Stop(mode="pause"))
+    assert process.wait(timeout=30) == 5
+    process.stdout.close()
+
+
 def test_command_ends_ray_after_the_drivers(tmp_path: Path) -> None:
     """Ray's command stands next to the interpreter; here a script in its place."""
     (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
@@ -88,6 +120,6 @@ def test_command_ends_ray_after_the_drivers(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.executable = {str(tmp_path / 'python')!r}; from train_loop.liveness import planned_end as p; "
     )
-    code += "p.command_lines = lambda: []; sys.exit(p.main())"
+    code += "p.command_lines = lambda **_: []; sys.exit(p.main())"
     subprocess.run([sys.executable, "-c", code, "--seconds", "5"], check=True, env={**os.environ}, timeout=60)
     assert (tmp_path / "called").read_text() == "stop --force\n"
