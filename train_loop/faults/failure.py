@@ -22,6 +22,7 @@ _WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause")
 _MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):|ray::")
 _RETRYABLE = (CheckpointError, VersionSkewError)
 _NAMED = (*USER_ERRORS, FencedError, *_RETRYABLE)
 """Errors with a complete message, which become the outcome of an attempt."""
@@ -91,15 +92,22 @@ def _named(
 
 def reason(error: BaseException) -> str:
     """Return the cause in one line; its traceback is in the logs."""
-    line = "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
+    line = _without_traceback(error).partition("\n")[0]
     # Without the source location and the advice in gloo's errors.
     return redactor()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
 
 
 def message(error: BaseException) -> str:
     """Return the full message of the cause, up to 4,000 characters."""
-    text = "".join(traceback.format_exception_only(cause(error))).strip()
+    text = _without_traceback(error)
     return redactor()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
+
+
+def _without_traceback(error: BaseException) -> str:
+    """Return the text of the cause. Of a traceback inside it, from another process of Ray, only the last line stays."""
+    lines = "".join(traceback.format_exception_only(cause(error))).strip().splitlines()
+    begin = next((number for number, line in enumerate(lines) if _TRACEBACK.search(line)), None)
+    return "\n".join(lines if begin is None else [*lines[:begin], lines[-1].strip()])
 
 
 def killed_for_memory(text: str) -> bool:

@@ -191,10 +191,11 @@ class AsyncApi(AsyncTransport):
         after: str | None = None,
         contains: str | None = None,
         level: Level | None = None,
+        raw: bool = False,
         limit: int = 100,
     ) -> TextPage:
-        """Return a page of a log, by default of the driver in the newest attempt."""
-        position: Query = {"attempt": attempt, "rank": rank, "after": after}
+        """Return a page of a log, by default of the driver in the newest attempt. With `raw`, with its tracebacks."""
+        position: Query = {"attempt": attempt, "rank": rank, "after": after, "raw": raw or None}
         query: Query = {**position, "contains": contains, "level": level, "limit": limit}
         return await self._send(Call(TextPage, "GET", f"{job_path(job_id)}/logs", query))
 
@@ -207,9 +208,10 @@ class AsyncApi(AsyncTransport):
         after: str | None = None,
         contains: str | None = None,
         level: Level | None = None,
+        raw: bool = False,
     ) -> AsyncIterator[str]:
-        """Yield the lines of a log as they arrive, by default of the newest attempt and later ones."""
-        position: Query = {"attempt": attempt, "rank": rank, "after": after}
+        """Yield the lines of a log as they arrive, by default of the driver in the newest attempt and later ones."""
+        position: Query = {"attempt": attempt, "rank": rank, "after": after, "raw": raw or None}
         return self._follow(stream(str, f"{job_path(job_id)}/logs", {**position, "contains": contains, "level": level}))
 
     async def audit_job(self, job_id: str) -> RunAuditOut:

@@ -185,10 +185,11 @@ class Api(Transport):
         after: str | None = None,
         contains: str | None = None,
         level: Level | None = None,
+        raw: bool = False,
         limit: int = 100,
     ) -> TextPage:
-        """Return a page of a log, by default of the driver in the newest attempt."""
-        position: Query = {"attempt": attempt, "rank": rank, "after": after}
+        """Return a page of a log, by default of the driver in the newest attempt. With `raw`, with its tracebacks."""
+        position: Query = {"attempt": attempt, "rank": rank, "after": after, "raw": raw or None}
         query: Query = {**position, "contains": contains, "level": level, "limit": limit}
         return self._send(Call(TextPage, "GET", f"{job_path(job_id)}/logs", query))
 
@@ -201,9 +202,10 @@ class Api(Transport):
         after: str | None = None,
         contains: str | None = None,
         level: Level | None = None,
+        raw: bool = False,
     ) -> Iterator[str]:
-        """Yield the lines of a log as they arrive, by default of the newest attempt and later ones."""
-        position: Query = {"attempt": attempt, "rank": rank, "after": after}
+        """Yield the lines of a log as they arrive, by default of the driver in the newest attempt and later ones."""
+        position: Query = {"attempt": attempt, "rank": rank, "after": after, "raw": raw or None}
         return self._follow(stream(str, f"{job_path(job_id)}/logs", {**position, "contains": contains, "level": level}))
 
     def audit_job(self, job_id: str) -> RunAuditOut:

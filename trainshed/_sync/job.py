@@ -107,13 +107,17 @@ class Job(JobHandle[Api]):
         rank: int | None = None,
         contains: str | None = None,
         level: Level | None = None,
+        raw: bool = False,
     ) -> Iterator[str]:
-        """Yield a log, by default the driver's in the newest attempt. With `follow`, until the job finishes."""
+        """Yield a log, by default the driver's in the newest attempt. With `follow`, until the job finishes.
+
+        With `raw`, the driver's log has its tracebacks.
+        """
         if follow:
-            return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level)
+            return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level, raw=raw)
         return pages(
             lambda after: self._api.logs(
-                self.id, attempt=attempt, rank=rank, contains=contains, level=level, after=after, limit=1000
+                self.id, attempt=attempt, rank=rank, contains=contains, level=level, raw=raw, after=after, limit=1000
             )
         )
 

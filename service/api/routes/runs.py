@@ -19,7 +19,7 @@ from service.domain.runs.json_lines import Line
 from service.errors import InvalidRequest
 from service.ports import Cursor, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.audit import audit_job
-from service.use_cases.runs.filters import AtLeast, Filter, downsample
+from service.use_cases.runs.filters import AtLeast, Filter, WithoutTracebacks, downsample
 from service.use_cases.runs.filters import contains as containing
 from service.use_cases.runs.streams import Reader, read_lines, read_page
 from train_loop.spec import Problem
@@ -134,6 +134,7 @@ def log_of(
         int | None, Query(ge=1, lt=10**9, description="only this attempt; default: the newest and later ones")
     ] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
+    raw: Annotated[bool, Query(description="the driver's log as it is, with tracebacks")] = False,
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
 ) -> Log:
     """Return the requested log. Raises JobNotFound, or InvalidRequest if no attempt can have written it."""
@@ -141,6 +142,9 @@ def log_of(
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
         raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])
+    if rank is None and not raw:
+        # The log of a rank has the traceback of its error. This filter comes first: it must see every line.
+        filters = (WithoutTracebacks(), *filters)
     reader = Reader(dirs, job.run_dir, LogSource("log", rank), stays=attempt is not None, filters=filters)
     return Log(reader, LogOffset(attempt or dirs.newest_attempt(job.run_dir)))
 

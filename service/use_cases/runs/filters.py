@@ -15,6 +15,12 @@ _LEVEL = re.compile(
     r"^(?:\x1b\[[\d;]*m)*(?:\(\w[\w ]* pid=\d+[^()]*\)(?:\x1b\[[\d;]*m)* )?\S+ \S+\s" rf"({'|'.join(_LEVELS)}) "
 )
 """Line format of train_loop.telemetry.logs; logs of older versions may have Ray's prefix before it."""
+_RECORD = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+Z? +\[?[A-Za-z]+")
+"""Start of a log record: its time and level."""
+_TRACEBACK = re.compile(r"(Traceback \(most recent call last\):|ray\.exceptions\.\w+|ray::)")
+"""Start of a traceback below a record."""
+_RAYS_REPORT = re.compile(r"open an issue on|Full stack trace|abbreviated stack trace")
+"""Text in records in which Ray reports an error that the driver reports, too."""
 Filter = Callable[[str], bool]
 
 
@@ -36,6 +42,20 @@ class AtLeast:
         if found is not None:
             self._shown = _LEVELS.index(found[1]) >= _LEVELS.index(self.level)
         return self._shown
+
+
+@dataclass
+class WithoutTracebacks:
+    """Filter that leaves out tracebacks, and Ray's reports about its own code, up to the next log record."""
+
+    _hides: bool = False
+
+    def __call__(self, line: str) -> bool:
+        if _RECORD.match(line):
+            self._hides = _RAYS_REPORT.search(line) is not None
+        elif _TRACEBACK.match(line):
+            self._hides = True
+        return not self._hides
 
 
 class _Part:

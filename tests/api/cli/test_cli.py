@@ -88,12 +88,20 @@ def test_logs_of_a_failed_job_begin_with_the_reason_and_leave_out_tracebacks(hom
     shown = run("logs", job_id)
     reason = f"{job_id} FAILED: data_error: bad.jsonl, line 7: invalid JSON"
     assert shown.stdout.splitlines() == [reason, "", *records]
-    assert f"{len(lines) - len(records)} lines of tracebacks left out; show them with" in shown.stderr
+    assert f"tracebacks of the driver: trainshed logs {job_id} --raw" in shown.stderr
     assert run("logs", job_id, "--follow").stdout.splitlines() == [reason, "", *records]
     assert run("logs", job_id, "--rank", "0").stdout.splitlines() == [reason, "", *lines]
-    # As the service returns it.
+    # As the driver has written it.
     assert run("logs", job_id, "--raw").stdout.splitlines() == lines
-    assert json.loads(run("logs", job_id, "--json").stdout)["data"] == lines
+    assert json.loads(run("logs", job_id, "--json", "--raw").stdout)["data"] == lines
+    assert json.loads(run("logs", job_id, "--json").stdout)["data"] == records
+    # No page of any length shows a part of a traceback.
+    for limit in range(1, len(records)):
+        paged, page = list[str](), {"next": "1.0", "has_more": True}
+        while page["has_more"]:
+            page = json.loads(run("logs", job_id, "--json", f"--limit={limit}", f"--after={page['next']}").stdout)
+            paged += page["data"]
+        assert paged == records
     assert run("logs", job_id, "--contains", "the end").stdout.splitlines() == records[-1:]
 
 

@@ -65,9 +65,13 @@ ValueError: step 1
 @pytest.mark.parametrize(
     ("wanted", "lines"),
     [
-        ({"contains": "step"}, [0, 3, 4]),
-        ({"level": "WARNING"}, [1, 2, 3, 4]),
-        ({"level": "ERROR", "contains": "step"}, [3]),
+        ({}, [0, 1, 4]),
+        ({"raw": "true"}, [0, 1, 2, 3, 4]),
+        ({"contains": "step"}, [0, 4]),
+        ({"contains": "step", "raw": "true"}, [0, 3, 4]),
+        ({"level": "WARNING"}, [1, 4]),
+        ({"level": "WARNING", "raw": "true"}, [1, 2, 3, 4]),
+        ({"level": "ERROR", "contains": "step", "raw": "true"}, [3]),
         ({"contains": "none of it"}, []),
     ],
 )

@@ -13,8 +13,8 @@ from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
 from trainshed.cli.exit_codes import detach_on_interrupt
 from trainshed.cli.ids import find_job
 from trainshed.cli.options import After, AsJsonLines, Follow, JobRef, Limit
-from trainshed.cli.output.log_lines import TracebackFilter, show_failure
-from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_note, show_text
+from trainshed.cli.output.jobs import show_failure
+from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_text
 from trainshed.cli.output.sparklines import show_curves
 
 _POINTS = 1000
@@ -25,7 +25,9 @@ AtLeast = Annotated[Level | None, typer.Option(help="minimum level", case_sensit
 Points = Annotated[
     int | None, typer.Option(min=2, max=10_000, help="downsample to at most this number of lines (not with --follow)")
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="print the log as it is: without the reason, with tracebacks")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="print the driver's log as it is: without the reason, with tracebacks")
+]
 AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
 
 
@@ -62,22 +64,19 @@ def logs(  # noqa: PLR0913 - each is an option of the command
     as_json: AsJsonLines = False,
 ) -> None:
     """Show the log of the driver or of one rank. The log of a failed job begins with the reason."""
-    hides = TracebackFilter() if rank is None and not raw and not as_json else None
     with _run(job, follow=follow) as (api, job_id):
         if not (raw or as_json or after or contains or level):
             show_failure(api.job(job_id))
         if follow:
-            lines = api.follow_logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level)
-            _follow(api, job_id, lines if hides is None else (line for line in lines if hides.keeps(line)), as_json)
+            lines = api.follow_logs(
+                job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, raw=raw
+            )
+            _follow(api, job_id, lines, as_json)
         else:
             page = api.logs(
-                job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit
+                job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, raw=raw, limit=limit
             )
-            if hides is not None:
-                page.data = [line for line in page.data if hides.keeps(line)]
             _show(page, f"logs {job_id}", as_json)
-        if hides is not None and hides.left_out:
-            show_note(f"{hides.left_out} lines of tracebacks left out; show them with trainshed logs {job_id} --raw")
 
 
 def metrics(

@@ -8,7 +8,7 @@ from rich.text import Text
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
 from trainshed.cli.ids import shorten
-from trainshed.cli.output.printing import show_facts, show_table
+from trainshed.cli.output.printing import show_facts, show_note, show_table, show_text
 
 _STYLES = {
     JobState.QUEUED: "cyan",
@@ -45,6 +45,17 @@ def show_job(job: JobOut) -> None:
             "dashboard": job.dashboard_url,
         }
     )
+
+
+def show_failure(job: JobOut) -> None:
+    """Print code, message and remedy of a failed job, above its log; nothing for other jobs."""
+    if job.state is not JobState.FAILED or job.reason is None:
+        return
+    show_text(f"{job.id} FAILED: {job.reason.code}: {job.reason.message}")
+    if job.reason.remedy:
+        show_text(f"what helps: {job.reason.remedy}")
+    show_text("")
+    show_note(f"tracebacks of the driver: trainshed logs {job.id} --raw")
 
 
 def show_jobs(jobs: Sequence[JobOut]) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RaySystemError, RayTaskError
 
 from train_loop.errors import DataError, FencedError
 from train_loop.faults.failure import failed, report_failure
@@ -56,6 +56,23 @@ def test_user_error_in_a_task_is_unwrapped_from_the_error_of_ray() -> None:
     wrapped = RayTaskError("encode", "a traceback", DataError("no rows")).as_instanceof_cause()
     assert isinstance(wrapped, DataError)
     assert failed(wrapped) == Outcome(result="failed", code="data_error", reason="no rows")
+
+
+TRACEBACK = '  File "a.py", line 1, in f\n    g()\nValueError: boom'
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RayTaskError("f", f"\x1b[36mray::f()\x1b[39m (pid=1)\n{TRACEBACK}", "not an error"), "ValueError: boom"),
+        (
+            RaySystemError("not readable", f"Traceback (most recent call last):\n{TRACEBACK}"),
+            "ray.exceptions.RaySystemError: System error: not readable\nValueError: boom",
+        ),
+    ],
+)
+def test_reason_contains_no_traceback_of_ray(error: Exception, reason: str) -> None:
+    assert failed(error).reason == reason
 
 
 def test_user_error_is_the_cause_regardless_of_earlier_errors() -> None:
