@@ -18,7 +18,7 @@ from tests.support.hosts.hosts import Host, lab
 from tests.support.hosts.pods import PodSet, place
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 HOSTS = ["api", "test", "ray-head", "ray-worker-1", "ray-worker-2"]
 
 
@@ -100,7 +100,7 @@ def test_metrics_key_of_the_release_gives_access_to_metrics(pods: PodSet) -> Non
 
 @pytest.mark.more
 def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
-    """The last test: it ends Ray. With one attempt allowed, a failure would end the job."""
+    """This test ends Ray. With one attempt allowed, a failure would end the job."""
     test, head = pods["test"], pods["ray-head"]
     job = yaml.safe_load((CHART / "files/test-job.yaml").read_text()) | {"failure": {"max_attempts": 1}}
     job["training"]["max_steps"] = 100_000
@@ -123,3 +123,28 @@ def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
         pods[name].start()
     assert wait_for(lambda: shown()["state"] == "RUNNING", "the next attempt", seconds=120)
     assert [one.get("result") for one in shown()["attempts"]] == ["moved", None]
+
+
+@pytest.mark.more
+def test_lost_node_of_the_head_is_named_with_the_command_that_frees_it(pods: PodSet) -> None:
+    """The last test, three minutes long: the head's node loses power while the job of the test before trains."""
+    test, command = pods["test"], "kubectl taint nodes node-of-ray-head node.kubernetes.io/out-of-service=nodeshutdown"
+    (job,) = json.loads(test.run("trainshed", "ps", "--json"))["data"]
+    pods["ray-head"].host.kill()
+
+    def remedy() -> str:
+        reason = json.loads(test.run("trainshed", "show", job["id"], "--json"))["reason"]
+        return str(reason["remedy"]) if reason is not None and reason["code"] == "cluster_unreachable" else ""
+
+    assert "check the head node" in wait_for(remedy, "a reason", seconds=60, pause=1.0)
+    wait_for(lambda: f"{command}:NoExecute" in remedy(), "the command", seconds=240, pause=5.0)
+    assert f"{command}:NoExecute" in test.run("sh", "-c", "trainshed nodes 2>&1 || true")
+    report = json.loads(test.run("sh", "-c", "trainshed doctor --json || true", seconds=150))
+    (reachable,) = [one for one in report["findings"] if one["check"] == "ray.reachable"]
+    assert f"{command}:NoExecute" in reachable["remedy"]
+    key = pods["api"].rendered.of("Secret", "demo-trainshed-metrics")["data"]["metrics.key"]
+    get = f'wget -q -O - --header "Authorization: Bearer $(echo {key} | base64 -d)" http://demo-trainshed:8000/metrics'
+    (silent,) = re.findall(
+        r'^trainshed_cluster_silent_seconds\{head_node="node-of-ray-head"\} (.+)$', test.run("sh", "-c", get), re.M
+    )
+    assert float(silent) > 180
