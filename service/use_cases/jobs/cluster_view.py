@@ -30,6 +30,8 @@ class ClusterView:
     """Time of the last request (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """Draining hosts of each job, with the time of the notice (Unix seconds)."""
+    _looked_at: set[str] = field(default_factory=set)
+    """Jobs of other reconcilers that were looked at in this outage for the head's node."""
 
     def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver, and record whether the cluster answers."""
@@ -55,6 +57,7 @@ class ClusterView:
         self._requested_at = requested_at
         if answered:
             self.silent_since = None
+            self._looked_at.clear()
         elif self.silent_since is None:
             # The outage begins when the request is sent, not when it times out.
             self.silent_since = requested_at
@@ -71,12 +74,23 @@ class ClusterView:
             remedy = how_to_free(lost)
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
+    def seeks_head(self, job_id: str) -> bool:
+        """Return whether the head's node is unknown in an outage, and this job was not looked at for it."""
+        seeks = self.head is None and self.unreachable() is not None and job_id not in self._looked_at
+        if seeks:
+            self._looked_at.add(job_id)
+        return seeks
+
     def note(self, job_id: str, observed: AttemptObservation) -> None:
         """Record the draining hosts of a job, whose next attempt does not report them again, and the head's node."""
-        if observed.head is not None:
-            self.head = observed.head if self.head is None else max(self.head, observed.head)
+        self.note_head(observed.head)
         if observed.draining:
             self._draining.setdefault(job_id, {}).update(observed.draining)
+
+    def note_head(self, head: HeadNode | None) -> None:
+        """Record the node of a head that has run a driver."""
+        if head is not None:
+            self.head = head if self.head is None else max(self.head, head)
 
     def forget(self, job_id: str) -> None:
         """Drop the state of a finished job."""

@@ -197,11 +197,26 @@ class Reconciler:
                 return
             job = self.store.claim(job_id, self._lease())
             if job is None:
+                self._learn_head(job_id)
                 return
             seen = self._observe(job)
             decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.timings.retry)
             if not self._apply(job, decision):
                 return
+
+    def _learn_head(self, job_id: str) -> None:
+        """Read the node of the lost head from a job that another reconciler has, which alone observes it."""
+        if not self.view.seeks_head(job_id):
+            return
+        job = self.store.get(job_id)
+        if job is None or job.attempt is None:
+            return
+        try:
+            self.view.note_head(self.run_dirs.observe(job.run_dir, job.attempt.number).head)
+        except Exception as error:
+            if not _storage_failed(error):
+                raise
+            self.faults.warn("head_unknown", error, job=job_id)
 
     def _lease(self) -> Lease:
         now = self.clock()

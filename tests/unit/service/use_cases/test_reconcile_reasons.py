@@ -9,6 +9,7 @@ from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code
+from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterUnreachable
 from service.ports import Node
 from service.use_cases.doctor.nodes import list_nodes
@@ -75,6 +76,37 @@ def test_lost_node_of_the_head_is_named_with_the_command_that_frees_it(service: 
     reconciler.run_once()
     assert service.get(job.id).reason is None
     assert b'trainshed_cluster_silent_seconds{head_node="gpu-1"} 0.0' in service.service_metrics.text(OPERATOR)
+
+
+def test_service_that_starts_after_the_loss_names_the_node_too(service: FakeService) -> None:
+    job = started(service)
+    service.event(job.id, "attempt_started", node="gpu-1")
+    # The service was on the same node, and starts elsewhere.
+    service.cluster.total, reconciler = None, service.reconciler()
+    reconciler.run_once()
+    service.clock.now += 180
+    reconciler.run_once()
+    lost = service.get(job.id).reason
+    assert lost is not None
+    assert "kubectl taint nodes gpu-1 " in str(lost.remedy)
+    with pytest.raises(ClusterUnreachable, match="kubectl taint nodes gpu-1 "):
+        list_nodes(OPERATOR, service.jobs)
+
+
+def test_replica_without_the_jobs_names_the_lost_node_too(service: FakeService) -> None:
+    job = started(service)
+    service.event(job.id, "attempt_started", node="gpu-1")
+    holder, other = service.reconciler(), service.reconciler()
+    other.owner, other.queue = "another", QueueSnapshot()
+    holder.run_once()
+    service.cluster.total = None
+    other.run_once()
+    service.clock.now += 20
+    holder.run_once()
+    assert other.view.head is None
+    other.run_once()
+    assert other.queue.head is not None
+    assert other.queue.head.name == "gpu-1"
 
 
 def test_newest_head_counts_as_the_lost_one(service: FakeService) -> None:
