@@ -37,9 +37,6 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             cluster.shutdown()
 
 
-@pytest.mark.skipif(
-    "MORE" not in os.environ, reason="`make more` runs it; tests/hosts/test_faults.py drains a host, too"
-)
 @pytest.mark.timeout(400)
 def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
