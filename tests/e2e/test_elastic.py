@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from service.domain.jobs.job import JobState
 from tests.support.clients.command import run
 from tests.support.servers.live import LiveService
-from tests.support.servers.worker_forks import worker_forks
+from tests.support.servers.worker_forks import SLOW, TRAINING, worker_forks
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 
@@ -54,9 +54,10 @@ def service(cluster: Cluster, tmp_path: Path) -> Iterator[LiveService]:
         service.stop()
 
 
-def submit(service: LiveService, *, workers: Any, steps: int) -> str:
+def submit(service: LiveService, *, workers: Any, steps: int, **labels: str) -> str:
     """Submit a job whose bits do not depend on its number of workers; return its id."""
     return service.submit(
+        labels=labels,
         training={
             "max_steps": steps,
             "lr_scheduler_type": "constant",
@@ -76,7 +77,8 @@ def test_elastic_job_shrinks_and_grows_with_the_cluster_and_keeps_its_bits(
 ) -> None:
     first, _ = (cluster.add_node(num_cpus=1, resources={"place": 1}) for _ in range(2))
     cluster.wait_for_nodes()
-    job_id = submit(service, workers={"min": 1, "max": 4}, steps=STEPS)
+    # Slow steps: the other job repeats all of them.
+    job_id = submit(service, workers={"min": 1, "max": 4}, steps=STEPS, **{SLOW: TRAINING})
     assert service.client.job(job_id).sizes == (1, 2, 4), "expected no size 3: the reduction tree has powers of two"
     service.wait_for_step(job_id, 25)
     assert service.client.job(job_id).scaling.world == 2

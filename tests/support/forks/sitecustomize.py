@@ -1,4 +1,4 @@
-"""Hands a new worker process of Ray over to `tests.support.servers.worker_forks`, which forks it with its imports done.
+"""Hands a new worker or driver over to `tests.support.servers.worker_forks`, which forks it with its imports done.
 
 Python imports this module at every start of a process whose PYTHONPATH has this folder. All other processes go on.
 """
@@ -9,14 +9,17 @@ import sys
 FORKS_VARIABLE = "TRAINSHED_TEST_FORKS"
 """Variable with the path of the socket."""
 _CONTEXT = "--serialized-runtime-env-context="
+_DRIVER = ["-m", "train_loop.ray_train.driver"]
 
 
-def _worker_command(command: list[str]) -> list[str] | None:
-    """Return the command of a worker; None for all other commands.
+def _fork_command(command: list[str]) -> list[str] | None:
+    """Return the command of a driver or a worker; None for all other commands.
 
     Ray's setup_worker.py sets the variables of a job, then executes the rest of its own command. For that it imports
     Ray, which takes half a second; this function does the same.
     """
+    if command[:2] == _DRIVER:
+        return command
     import json  # noqa: PLC0415 - other processes need neither
     import re  # noqa: PLC0415
 
@@ -36,17 +39,29 @@ def _worker_command(command: list[str]) -> list[str] | None:
 def _hand_over(path: str, command: list[str]) -> int:
     """Have the process forked, with this one's variables, folder and files; return its exit code."""
     import json  # noqa: PLC0415
+    import signal  # noqa: PLC0415
     import socket  # noqa: PLC0415
 
-    request = json.dumps({"argv": command, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    numbers = signal.SIGINT, signal.SIGTERM
+    asked = {
+        "argv": command,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "ignored": [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN],
+        "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+    request = json.dumps(asked).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         socket.send_fds(connection, [len(request).to_bytes(4, "big")], [0, 1, 2])
         connection.sendall(request)
+        for number in numbers:
+            # The server sends it to the forked process.
+            signal.signal(number, lambda number, _: connection.send(bytes([number]), socket.MSG_NOSIGNAL))
         return int(connection.recv(4) or b"1")
 
 
-if FORKS_VARIABLE in os.environ and "_worker.py" in "".join(sys.orig_argv[1:2]):
-    _command = _worker_command(sys.orig_argv[1:])
+if FORKS_VARIABLE in os.environ and (sys.orig_argv[1:3] == _DRIVER or "_worker.py" in "".join(sys.orig_argv[1:2])):
+    _command = _fork_command(sys.orig_argv[1:])
     if _command is not None:
         os._exit(_hand_over(os.environ[FORKS_VARIABLE], _command))

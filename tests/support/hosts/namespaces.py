@@ -70,7 +70,8 @@ class Namespace:
 def enter_namespaces_of(pid: int) -> None:
     """Continue as a new process in the namespaces and the root of another process. Return if they are the caller's.
 
-    The caller must have one thread. Its process stays outside, and exits with the exit code of the new process.
+    The caller must have one thread. Its process stays outside, passes signals on to the new process and exits with its
+    exit code.
     Raises OSError if the other process has ended.
     """
     if os.readlink("/proc/self/ns/pid") == os.readlink(f"/proc/{pid}/ns/pid"):
@@ -82,6 +83,8 @@ def enter_namespaces_of(pid: int) -> None:
             raise OSError(ctypes.get_errno(), "setns")
     # A process never changes its own PID namespace, only that of its children.
     if process := os.fork():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(process, number))
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os._exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) & 0xFF)
     _die_with_parent()

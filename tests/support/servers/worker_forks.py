@@ -1,6 +1,6 @@
-"""`python -m tests.support.servers.worker_forks`: forks Ray's worker processes, which need no imports then.
+"""`python -m tests.support.servers.worker_forks`: forks Ray's workers and drivers, which need no imports then.
 
-A worker of Ray imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. A process
+Each of these imports for four CPU seconds. `forks/sitecustomize.py` hands it over before its first import. A process
 of a test host is forked into the namespaces of that host. The server ends with its standard input.
 """
 
@@ -39,12 +39,14 @@ MODULES = (
     "requests",
     "torch.distributed.fsdp",
     "train_loop.checkpoint.restore",
+    "train_loop.data.prepare.cache",
+    "train_loop.sinks.forward",
     "train_loop.train",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What a worker imports except Ray, which reads a process's own variables when it is imported."""
+"""What workers and drivers import except Ray, which reads a process's own variables when it is imported."""
 _STEP_VARIABLE = "TEST_STEP_SECONDS"
-SLOW, LOADING, EVALUATING, SAVING = "slow", "loading", "evaluating", "saving"
+SLOW, LOADING, TRAINING, EVALUATING, SAVING = "slow", "loading", "training", "evaluating", "saving"
 """Label of a job with a slow phase, and its values."""
 
 
@@ -108,11 +110,16 @@ class Forks:
                 elif key.fileobj == self._wakes[0]:
                     os.read(self._wakes[0], 512)
                     self._reap()
-                else:
-                    # The process that handed itself over was killed.
-                    with suppress(ProcessLookupError):
-                        os.kill(key.data, signal.SIGKILL)
-                    self._ready.unregister(key.fileobj)
+                elif key.data in self._connections:
+                    self._pass_on(self._connections[key.data], key.data)
+
+    def _pass_on(self, connection: socket.socket, process: int) -> None:
+        """Send a forked process the signal of the one that handed itself over, or SIGKILL if that one was killed."""
+        received = connection.recv(1)
+        with suppress(ProcessLookupError):
+            os.kill(process, received[0] if received else signal.SIGKILL)
+        if not received:
+            self._ready.unregister(connection)
 
     def _fork(self) -> dict[str, Any] | None:
         connection, _ = self._listener.accept()
@@ -161,22 +168,11 @@ class Forks:
                 connection.close()
 
 
-def _lengthen_steps(seconds: float) -> None:
-    train = import_module("train_loop.train")
-    train_step = train.train_step
-
-    def longer_step(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return train_step(*arguments)
-
-    train.train_step = longer_step  # type: ignore[attr-defined]
-
-
-def _slow_down_phases() -> None:
-    """Make a phase slow in jobs with the label SLOW."""
+def _slow_down_phases(step_seconds: float) -> None:
+    """Make all steps longer, and a phase slow in jobs with the label SLOW."""
     train, evaluate = import_module("train_loop.train"), import_module("train_loop.loop.evaluate")
     saver = import_module("train_loop.checkpoint.save").Saver
-    build_run, batches, write = train.build_run, evaluate._batches, saver._write
+    build_run, train_step, batches, write = train.build_run, train.train_step, evaluate._batches, saver._write
     phase = ""
 
     def sleep_if(slow: str, seconds: float) -> None:
@@ -188,6 +184,11 @@ def _slow_down_phases() -> None:
         sleep_if(LOADING, 60.0)
         return build_run(spec, *arguments)
 
+    def slow_step(*arguments: Any) -> Any:
+        time.sleep(step_seconds)
+        sleep_if(TRAINING, 0.1)
+        return train_step(*arguments)
+
     def slow_batches(*arguments: Any) -> Any:
         for batch in batches(*arguments):
             sleep_if(EVALUATING, 0.5)
@@ -197,7 +198,8 @@ def _slow_down_phases() -> None:
         sleep_if(SAVING, 1.0)
         return write(*arguments)
 
-    train.build_run, evaluate._batches, saver._write = build, slow_batches, slow_write  # type: ignore[attr-defined]
+    train.build_run, train.train_step = build, slow_step  # type: ignore[attr-defined]
+    evaluate._batches, saver._write = slow_batches, slow_write  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -219,11 +221,16 @@ def main() -> None:
     os.environ.update(request["environment"])
     # The forks would all have the same state.
     np.random.seed()
-    if seconds := float(os.environ[_STEP_VARIABLE]):
-        _lengthen_steps(seconds)
-        _slow_down_phases()
+    _slow_down_phases(float(os.environ[_STEP_VARIABLE]))
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.argv = request["argv"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        sys.argv.pop(0)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
