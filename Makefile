@@ -7,18 +7,22 @@ INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 COMMA := ,
 BY_FILE := --dist loadfile --no-loadscope-reorder
-# The longest files are first, so that no process works on one of them after the others have ended.
-LONG := tests/api/requests/test_description.py
-long_first = $(filter $(LONG),$(1)) $(filter-out $(LONG),$(1))
+# The longest files are first, so that no process works on one of them after the others have ended. The others are files
+# too: pytest drops a file, and with it its place, if a folder of the command contains it.
+LONG := tests/api/requests/test_description.py \
+	tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py tests/hosts/test_compose.py \
+	tests/e2e/test_elastic.py tests/hosts/test_pods.py tests/e2e/test_operate.py tests/e2e/test_stops.py
+long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/unit tests/contract tests/kubernetes
-RANKS := -n 2 $(BY_FILE) tests/distributed
-# One of these files waits for its hosts while the other starts its processes.
-RAY := -n 2 $(BY_FILE) tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py \
-	tests/hosts/test_compose.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/hosts/test_pods.py \
-	tests/e2e tests/hosts tests/benchmarks
+# One of these files waits for its hosts while the other starts its processes; ranks leave no core idle.
+RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) \
+	tests/benchmarks tests/distributed
 TIMED := tests/distributed/test_observe.py
+
+# Otherwise every process that a test starts would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo demo-elastic test test-fast more hosts images bench test-bench serve client reference check format docs docs-serve
 .DEFAULT_GOAL := setup
@@ -58,8 +62,7 @@ test-fast: $(INSTALLED)
 # One file compares times of ranks, so it runs alone.
 test: $(INSTALLED)
 	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
-	$(BIN)/python -m pytest $(RANKS) --ignore $(TIMED) || failed=1; \
-	$(BIN)/python -m pytest $(RAY) || failed=1; \
+	$(BIN)/python -m pytest $(RAY) --ignore=$(TIMED) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
 
 # All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours.

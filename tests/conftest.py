@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.support.servers.postgres import postgres_server
+from train_loop.system.gc import no_automatic_collection
 
 # `nohup make test &` starts the suite with signals ignored, and its children inherit that: tests send these signals.
 for _number in (signal.SIGINT, signal.SIGTERM):
@@ -20,6 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadlines: a shared machine is sometimes slow, which is not a fault of the code.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported."""
+    with no_automatic_collection():
+        return (yield)
 
 
 @pytest.fixture(scope="module")

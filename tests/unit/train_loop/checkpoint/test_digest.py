@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.builders.tensors import tensor_checkpoint
-from train_loop.checkpoint.digest import digest_checkpoint, digest_step
+from train_loop.checkpoint.digest import digest_checkpoint, digest_step, main
 from train_loop.checkpoint.export import tensors
 from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.errors import CheckpointError
@@ -136,4 +136,11 @@ def test_module_prints_json(run_dir: RunDir) -> None:
         "sha256": found.sha256,
         "tensors": {name: one._asdict() for name, one in found.tensors.items()},
     }
-    assert subprocess.run([*command, "11"], capture_output=True, text=True, check=True).stdout == "null\n"
+
+
+def test_step_without_a_checkpoint_prints_null(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["digest", str(run_dir.root), "--step", "11"])
+    main()
+    assert capsys.readouterr().out == "null\n"

@@ -1,0 +1,25 @@
+"""`make test` runs each file once, at the place where the Makefile has it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[list[Path]]:
+    """Return the paths of each pytest command of `make test`."""
+    lines = subprocess.run(["make", "-n", "test"], capture_output=True, text=True, check=True).stdout.splitlines()
+    words = [line.split() for line in lines if "-m pytest" in line]
+    return [[Path(word.rstrip(";")) for word in line if word.startswith("tests/")] for line in words]
+
+
+def test_no_file_loses_its_place_to_a_folder_of_the_same_command(commands: list[list[Path]]) -> None:
+    for paths in commands:
+        assert [path for path in paths if set(path.parents) & set(paths)] == []
+
+
+def test_all_files_but_those_for_gpus_are_run(commands: list[list[Path]]) -> None:
+    named = {path for paths in commands for path in paths}
+    files = {path for path in Path("tests").rglob("test_*.py") if "gpu" not in path.parts}
+    assert {path for path in files if not {path, *path.parents} & named} == set()
