@@ -77,7 +77,7 @@ def test_elastic_job_shrinks_and_grows_with_the_cluster_and_keeps_its_bits(
 ) -> None:
     first, _ = (cluster.add_node(num_cpus=1, resources={"place": 1}) for _ in range(2))
     cluster.wait_for_nodes()
-    # Slow steps: the other job repeats all of them.
+    # Slow steps, because the other job repeats all of them.
     job_id = submit(service, workers={"min": 1, "max": 4}, steps=STEPS, **{SLOW: TRAINING})
     assert service.client.job(job_id).sizes == (1, 2, 4), "expected no size 3: the reduction tree has powers of two"
     service.wait_for_step(job_id, 25)

@@ -186,7 +186,7 @@ def _slow_down_phases(step_seconds: float) -> None:
 
     def slow_step(*arguments: Any) -> Any:
         time.sleep(step_seconds)
-        sleep_if(TRAINING, 0.1)
+        sleep_if(TRAINING, 0.05)
         return train_step(*arguments)
 
     def slow_batches(*arguments: Any) -> Any:
