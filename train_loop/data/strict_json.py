@@ -1,5 +1,6 @@
-"""JSON of user data, with one meaning only: no key twice in an object, and no NaN."""
+"""JSON of user data, with one meaning only: no key twice in an object, and only finite numbers."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -17,5 +18,23 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON; write null")
 
 
-STRICT: dict[str, Any] = {"object_pairs_hook": unique_keys, "parse_constant": _refuse_constant}
-"""Arguments of `json.loads`, which accepts both by default."""
+def finite(value: float) -> float:
+    """Return a number. Raises ValueError for one that JSON cannot write: templates would write NaN or Infinity."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not a number in JSON; write null")
+    return value
+
+
+def _read_float(text: str) -> float:
+    try:
+        return finite(float(text))
+    except ValueError as error:
+        raise ValueError(f"the number {text:.60} is too large; write a smaller one") from error
+
+
+STRICT: dict[str, Any] = {
+    "object_pairs_hook": unique_keys,
+    "parse_constant": _refuse_constant,
+    "parse_float": _read_float,
+}
+"""Arguments of `json.loads`, which accepts all of these by default."""

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import types
 
-from train_loop.data.strict_json import unique_keys
+from train_loop.data.strict_json import finite, unique_keys
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -139,15 +139,21 @@ def _reader(kind: pa.DataType) -> Read:
     if _is_binary(kind):
         return _if_present(bytes.decode)
     if _is_list(kind):
-        item = _reader(kind.value_type)
+        item = _inner_reader(kind.value_type)
         return _if_present(lambda value: [item(one) for one in value])
     if types.is_map(kind):
-        key, item = _reader(kind.key_type), _reader(kind.item_type)
+        key, item = _reader(kind.key_type), _inner_reader(kind.item_type)
         return _if_present(lambda value: unique_keys([(key(name), item(one)) for name, one in value]))
     if types.is_struct(kind):
-        of = {field.name: _reader(field.type) for field in kind}
+        of = {field.name: _inner_reader(field.type) for field in kind}
         return _if_present(lambda value: {name: of[name](one) for name, one in value.items() if one is not None})
     return lambda value: value
+
+
+def _inner_reader(kind: pa.DataType) -> Read:
+    """Return the function for a value inside a list, map or struct, all of which become JSON."""
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    return _if_present(finite) if types.is_floating(value) else _reader(kind)
 
 
 def _if_present(read: Read) -> Read:

@@ -23,7 +23,11 @@ from train_loop.spec import ColumnsSpec
 
 _CHUNK = 4 * 2**20
 """Bytes of rows per chunk."""
-_PARQUET_ROWS = 1024
+_PARQUET_ROWS = (32, 1024)
+"""Minimum and maximum rows that are decoded at once; in between, about _BATCH bytes."""
+_BATCH = 64 * 2**20
+_READ_AHEAD = 8 * 2**20
+"""Bytes of a column that are read at once: a row group may be larger than memory."""
 _FOOTERS_AT_ONCE = 16
 _FOOTERS_CHECKED = 256
 """Maximum number of Parquet files of a source whose schema is checked before the job runs."""
@@ -165,12 +169,13 @@ def check_columns(files: Sequence[SourceFile], columns: ColumnsSpec, *, skip: bo
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     names = list(columns.names)
     with open_file(piece.file, buffer=0) as opened:
-        file = pq.ParquetFile(opened, page_checksum_verification=True)
+        file = pq.ParquetFile(opened, page_checksum_verification=True, pre_buffer=False, buffer_size=_READ_AHEAD)
         check_schema(piece.file.uri, file.schema_arrow, columns)
         groups = [file.metadata.row_group(n).num_rows for n in range(piece.stop)]
         first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
-        place = first
-        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=names):
+        place, (least, most) = first, _PARQUET_ROWS
+        at_once = max(least, min(most, _BATCH * count // max(piece.bytes, 1)))
+        for batch in file.iter_batches(at_once, row_groups=list(range(piece.start, piece.stop)), columns=names):
             some = max(1, _CHUNK * len(batch) // max(batch.nbytes, 1))
             for start in range(0, len(batch), some):
                 values = [read_cells(column) for column in batch.slice(start, some).select(names).columns]
@@ -188,7 +193,7 @@ def _row(place: int, cells: dict[str, Any]) -> Row:
 def _text_row(file: SourceFile) -> Row:
     content = b"".join(_plain_bytes(file))
     try:
-        return Row(0, {"text": content.decode()})
+        return Row(0, {"text": content.decode("utf-8-sig")})  # a byte order mark is not text
     except UnicodeDecodeError as error:
         return Row(0, {}, f"not UTF-8 text: {error}")
 
