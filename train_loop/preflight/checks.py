@@ -20,7 +20,7 @@ from train_loop.checkpoint.export.tensors import saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.data.files import storage_patience
 from train_loop.data.prepare.rows import check_columns, is_empty
-from train_loop.data.prepare.sources import check_allowed, check_folder, list_files
+from train_loop.data.prepare.sources import check_allowed, check_plain, list_files
 from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
@@ -91,7 +91,7 @@ def check_model(
     set_pointer(pointer)
     try:
         if spec.model.path is not None:
-            check_folder(spec.model.path, policy)
+            check_plain(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
         shape = _shape(spec)
@@ -217,7 +217,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
     set_pointer("/model/tokenizer")
     try:
         if spec.model.tokenizer is not None:
-            check_folder(spec.model.tokenizer, policy)
+            check_plain(spec.model.tokenizer, policy)
         folder, data = tokenizer_folder(spec), spec.data
         if folder is None and data.add_bos is True:
             return [
@@ -252,7 +252,7 @@ def _template_problems(data: DataSpec, policy: ReadPolicy, folder: str) -> list[
     set_pointer(pointer)
     try:
         if data.template_file is not None:
-            check_allowed(data.template_file, policy)
+            check_plain(data.template_file, policy, kind="file")
         check_chat_template(folder, data.chat_template)
     except _MISTAKES as error:
         return [Problem(pointer, _message(error))]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
@@ -195,6 +195,16 @@ class DataSpec(SpecModel):
     def template_file(self) -> str | None:
         """The URI of the chat template; None if `chat_template` is a name or not set."""
         return self.chat_template if self.chat_template is not None and "/" in self.chat_template else None
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_local(cls, value: str | None) -> str | None:
+        if value is not None and "/" in value and not value.startswith(("/", "file:/")):
+            raise ValueError(
+                f"{value!r:.200} cannot be read as a chat template; give the file:// URI or the absolute path of a "
+                "Jinja file on storage that all nodes mount, or the name of one of the tokenizer's templates"
+            )
+        return value
 
     @model_validator(mode="after")
     def _text_settings_have_text(self) -> "DataSpec":

@@ -72,11 +72,11 @@ def check_allowed(uri: str, policy: ReadPolicy) -> None:
         _match(uri)
 
 
-def check_folder(uri: str, policy: ReadPolicy) -> None:
-    """Check a URI that must name a folder, without wildcards. Raises DataError as `check_allowed`."""
+def check_plain(uri: str, policy: ReadPolicy, *, kind: Literal["file", "folder"] = "folder") -> None:
+    """Check a URI that must name one file or folder, without wildcards. Raises DataError as `check_allowed`."""
     path = _absolute(uri)
     if uri.startswith(STDLIB) or split_glob(path)[1]:
-        raise DataError(f"{uri} is not a plain folder; give the file:// URI of one folder, without wildcards")
+        raise DataError(f"{uri} is not a plain {kind}; give the file:// URI of one {kind}, without wildcards")
     try:
         local_path(uri)
     except ValueError as error:

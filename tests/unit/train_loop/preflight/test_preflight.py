@@ -14,7 +14,7 @@ from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import TINY, may_read, raw_spec
 from train_loop.model.folder import model_shape
 from train_loop.preflight.checks import check_data, check_model
-from train_loop.spec import JobSpec, parse
+from train_loop.spec import JobSpec, SpecError, parse
 
 
 def problems(root: Path, **data: Any) -> dict[str, str]:
@@ -311,3 +311,35 @@ def test_damaged_model_file_is_a_problem_of_its_field(
         ((at, message),) = [(problem.pointer, problem.message) for problem in found]
         assert at == pointer
         assert rule in message
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("s3://bucket/a.jinja", "cannot be read as a chat template; give the file:// URI"),
+        ("stdlib://a.jinja", "cannot be read as a chat template"),
+        ("templates/a.jinja", "cannot be read as a chat template"),
+        ("file://host/a.jinja", "names a host or a relative path"),
+        ("{root}/*.jinja", "is not a plain file; give the file:// URI of one file, without wildcards"),
+        ("{root}/none.jinja", "matches no file"),
+        ("{root}", "cannot be read"),
+        ("/etc/hostname", "lies outside the allowed storage roots"),
+        ("a.jinja", "has no chat template named 'a.jinja'; it has none"),
+    ],
+)
+def test_chat_template_that_is_not_one_readable_file_is_a_problem_of_its_field(
+    tmp_path: Path, template: str, rule: str
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "a.jinja").write_text("{{ messages[0].content }}")
+    data = {"train": {"path": str(tmp_path)}, "columns": {"messages": "m"}}
+    raw = raw_spec(
+        model={"tokenizer": tmp_path.as_uri()}, data=data | {"chat_template": template.format(root=tmp_path)}
+    )
+    try:
+        found = check_model(parse(raw), may_read(tmp_path.as_uri()))[1]
+    except SpecError as error:
+        found = error.problems
+    ((at, message),) = [(problem.pointer, problem.message) for problem in found]
+    assert at == "/data/chat_template"
+    assert rule in message
