@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.prepare.cache import evaluation_spec, find_dataset, pin, pinned_dataset
+from train_loop.data.prepare.cache import as_begun, evaluation_spec, find_dataset, pin, pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.faults.failure import USER_ERRORS, failed, report_failure
@@ -116,10 +116,10 @@ def _write_outcome(session: Session, outcome: Outcome) -> None:
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     run_dir = session.run_dir
-    dataset = pinned_dataset(spec, run_dir.data) or find_dataset(spec, cache)
+    dataset = pinned_dataset(spec, run_dir.data) or as_begun(find_dataset(spec, cache), run_dir.data)
     other, evaluation = evaluation_spec(spec, dataset), None
     if other is not None:
-        evaluation = pinned_dataset(other, run_dir.eval_data) or find_dataset(other, cache)
+        evaluation = pinned_dataset(other, run_dir.eval_data) or as_begun(find_dataset(other, cache), run_dir.eval_data)
     # All ranks must resolve the dataset before rank 0 writes the pointer, so that all read the same samples.
     dist.barrier()
     if session.rank == 0:

@@ -67,11 +67,22 @@ class Part(BaseModel):
     """Whether all documents begin with the tokenizer's BOS token; None for rows of token ids."""
     sample_without_end: str | None = None
     """A conversation with its trained text in ⟦⟧, if no end token of any turn is trained in any row."""
+    digest: str | None = None
+    """SHA-256 of all prepared samples; None for samples that are read directly or that an earlier version prepared."""
+    libraries: dict[str, str] = {}
+    """Versions of the packages that turned text into tokens."""
 
     @property
     def samples(self) -> int:
         """Number of samples."""
         return sum(file.rows for file in self.files)
+
+    def has_samples_of(self, other: "Part") -> bool:
+        """Return whether both have the same samples: by digest, or by fingerprint and counts without one."""
+        if self.digest and other.digest:
+            return self.digest == other.digest
+        mine, theirs = ((part.fingerprint, part.samples, part.tokens) for part in (self, other))
+        return mine == theirs
 
     def in_folder(self, folder: Path) -> "Part":
         """Return the same prepared samples with paths to their files in a folder."""
@@ -96,6 +107,14 @@ class Dataset(BaseModel):
     def samples(self) -> int:
         """Number of different samples."""
         return sum(part.samples for part in self.parts)
+
+    def has_samples_of(self, other: "Dataset") -> bool:
+        """Return whether both have the same samples and mixture."""
+        if (self.sequence_length, self.mixture) != (other.sequence_length, other.mixture):
+            return False
+        if len(self.parts) != len(other.parts):
+            return False
+        return all(mine.has_samples_of(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
 
     @property
     def tokens(self) -> int:

@@ -4,8 +4,10 @@ The values of a column are stored plain, in one page, and are thus contiguous in
 position of each sample's values. Reading samples in any order then reads their own bytes only.
 """
 
+import hashlib
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -38,16 +40,20 @@ _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32()
 
 def write_part(samples: Iterable[Sample], folder: Path) -> Part:
     """Write samples durably into a folder; its name becomes their fingerprint."""
-    samples, shards, tokens = iter(samples), list[ShardFile](), 0
+    samples, shards, tokens, hashes = iter(samples), list[ShardFile](), 0, defaultdict[str, Any](hashlib.sha256)
     with (folder / _INDEX).open("wb") as index:
         for number in itertools.count():
             least, most = _SHARD_TOKENS
             chunk = list(_next_shard(samples, max(least, min(most, tokens // 8))))
             if not chunk:
                 break
-            shards.append(_write_shard(folder / f"part-{number:05d}.parquet", chunk))
-            records = _records(number, chunk)
+            lists, records = _columns(chunk), _records(number, chunk)
+            flat = {name: np.concatenate(values) for name, values in lists.items()}
+            shards.append(_write_shard(folder / f"part-{number:05d}.parquet", lists, flat))
             index.write(records.tobytes())
+            # One hash per column, so that the sizes of shards do not matter.
+            for name, values in {**flat, "tokens": np.ascontiguousarray(records["tokens"])}.items():
+                hashes[name].update(values)
             tokens += int(records["tokens"].sum())
         index.flush()
         os.fsync(index.fileno())
@@ -60,6 +66,7 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
         weights="weights" if "weights" in columns else None,
         index=str(folder / _INDEX),
         tokens=tokens,
+        digest=hashlib.sha256(repr(sorted((n, one.hexdigest()) for n, one in hashes.items())).encode()).hexdigest(),
     )
 
 
@@ -138,7 +145,8 @@ def _next_shard(samples: Iterator[Sample], enough: int) -> Iterator[Sample]:
             return
 
 
-def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
+def _columns(samples: list[Sample]) -> dict[str, list[Any]]:
+    """Return the values of each sample, column by column."""
     lists: dict[str, list[Any]] = {
         "input_ids": [sample.input_ids for sample in samples],
         "documents": [np.asarray(sample.documents, np.int32) for sample in samples],
@@ -147,14 +155,18 @@ def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
         lists["labels"] = [sample.labels for sample in samples]
     if samples[0].weights is not None:
         lists["weights"] = [sample.weights for sample in samples]
-    flat = {name: np.concatenate(values) for name, values in lists.items()}
+    return lists
+
+
+def _write_shard(path: Path, lists: dict[str, list[Any]], flat: dict[str, NDArray[Any]]) -> ShardFile:
+    rows = len(lists["input_ids"])
     columns = {name: _list_array(values, flat[name], _KINDS[name]) for name, values in lists.items()}
     with path.open("wb") as file:
         # One plain page per column, whatever its size.
         pq.write_table(
             pa.table(columns),
             file,
-            row_group_size=len(samples),
+            row_group_size=rows,
             data_page_size=2**30,
             compression="none",
             use_dictionary=False,
@@ -162,7 +174,7 @@ def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
         )
         file.flush()
         os.fsync(file.fileno())
-    return ShardFile(path=str(path), rows=len(samples), size=path.stat().st_size, columns=_places(path, flat))
+    return ShardFile(path=str(path), rows=rows, size=path.stat().st_size, columns=_places(path, flat))
 
 
 def _list_array(values: list[Any], flat: NDArray[Any], kind: pa.DataType) -> pa.Array:

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
-from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, is_text
-from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, problem_of
+from train_loop.data.prepare.fit import Fate, Fit, explain_cut
 from train_loop.data.prepare.judge import Place, check_rows
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row, cut, locate, read_piece
-from train_loop.data.prepare.sources import list_files
+from train_loop.data.prepare.sources import SourceFile, list_files
 from train_loop.data.text.chat import left_out, load_chat_templates
 from train_loop.data.text.messages import has_text_arguments
 from train_loop.errors import DataError
@@ -29,83 +30,136 @@ _MOST_CHARACTERS = 4 * 2**20
 """Maximum size of the previewed rows of a source, in characters or tokens: long rows take seconds to tokenise."""
 
 
+@dataclass(frozen=True)
+class _FirstRows:
+    """The first rows of a source, as preparation encodes and fits them."""
+
+    rows: list[Row]
+    places: list[Place]
+    encoded: list[Encoded]
+    fit: Fit
+    are_all: bool
+    """Whether the source has no other rows."""
+
+    @cached_property
+    def fitted(self) -> list[tuple[Document, Fate]]:
+        """The documents after the rules for long and untrained rows, with their fates."""
+        return [self.fit(row) for row in self.encoded if not isinstance(row, BadRow)]
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents that become samples."""
+        return [document for document, _ in self.fitted if len(document.input_ids)]
+
+    @property
+    def bad(self) -> list[tuple[Place, str]]:
+        """Place and reason of each bad row."""
+        placed = zip(self.places, self.encoded, strict=True)
+        return [(place, row.reason) for place, row in placed if isinstance(row, BadRow)]
+
+    @property
+    def long(self) -> int:
+        """Number of rows that are longer than a sample."""
+        return self.count("long") + self.count("dropped")
+
+    def count(self, wanted: Fate) -> int:
+        """Return the number of documents with a fate."""
+        return sum(fate == wanted for _, fate in self.fitted)
+
+
 def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
-    """Return the effects of preparation on a source's first rows; None if their tokenizer is yet to be trained.
+    """Return the effects of preparation on a source's first rows; None if these are good and have no tokenizer yet.
 
     Raises DataError for a row that would end the job, and OSError for unreadable files.
     """
-    data, columns, folder = spec.data, spec.data.columns_of(source), tokenizer_folder(spec)
-    placed = list(_first_rows(source, columns))
-    places, rows = [place for place, _ in placed], [row for _, row in placed]
-    fit, skip, vocab = Fit.of(data, columns), data.on_bad_rows == "skip", model_shape(spec.model).vocab
-    if folder is None and not columns.tokenised:
-        check_rows([_judged(row, columns) for row in rows], places, fit, skip=skip)
+    columns, folder = spec.data.columns_of(source), tokenizer_folder(spec)
+    rules = None if folder is None or columns.tokenised else TextRules.of(spec.data, folder)
+    first, name = _encode_first(spec, source, rules), ", ".join(source.paths)
+    check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
+    _check_vocabulary(first.encoded, first.places, model_shape(spec.model).vocab)
+    notes = list(_row_notes(first))
+    boundaries = None if rules is None else _boundaries(first, rules)
+    if first.are_all and not first.documents:
+        reason = "; ".join(notes) or "all rows are empty"
+        raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
+    if rules is None and not columns.tokenised and not first.bad:
         return None
-    rules = None if folder is None or columns.tokenised else TextRules.of(data, folder)
-    encoded = encode_rows(rows, columns, vocab=vocab, rules=rules)
-    check_rows(encoded, places, fit, skip=skip)
-    _check_vocabulary(encoded, places, vocab)
-    name, boundaries = ", ".join(source.paths), _boundaries(encoded, rules)
-    notes = list(_row_notes(encoded, places, fit))
     if columns.messages is not None and rules is not None and boundaries is not None:
-        notes += _chat_notes(columns, rules, rows, boundaries.sample_without_end)
-    bad, long, untrained = _counts(encoded, fit)
-    begins = boundaries is not None and boundaries.begins_with_bos
-    notes = [f"{name}: {note}" for note in notes]
-    return Preview(name, len(rows), bad, long, untrained, fit.rule, begins, tuple(notes))
+        notes += _chat_notes(columns, rules, first.rows)
+        if boundaries.sample_without_end is not None:
+            warning = f"{no_end_token(boundaries.sample_without_end)}{explain_cut(first.fit.rule, first.long)}"
+            notes.append(f"in the first {len(first.rows)} rows, {warning}")
+    return Preview(
+        name,
+        rows=len(first.rows),
+        bad_rows=len(first.bad),
+        long_rows=first.long,
+        untrained_rows=first.count("untrained"),
+        on_long_rows=first.fit.rule,
+        begins_with_bos=boundaries is not None and boundaries.begins_with_bos,
+        notes=tuple(f"{name}: {note}" for note in notes),
+    )
 
 
-def _boundaries(encoded: Sequence[Encoded], rules: TextRules | None) -> Boundaries | None:
-    """Return the first and last tokens of the documents; None for tokenised rows."""
-    if rules is None:
-        return None
+def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) -> _FirstRows:
+    """Return the first rows of a source; without `rules`, rows of text are only judged."""
+    columns, vocab = spec.data.columns_of(source), model_shape(spec.model).vocab
+    placed, are_all = _first_rows(source, columns)
+    rows = [row for _, row in placed]
+    if rules is None and not columns.tokenised:
+        encoded = [_judged(row, columns, vocab) for row in rows]
+    else:
+        encoded = encode_rows(rows, columns, vocab=vocab, rules=rules)
+    fit = Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)
+    return _FirstRows(rows, [place for place, _ in placed], encoded, fit, are_all)
+
+
+def _boundaries(first: _FirstRows, rules: TextRules) -> Boundaries:
+    """Return the first and last tokens of the documents that become samples."""
     boundaries = Boundaries(rules.load())
-    for row in encoded:
-        if not isinstance(row, BadRow):
-            boundaries.see(row)
+    for document in first.documents:
+        boundaries.see(document)
     return boundaries
 
 
-def _counts(encoded: Sequence[Encoded], fit: Fit) -> tuple[int, int, int]:
-    """Return the numbers of bad rows, of rows longer than a sample, and of rows without a trained token."""
-    documents = [row for row in encoded if not isinstance(row, BadRow)]
-    long = sum(len(row.input_ids) > fit.length for row in documents)
-    return len(encoded) - len(documents), long, sum(fit(row)[1] == "untrained" for row in documents)
-
-
-def _row_notes(encoded: Sequence[Encoded], places: Sequence[Place], fit: Fit) -> Iterator[str]:
+def _row_notes(first: _FirstRows) -> Iterator[str]:
     """Yield a sentence for each kind of row that is left out or cut."""
-    bad, long, untrained = _counts(encoded, fit)
-    of_rows = f"of the first {len(encoded)} rows"
-    reasons = ((place, row.reason) for place, row in zip(places, encoded, strict=True) if isinstance(row, BadRow))
-    for place, reason in islice(reasons, 1):
+    of_rows, untrained = f"of the first {len(first.rows)} rows", first.count("untrained")
+    for place, reason in first.bad[:1]:
         (where,) = locate([place])
-        yield f"{bad} {of_rows} cannot be trained on and are skipped, the first because {where}: {reason}"
-    if long and fit.rule != "split":
-        fate = "are dropped" if fit.rule == "drop" else "are truncated to it"
-        yield f"{long} {of_rows} are longer than sequence_length={fit.length} and {fate}; see on_long_rows"
+        yield f"{len(first.bad)} {of_rows} cannot be trained on and are skipped, the first because {where}: {reason}"
+    if first.long and first.fit.rule != "split":
+        fates = {"truncate": "are truncated to it, so their ends are not trained", "truncate_left": "lose their starts"}
+        fate = fates.get(first.fit.rule, "are dropped")
+        yield f"{first.long} {of_rows} are longer than sequence_length={first.fit.length} and {fate}; see on_long_rows"
     if untrained:
         yield f"{untrained} {of_rows} have no token that is trained and are dropped"
 
 
-def _first_rows(source: SourceSpec, columns: ColumnsSpec) -> Iterator[tuple[Place, Row]]:
-    """Yield the first rows of the first files, with their places, up to a limit of their number and of their size."""
-    room = _MOST_CHARACTERS
-    for place, row in islice(_all_rows(source, columns), _ROWS):
+def _first_rows(source: SourceSpec, columns: ColumnsSpec) -> tuple[list[tuple[Place, Row]], bool]:
+    """Return the first rows of the first files, up to a limit of number and size, and whether these are all rows."""
+    found, room, files = list[tuple[Place, Row]](), _MOST_CHARACTERS, list_files(source)
+    for place, row in _all_rows(files, columns):
         room -= sum(_size(row.values[name]) for name in columns.names if name in row.values)
-        if room < 0:
-            return
-        yield place, row
+        if room < 0 or len(found) == _ROWS:
+            return found, False
+        found.append((place, row))
+    return found, not any(_is_skipped(file) or len(cut([file], _PIECE_BYTES)) > 1 for file in files)
 
 
-def _all_rows(source: SourceSpec, columns: ColumnsSpec) -> Iterator[tuple[Place, Row]]:
+def _all_rows(files: Sequence[SourceFile], columns: ColumnsSpec) -> Iterator[tuple[Place, Row]]:
     """Yield rows from the start of each file, file by file; a text file is one row."""
-    for file in list_files(source):
-        if file.format == "text" and file.size > _MOST_CHARACTERS:
-            continue  # a text file is read as a whole
+    for file in files:
+        if _is_skipped(file):
+            continue
         for piece in cut([file], _PIECE_BYTES)[:1]:
             for chunk in read_piece(piece, columns):
                 yield from (((file, row.place), row) for row in chunk.rows)
+
+
+def _is_skipped(file: SourceFile) -> bool:
+    """Return whether a file is not previewed: a text file is read as a whole."""
+    return file.format == "text" and file.size > _MOST_CHARACTERS
 
 
 def _size(cell: Any) -> int:
@@ -116,13 +170,10 @@ def _size(cell: Any) -> int:
     return len(cell) if hasattr(cell, "__len__") else 1
 
 
-def _judged(row: Row, columns: ColumnsSpec) -> Encoded:
-    """Return a BadRow if a row is bad with any tokenizer, else an empty document."""
-    names = filter(None, (columns.text, columns.prompt, columns.response))
-    wrong = row.wrong or next(
-        (f"column {name!r} does not hold text" for name in names if not is_text(row.values[name])), None
-    )
-    return BadRow(row.place, wrong) if wrong else Document(np.empty(0, np.int32))
+def _judged(row: Row, columns: ColumnsSpec, vocab: int) -> Encoded:
+    """Return a BadRow if a row is bad with any tokenizer, else a document of one token in place of the unknown ones."""
+    wrong = problem_of(row, columns, vocab)
+    return BadRow(row.place, wrong) if wrong else Document(np.zeros(1, np.int32))
 
 
 def _check_vocabulary(encoded: Sequence[Encoded], places: Sequence[Place], vocab: int) -> None:
@@ -137,8 +188,8 @@ def _check_vocabulary(encoded: Sequence[Encoded], places: Sequence[Place], vocab
             )
 
 
-def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row], sample: str | None) -> list[str]:
-    """Return what a user should know of conversations: tools, their arguments, and the ends of turns."""
+def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> list[str]:
+    """Return what a user should know of the tools of conversations, and of their arguments."""
     notes = []
     if columns.tools is not None and not load_chat_templates(rules.tokenizer, rules.chat_template).use_tools:
         notes += [f"the chat template does not use the tools of column {columns.tools!r}; choose a template that does"]
@@ -149,7 +200,7 @@ def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row], sample:
     absent = [value for value in (_left_out(columns, rules, row) for row in rows) if value is not None]
     if absent:
         notes += [f"in {len(absent)} of the first {len(rows)} rows the chat template leaves out a value: {absent[0]}"]
-    return notes if sample is None else [*notes, f"in the first {len(rows)} rows, {no_end_token(sample)}"]
+    return notes
 
 
 def _left_out(columns: ColumnsSpec, rules: TextRules, row: Row) -> str | None:

@@ -104,8 +104,7 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: EventLog) -> Da
     dataset = pinned_dataset(spec, pointer)
     if dataset is None:
         check_sources(spec, current_policy())
-        dataset = prepare(spec, cache, journal.event)
-        pin(dataset, pointer)
+        dataset = pin(prepare(spec, cache, journal.event), pointer)
     return dataset
 
 

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ FORMAT = 3
 
 TEXT_RULES = 5
 """Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
+
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")
+"""Packages that turn text into tokens; another version may turn the same text into other tokens."""
 
 _AS_IT_IS_BYTES = 64 * 2**20
 """Maximum uncompressed size of all sources for reading Parquet files without preparation: they stay in memory."""
@@ -140,27 +144,46 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     return dataset
 
 
-def pin(dataset: Dataset, pointer: Path) -> None:
-    """Write the pointer from a run to its dataset. Raises DataError if the run began with another dataset."""
+def pin(dataset: Dataset, pointer: Path) -> Dataset:
+    """Write the pointer from a run to its dataset, and return it. Raises DataError as `as_begun`."""
+    dataset = as_begun(dataset, pointer)
+    write_durably(pointer, dataset.model_dump_json(indent=2))
+    return dataset
+
+
+def as_begun(dataset: Dataset, pointer: Path) -> Dataset:
+    """Return a dataset with the fingerprint in a run's pointer, which also determines the order of samples.
+
+    Raises DataError if the run began with other samples.
+    """
     try:
         began = Dataset.model_validate_json(read_whole(pointer))
     except FileNotFoundError:
-        began = dataset
-    if began.fingerprint != dataset.fingerprint:
-        raise DataError(
-            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources or "
-            f"the rules of preparation have changed since (now {dataset.fingerprint[:12]}); restore the files or the "
-            "version of Trainshed, or start a new run"
-        )
-    before, after = ([(part.samples, part.tokens) for part in found.parts] for found in (began, dataset))
-    if before != after:
-        # Possible causes: other library versions, or a chat template that writes the date.
-        raise DataError(
-            f"the cache has lost the samples that the run began with, and preparing the same files again gave other "
-            f"samples ((samples, tokens) are {after}, and were {before}); prepare them with the same library versions "
-            "as before, or start a new run"
-        )
-    write_durably(pointer, dataset.model_dump_json(indent=2))
+        return dataset
+    if dataset.has_samples_of(began):
+        return dataset.model_copy(update={"fingerprint": began.fingerprint})
+    if began.fingerprint == dataset.fingerprint:
+        cause = "preparing the same files again gave other samples, for example if a chat template writes the date"
+        raise DataError(f"the cache has lost the samples that the run began with, and {cause}; start a new run")
+    raise DataError(
+        f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources, the "
+        f"rules of preparation or the versions of its packages{_changed_libraries(began)} have changed since (now "
+        f"{dataset.fingerprint[:12]}); restore the files or the versions, or start a new run"
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the packages that turn text into tokens."""
+    return {name: version(name) for name in _LIBRARIES}
+
+
+def _changed_libraries(began: Dataset) -> str:
+    """Return the packages whose versions differ from those of a run's beginning, in parentheses; '' if unknown."""
+    then = {name: number for part in began.parts for name, number in part.libraries.items()}
+    changed = [
+        f"{name} {then[name]}, now {now}" for name, now in library_versions().items() if now != then.get(name, now)
+    ]
+    return f" ({'; '.join(changed)})" if changed else ""
 
 
 def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
@@ -182,7 +205,8 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     columns, data = source.columns, spec.data
     # Newer fields are included only if they change the result, so that older fingerprints stay valid.
     rule = data.long_rows_of(columns)
-    later: dict[str, Any] = {} if columns.tokenised else {"text": TEXT_RULES}
+    later: dict[str, Any] = {}
+    later |= {} if columns.tokenised else {"text": TEXT_RULES, "libraries": library_versions()}
     later |= {"chat_template": _template_identity(data)} if columns.messages and data.chat_template else {}
     later |= {"add_bos": data.add_bos} if data.add_bos != "auto" and not columns.tokenised else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}

@@ -8,10 +8,15 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, tzinfo
 from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+from transformers.utils import chat_template_utils
 
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import mark_trained
@@ -21,6 +26,7 @@ from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row, cut, read_piece
 from train_loop.data.shards import read_shards
+from train_loop.data.text.chat import load_chat_templates
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
 from train_loop.run_dir import RunDir
@@ -31,6 +37,9 @@ _SAMPLES = 20_000
 _PIECE_BYTES = 2**20
 _SHOWN = 300
 """Characters of a document in a message."""
+_MOST_DAYS = 400
+"""Days before today that are tried for a chat template that writes the date."""
+_PROBES = 3
 
 Prepared = dict[bytes, set[bytes]]
 """Labels of the prepared documents with the same tokens."""
@@ -73,17 +82,97 @@ def _dataset(spec: JobSpec, run_dir: RunDir, pointer: Path) -> Dataset:
 def _check(spec: JobSpec, dataset: Dataset, rows: int) -> list[tuple[str, bool]]:
     if dataset.tokenizer is None:
         return [("all sources have token ids, which no version changes", False)]
-    rules = TextRules.of(spec.data, Path(dataset.tokenizer))
     lines = []
     for source, part in zip(list_sources(spec), dataset.parts, strict=True):
         if part.index is not None and not source.columns.tokenised:
-            encoded = encode_rows(
-                list(islice(_rows(source), rows)), source.columns, vocab=model_shape(spec.model).vocab, rules=rules
-            )
-            documents = _beginnings(encoded, Fit.of(spec.data, source.columns))
-            different = _compare(documents, part)
-            lines.append((f"{source}: {_told(different, len(documents), rules)}", bool(different)))
+            text = _SourceText(spec, source, TextRules.of(spec.data, Path(dataset.tokenizer)))
+            found = text.compare(list(islice(_rows(source), rows)), part)
+            lines.append((f"{source}: {found}", bool(found.different)))
     return lines
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The result of comparing rows with the samples of a run."""
+
+    compared: int
+    different: list[str]
+    """Texts of the rows that differ, with trained text in ⟦⟧."""
+    day: date | None = None
+    """Day at which the chat template gave the samples of the run; None if that does not matter."""
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return "no row could be compared: none of the first rows is trained"
+        if not self.different:
+            then = f", if the chat template writes the date of {self.day}" if self.day else ""
+            return f"{self.compared} of the first rows have the tokens and labels of the run{then}"
+        return (
+            f"{len(self.different)} of {self.compared} rows that were compared have other tokens or labels than in the "
+            f"run; the first is now {self.different[0]!r}, with trained text in ⟦⟧"
+        )
+
+
+@dataclass(frozen=True)
+class _SourceText:
+    """The text of a source, as this version turns it into tokens."""
+
+    spec: JobSpec
+    source: Source
+    rules: TextRules
+
+    def compare(self, rows: list[Row], part: Part) -> _Comparison:
+        """Compare rows with the samples of a run. A template that writes the date is rendered as on other days, too."""
+        prepared = _prepared(part)
+
+        def is_other(row: Row) -> bool:
+            return any(not _is_in(document, prepared) for document in self.documents([row]))
+
+        different, day = [row for row in rows if is_other(row)], None
+        for other in _days(part) if self.is_dated else ():
+            with _as_on(other):
+                # A few rows tell whether it is the day, or one of two.
+                if different and not all(map(is_other, different[:: -(-len(different) // _PROBES)])):
+                    different, day = [row for row in different if is_other(row)], other
+        tokenizer = self.rules.load()
+        texts = [mark_trained(tokenizer, one)[:_SHOWN] for one in self.documents(different)]
+        return _Comparison(len(self.documents(rows)), texts, day)
+
+    def documents(self, rows: list[Row]) -> list[Document]:
+        """Return the part of each trained row that begins it in the samples."""
+        vocab = model_shape(self.spec.model).vocab
+        encoded = encode_rows(rows, self.source.columns, vocab=vocab, rules=self.rules)
+        return _beginnings(encoded, Fit.of(self.spec.data, self.source.columns, bos=self.rules.load().bos))
+
+    @property
+    def is_dated(self) -> bool:
+        """Return whether a chat template writes the date."""
+        if self.source.columns.messages is None:
+            return False
+        templates = load_chat_templates(self.rules.tokenizer, self.rules.chat_template)
+        return any("strftime_now" in template.source for template in templates.by_name.values())
+
+
+def _days(part: Part) -> Iterator[date]:
+    """Yield the days on which samples can have been prepared: the day of their last change first, then backwards."""
+    assert part.index is not None
+    today = date.today()
+    yield date.fromtimestamp(Path(part.index).stat().st_mtime)
+    yield from (today - timedelta(days=number) for number in range(1, _MOST_DAYS))
+
+
+@contextmanager
+def _as_on(day: date) -> Iterator[None]:
+    """Render chat templates as on another day, in the body."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls.combine(day, datetime.now(tz).time())
+
+    # `strftime_now` of transformers has no other input.
+    with patch.object(chat_template_utils, "datetime", Clock):
+        yield
 
 
 def _rows(source: Source) -> Iterator[Row]:
@@ -99,10 +188,9 @@ def _beginnings(encoded: Sequence[Encoded], fit: Fit) -> list[Document]:
     return [Document(one.input_ids[cut], None if one.labels is None else one.labels[cut]) for one, cut in parts]
 
 
-def _compare(documents: list[Document], part: Part) -> list[Document]:
-    """Return the documents that are not among the prepared ones."""
-    prepared = _prepared(part)
-    return [one for one in documents if _labels(one) not in prepared.get(one.input_ids.tobytes(), set())]
+def _is_in(document: Document, prepared: Prepared) -> bool:
+    """Return whether a document is among the prepared ones, with the same labels."""
+    return _labels(document) in prepared.get(document.input_ids.tobytes(), set())
 
 
 def _prepared(part: Part) -> Prepared:
@@ -119,18 +207,6 @@ def _prepared(part: Part) -> Prepared:
 def _labels(document: Document) -> bytes:
     labels = document.input_ids if document.labels is None else document.labels
     return np.asarray(labels, np.int32).tobytes()
-
-
-def _told(different: list[Document], rows: int, rules: TextRules) -> str:
-    if not rows:
-        return "no row could be compared: none of the first rows is trained"
-    if not different:
-        return f"{rows} of the first rows have the tokens and labels of the run"
-    now = mark_trained(rules.load(), different[0])[:_SHOWN]
-    return (
-        f"{len(different)} of {rows} rows that were compared have other tokens or labels than in the run; the first is "
-        f"now {now!r}, with trained text in ⟦⟧"
-    )
 
 
 if __name__ == "__main__":

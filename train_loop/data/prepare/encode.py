@@ -61,7 +61,7 @@ def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: Tex
     encoded: dict[int, Encoded] = {}
     good = []
     for number, row in enumerate(rows):
-        wrong = row.wrong or _wrong(row.values, columns, vocab)
+        wrong = problem_of(row, columns, vocab)
         if wrong:
             encoded[number] = BadRow(row.place, wrong)
         else:
@@ -71,8 +71,11 @@ def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: Tex
     return [encoded[number] for number in range(len(rows))]
 
 
-def _wrong(values: dict[str, Any], columns: ColumnsSpec, vocab: int) -> str | None:
+def problem_of(row: Row, columns: ColumnsSpec, vocab: int) -> str | None:
     """Return the reason why a row cannot be trained on; None if nothing is wrong before tokenisation."""
+    if row.wrong is not None:
+        return row.wrong
+    values = row.values
     for name in (columns.text, columns.prompt, columns.response):
         if name is not None and not is_text(values[name]):
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
@@ -151,10 +154,11 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def _wrong_tokens(name: str, value: Any, vocab: int, *, ignored: bool) -> str | None:
-    if not isinstance(value, np.ndarray) and not (
-        isinstance(value, list) and all(type(token) is int for token in value)
-    ):
+    if not isinstance(value, np.ndarray | list):
         return f"column {name!r} holds {_kind(value)} where a list of whole numbers is needed"
+    if isinstance(value, list) and not all(type(token) is int for token in value):
+        place = next(number for number, token in enumerate(value) if type(token) is not int)
+        return f"column {name!r} holds {_kind(value[place])} at position {place}, where a whole number is needed"
     tokens = np.asarray(value)
     strange = (tokens < 0) | (tokens >= vocab)
     if ignored:
@@ -177,7 +181,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float):
         return str(value)
     words: dict[type, str] = {
-        str: "text that is not Unicode",
+        str: "text" if is_text(value) else "text that is not Unicode",
         bytes: "bytes that are not UTF-8",
         list: "a list",
         dict: "an object",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.packing import Document
@@ -22,11 +23,13 @@ class Fit:
     """Tokens per sample."""
     rule: LongRows
     drops_untrained: bool
+    bos: int | None = None
+    """First token that truncate_left keeps, if a document begins with it."""
 
     @classmethod
-    def of(cls, data: DataSpec, columns: ColumnsSpec) -> "Fit":
-        """Return the rules for rows with these columns."""
-        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns))
+    def of(cls, data: DataSpec, columns: ColumnsSpec, *, bos: int | None) -> "Fit":
+        """Return the rules for rows with these columns; `bos` is the tokenizer's BOS token, None for rows of tokens."""
+        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns), bos)
 
     def refuses(self, document: Document) -> bool:
         """Return whether a document is too long and on_long_rows is `fail`, so that preparation fails."""
@@ -38,10 +41,24 @@ class Fit:
         if long and self.rule == "drop":
             return _cut(document, slice(0)), "dropped"
         if long and self.rule in ("truncate", "truncate_left"):
-            document = _cut(document, slice(self.length) if self.rule == "truncate" else slice(-self.length, None))
+            document = _cut(document, slice(self.length) if self.rule == "truncate" else self._end(document))
         if self.drops_untrained and not _is_trained(document):
             return _cut(document, slice(0)), "untrained"
         return document, "long" if long else "whole"
+
+    def _end(self, document: Document) -> NDArray[np.int64]:
+        """Return the indices of the tokens that truncate_left keeps."""
+        size = len(document.input_ids)
+        kept = np.arange(size - self.length, size)
+        if document.input_ids[0] == self.bos:
+            # Models that are trained with BOS need it: as tokenizers of transformers do when they truncate on the left.
+            kept[0] = 0
+        return kept
+
+
+def explain_cut(rule: str, long: int) -> str:
+    """Return the end of a warning that no end token is trained, if the rule for `long` rows has cut ends; else ''."""
+    return f"; on_long_rows: truncate cuts the ends of {long} rows" if rule == "truncate" and long else ""
 
 
 def _is_trained(document: Document) -> bool:
@@ -49,6 +66,6 @@ def _is_trained(document: Document) -> bool:
     return document.labels is None or bool(np.any(document.labels[1:] != IGNORE))
 
 
-def _cut(document: Document, part: slice) -> Document:
+def _cut(document: Document, part: slice | NDArray[np.int64]) -> Document:
     labels = None if document.labels is None else document.labels[part]
     return replace(document, input_ids=document.input_ids[part], labels=labels)

@@ -20,9 +20,18 @@ from numpy.typing import NDArray
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
 from train_loop.data.prepare.build_lock import build_once
-from train_loop.data.prepare.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
+from train_loop.data.prepare.cache import (
+    Source,
+    find_part,
+    fingerprint,
+    join,
+    library_versions,
+    list_sources,
+    load_part,
+    tokenizer_home,
+)
 from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows, is_text
-from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.fit import Fit, explain_cut
 from train_loop.data.prepare.judge import check_rows
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
@@ -54,7 +63,8 @@ def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
     parts = [_part(spec, source, tokenizer, cache, report) for source in sources]
     for source, part in zip(sources, parts, strict=True):
         if part.sample_without_end is not None:
-            report("warning", message=f"{source}: {no_end_token(part.sample_without_end)}")
+            cause = explain_cut(part.on_long_rows, part.long_rows)
+            report("warning", message=f"{source}: {no_end_token(part.sample_without_end)}{cause}")
     return join(spec, parts, tokenizer)
 
 
@@ -105,7 +115,7 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
         raise DataError(f"{source} holds no tokens{_why_none(progress)}; an empty dataset cannot be trained on")
     found: dict[str, Any] = {"on_long_rows": spec.data.long_rows_of(source.columns)}
     if boundaries is not None:
-        found |= {"begins_with_bos": boundaries.begins_with_bos}
+        found |= {"libraries": library_versions(), "begins_with_bos": boundaries.begins_with_bos}
         found |= {"sample_without_end": boundaries.sample_without_end if source.columns.messages else None}
     return part.model_copy(update=progress.counts | found)
 
@@ -151,14 +161,10 @@ def _documents(
     if not tasks:
         return
     configure_ray_data(block_bytes=_BLOCK_BYTES)
-    encode = partial(
-        encode_rows,
-        columns=columns,
-        vocab=model_shape(spec.model).vocab,
-        rules=None if tokenizer is None else TextRules.of(spec.data, tokenizer),
-    )
+    rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer)
+    encode = partial(encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules)
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
-    options |= {"fit": Fit.of(spec.data, columns)}
+    options |= {"fit": Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)}
     blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
         _encode_task, batch_size=None, fn_kwargs=options
     )

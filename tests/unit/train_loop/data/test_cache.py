@@ -3,6 +3,7 @@
 import json
 import shutil
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from train_loop.data.prepare.cache import (
     find_dataset,
     fingerprint,
     join,
+    library_versions,
     list_sources,
     load_part,
     pin,
@@ -48,10 +50,10 @@ def name_of(job: JobSpec) -> str:
     return fingerprint(job, source, tokenizer_home(job, [source], Path("/cache")))
 
 
-def prepared(folder: Path) -> Part:
+def prepared(folder: Path, *, first: int = 0) -> Part:
     """Return samples committed to a cache folder."""
     folder.mkdir(parents=True)
-    part = write_part([Sample(np.arange(5, dtype=np.int32), None, None, [5])] * 3, folder)
+    part = write_part([Sample(np.arange(first, first + 5, dtype=np.int32), None, None, [5])] * 3, folder)
     (folder / "dataset.json").write_text(part.model_dump_json())
     return part
 
@@ -241,18 +243,52 @@ def test_prepared_samples_are_found_at_another_mount_point(tmp_path: Path) -> No
 def test_run_whose_samples_were_lost_does_not_resume_with_others(tmp_path: Path) -> None:
     one, other = (
         Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=5)
-        for part in (prepared(tmp_path / "one"), prepared(tmp_path / "other"))
+        for part in (prepared(tmp_path / "one"), prepared(tmp_path / "other", first=1))
     )
     pin(one, tmp_path / "pointer.json")
     pin(one, tmp_path / "pointer.json")
     with pytest.raises(
-        DataError, match=r"lost the samples that the run began with \(one\), and its sources or the rules"
+        DataError,
+        match=r"lost the samples that the run began with \(one\), and its sources, the rules of preparation or",
     ):
         pin(other, tmp_path / "pointer.json")
-    short = one.model_copy(update={"parts": (one.parts[0].model_copy(update={"tokens": 14}),)})
-    with pytest.raises(DataError, match=r"again gave other samples \(\(samples, tokens\) are \[\(3, 14\)\]"):
-        pin(short, tmp_path / "pointer.json")
+    # A chat template that writes the date gives other tokens in equal numbers on another day.
+    with pytest.raises(DataError, match=r"again gave other samples, for example if a chat template writes the date"):
+        pin(other.model_copy(update={"fingerprint": "one"}), tmp_path / "pointer.json")
     assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
+    without = [part.model_copy(update={"digest": None}) for part in one.parts]
+    old, short = (
+        one.model_copy(update={"parts": (part,)}) for part in (without[0], without[0].model_copy(update={"tokens": 14}))
+    )
+    pin(old, tmp_path / "old.json")
+    assert pin(one, tmp_path / "old.json") == one
+    with pytest.raises(DataError, match="again gave other samples"):
+        pin(short, tmp_path / "pointer.json")
+
+
+def test_run_goes_on_if_other_libraries_give_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir()
+    job = text_job(tmp_path / "job")
+    before = name_of(job)
+    one, same, other = (
+        Dataset(
+            fingerprint=part.fingerprint,
+            parts=(part.model_copy(update={"libraries": library_versions()}),),
+            sequence_length=5,
+        )
+        for part in (prepared(tmp_path / "one"), prepared(tmp_path / "same"), prepared(tmp_path / "other", first=1))
+    )
+    pin(one, tmp_path / "pointer.json")
+    monkeypatch.setattr(
+        "train_loop.data.prepare.cache.version", lambda name: "99" if name == "tokenizers" else version(name)
+    )
+    assert name_of(job) != before
+    # The order of samples depends on the fingerprint.
+    assert pin(same, tmp_path / "pointer.json").fingerprint == "one"
+    with pytest.raises(
+        DataError, match=rf"versions of its packages \(tokenizers {version('tokenizers')}, now 99\) have"
+    ):
+        pin(other, tmp_path / "pointer.json")
 
 
 def test_only_sources_read_directly_must_still_exist(tmp_path: Path) -> None:

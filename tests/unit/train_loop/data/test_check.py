@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.support.builders.specs import spec
 from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.cache import join, list_sources, pin
-from train_loop.data.prepare.check import _beginnings, _compare, main
+from train_loop.data.prepare.check import _as_on, _beginnings, _is_in, _prepared, main
 from train_loop.data.prepare.encode import TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, pack
@@ -23,9 +24,9 @@ from train_loop.run_dir import RunDir
 ROWS = [{"messages": [user(f"q{n}"), assistant(f"a{n}")]} for n in range(5)]
 
 
-def write_run(folder: Path, *, end_token: bool) -> Path:
+def write_run(folder: Path, *, end_token: bool, template: str = CHATML) -> Path:
     """Write a run whose samples have trained end tokens, or lack them as in an earlier version."""
-    tokenizer = write_tokenizer(folder / "tokenizer", template=CHATML, eos="<|im_end|>")
+    tokenizer = write_tokenizer(folder / "tokenizer", template=template, eos="<|im_end|>")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     data = {"train": {"path": str(folder / "rows.jsonl")}, "columns": {"messages": "messages"}, "sequence_length": 128}
     job = spec(data=data, model={"tokenizer": tokenizer})
@@ -74,6 +75,21 @@ def test_long_rows_are_compared_by_their_first_part(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     part = write_part(pack(rows, 50), tmp_path / "old")
     (first,) = _beginnings(rows, Fit(50, "split", drops_untrained=False))
-    assert _compare([first], part) == []
-    other = replace(first, input_ids=first.input_ids + 1)
-    assert _compare([other], part) == [other]
+    prepared = _prepared(part)
+    assert _is_in(first, prepared)
+    assert not _is_in(replace(first, input_ids=first.input_ids + 1), prepared)
+
+
+@pytest.mark.parametrize("end_token", [True, False])
+def test_template_that_writes_the_date_is_compared_as_on_the_day_of_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end_token: bool
+) -> None:
+    day = date.today() - timedelta(days=9)
+    with _as_on(day):
+        folder = write_run(tmp_path, end_token=end_token, template="{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    monkeypatch.setattr(sys, "argv", ["check", str(folder)])
+    monkeypatch.setattr("train_loop.data.prepare.check._MOST_DAYS", 20)
+    assert main() == (0 if end_token else 1)
+    out = capsys.readouterr().out
+    same = f"5 of the first rows have the tokens and labels of the run, if the chat template writes the date of {day}"
+    assert (same in out) is end_token

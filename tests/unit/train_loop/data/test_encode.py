@@ -97,7 +97,7 @@ def test_tokens_keep_their_labels_and_weights() -> None:
         ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text"),
         ({"text": "t"}, {"t": "\ud800"}, "column 't' holds text that is not Unicode where text is needed"),
         ({"text": "t"}, {"t": b"\xff"}, "column 't' holds bytes that are not UTF-8 where text is needed"),
-        ({"input_ids": "i"}, {"i": [1, "x"]}, "holds a list where a list of whole numbers is needed"),
+        ({"input_ids": "i"}, {"i": [1, "x"]}, "column 'i' holds text at position 1, where a whole number is needed"),
         (
             {"input_ids": "i"},
             {"i": np.array([1, 299, 2**40])},

@@ -40,6 +40,16 @@ def test_document_is_kept_cut_or_dropped_by_the_rule(rule: Any, trained: list[bo
     assert Fit(length, rule, drops).refuses(document(size)) == (rule == "fail" and size > length)
 
 
+def test_truncate_left_keeps_bos_if_the_document_begins_with_it() -> None:
+    long = document(6, [False, True, False, True, True, True])
+    kept, fate = Fit(3, "truncate_left", drops_untrained=True, bos=0)(long)
+    assert (kept.input_ids.tolist(), fate) == ([0, 4, 5], "long")
+    assert kept.labels is not None
+    assert kept.labels.tolist() == [IGNORE, 4, 5]
+    assert Fit(3, "truncate_left", drops_untrained=True, bos=9)(long)[0].input_ids.tolist() == [3, 4, 5]
+    assert Fit(6, "truncate_left", drops_untrained=True, bos=0)(long)[0] is long
+
+
 @pytest.mark.parametrize(
     ("columns", "rule", "drops"),
     [
@@ -54,6 +64,6 @@ def test_long_rows_are_dropped_by_default_if_only_answers_are_trained(
     columns: dict[str, str], rule: str, drops: bool
 ) -> None:
     data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec(**columns))
-    assert Fit.of(data, data.columns) == Fit(4096, rule, drops)  # type: ignore[arg-type]
+    assert Fit.of(data, data.columns, bos=None) == Fit(4096, rule, drops)  # type: ignore[arg-type]
     chosen = data.model_copy(update={"on_long_rows": "truncate"})
-    assert Fit.of(chosen, data.columns).rule == "truncate"
+    assert Fit.of(chosen, data.columns, bos=None).rule == "truncate"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,21 @@ def test_any_sample_is_read_from_any_shard(
     indices = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=10))
     for cells, sample in zip(read_shards(part, np.array(indices, np.int64)), indices, strict=True):
         assert_same(cells, samples[sample])
+
+
+def test_digest_depends_on_every_value_and_not_on_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(*samples: Sample) -> str | None:
+        (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+        return write_part(samples, folder).digest
+
+    one, two = a_sample(1, [3, 2], full=True), a_sample(2, [4], full=True)
+    others = [replace(one, **{name: getattr(one, name) + 1}) for name in ("input_ids", "labels", "weights")] + [
+        replace(one, documents=[2, 3])
+    ]
+    assert len({digest(one, two), digest(two, one), digest(one), *(digest(other, two) for other in others)}) == 7
+    whole = digest(one, two)
+    monkeypatch.setattr(shards, "_SHARD_TOKENS", (1, 1))
+    assert digest(one, two) == whole
 
 
 def test_shards_are_readable_as_parquet(tmp_path: Path) -> None:

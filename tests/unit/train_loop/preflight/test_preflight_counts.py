@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.specs import may_read, raw_spec
+from tests.support.tokenizers import chats
 from train_loop.preflight.checks import answer
 
 
@@ -93,9 +94,13 @@ def ask(tmp_path: Path, data: dict[str, Any], *, tokenizer: bool = True) -> dict
             [{"p": "x", "c": "x"}, {"p": "x", "c": None}],
             "line 2: column 'c' holds null",
         ),
-        ({"messages": "c"}, [{"c": [{"role": "user", "content": "x"}]}, {"c": []}], "line 2: messages must be a non-e"),
+        (
+            {"messages": "c"},
+            [{"c": [{"role": "assistant", "content": "x"}]}, {"c": []}],
+            "line 2: messages must be a non-e",
+        ),
         ({"input_ids": "c"}, [{"c": [1]}, {"c": [1, 384]}], "line 2: column 'c' holds 384 at position 1, which is not"),
-        ({"input_ids": "c"}, [{"c": [1]}, {"c": [1.5]}], "line 2: column 'c' holds a list where a list of whole"),
+        ({"input_ids": "c"}, [{"c": [1]}, {"c": [1.5]}], "line 2: column 'c' holds 1.5 at position 0, where a whole"),
         ({"text": "c", "weight": "w"}, [{"c": "x", "w": 1}, {"c": "x", "w": -1}], "line 2: column 'w' holds -1 where"),
     ],
 )
@@ -129,11 +134,15 @@ def test_bad_row_of_eval_data_is_a_problem_of_its_source(tmp_path: Path) -> None
 
 
 def test_rows_are_judged_before_a_tokenizer_is_trained_on_them(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"c": "x"}\n{"c": 7}\n{"d": 1}')
+    (tmp_path / "a.jsonl").write_text('{"c": "x", "w": 1}\n{"c": "y", "w": -1}\n{"c": 7}\n{"d": 1}')
     data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}}
     (problem,) = ask(tmp_path, data, tokenizer=False)["problems"]
-    assert "a.jsonl, line 2: column 'c' does not hold text; correct the row" in problem["message"]
-    assert ask(tmp_path, data | {"on_bad_rows": "skip"}, tokenizer=False)["problems"] == []
+    assert "a.jsonl, line 3: column 'c' holds 7 where text is needed; correct the row" in problem["message"]
+    (problem,) = ask(tmp_path, data | {"columns": {"text": "c", "weight": "w"}}, tokenizer=False)["problems"]
+    assert "a.jsonl, line 2: column 'w' holds -1 where a weight of 0 or more is needed" in problem["message"]
+    found = ask(tmp_path, data | {"on_bad_rows": "skip"}, tokenizer=False)
+    assert found["problems"] == []
+    assert "2 of the first 4 rows cannot be trained on and are skipped" in found["preview"][0]["notes"][0]
 
 
 def test_row_that_on_long_rows_refuses_is_a_problem(tmp_path: Path) -> None:
@@ -143,6 +152,55 @@ def test_row_that_on_long_rows_refuses_is_a_problem(tmp_path: Path) -> None:
     assert (
         "a.parquet, row 1 has 33 tokens, more than sequence_length=32, and on_long_rows is fail" in problem["message"]
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "begins", "ends"), [("truncate", True, False), ("truncate_left", True, True), ("split", True, True)]
+)
+def test_preview_describes_the_documents_after_the_rule_for_long_rows(
+    tmp_path: Path, rule: str, begins: bool, ends: bool
+) -> None:
+    chats.write_tokenizer(tmp_path / "t", template="{{ bos_token }}" + chats.CHATML, bos="<s>", eos="<|im_end|>")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": [chats.user("q"), chats.assistant("a" * 50)]}))
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"messages": "m"}, "on_long_rows": rule}
+    found = ask(tmp_path, data)
+    assert found["problems"] == []
+    (only,) = found["preview"]
+    assert only["begins_with_bos"] == begins
+    warnings = [note for note in only["notes"] if "no end token of any turn is trained" in note]
+    assert len(warnings) == (0 if ends else 1)
+    assert all(note.endswith("; on_long_rows: truncate cuts the ends of 1 rows") for note in warnings)
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "options", "reason"),
+    [
+        ({"input_ids": "c"}, {"c": []}, {}, "all rows are empty"),
+        (
+            {"input_ids": "c"},
+            {"c": [1] * 40},
+            {"on_long_rows": "drop"},
+            "longer than sequence_length=32 and are dropped",
+        ),
+        ({"messages": "c"}, {"c": [chats.user("q")]}, {}, "have no token that is trained and are dropped"),
+        ({"text": "c"}, {"c": 1}, {"on_bad_rows": "skip"}, "cannot be trained on and are skipped"),
+    ],
+)
+def test_source_of_which_no_row_is_left_is_a_problem(
+    tmp_path: Path, columns: dict[str, str], row: dict[str, Any], options: dict[str, str], reason: str
+) -> None:
+    write_tokenizer(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 64))
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": columns} | options
+    (problem,) = ask(tmp_path, data, tokenizer="input_ids" not in columns)["problems"]
+    assert problem["pointer"] == "/data/train/path"
+    assert problem["message"].startswith(f"{tmp_path}/a.jsonl holds no tokens: ")
+    assert reason in problem["message"]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(row))
+    # More rows than the preview has seen: others may be good.
+    assert ask(tmp_path, data, tokenizer="input_ids" not in columns)["problems"] == []
 
 
 def test_very_long_rows_are_not_previewed(tmp_path: Path) -> None:
