@@ -188,6 +188,10 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
+def _is_nested(kind: pa.DataType) -> bool:
+    return bool(_is_list(kind) or types.is_struct(kind) or types.is_map(kind))
+
+
 def _is_tokens(kind: pa.DataType) -> bool:
     return _is_list(kind) and bool(types.is_integer(kind.value_type) or types.is_null(kind.value_type))
 
@@ -211,7 +215,9 @@ def _check_inner(kind: pa.DataType) -> None:
             raise _UnreadableType(f"a struct in it has two fields {twice!r}")
     if types.is_map(kind) and not _is_text(_storage_of(kind.key_field, inner=True)):
         raise _UnreadableType(f"a map in it has keys of type {_shown(kind.key_field)}, which are not text")
-    if types.is_union(kind) or types.is_decimal(kind) or types.is_temporal(kind):
+    if types.is_dictionary(kind):
+        _check_inner(kind.value_type)
+    elif not (_is_nested(kind) or _is_text(kind) or _is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):
         # Templates would write another text for them: transformers' tojson writes "<Decimal>".
         raise _UnreadableType(f"a value in it has type {kind}, which JSON does not have")
     for number in range(kind.num_fields):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,28 @@ def zstd(content: bytes) -> bytes:
     return packed
 
 
-@given(lines=lines, size=st.integers(1, 60), ended=st.booleans())
+PACKINGS: list[tuple[str, Any]] = [("", bytes), (".gz", gzip.compress), (".zst", zstd)]
+
+
+@given(lines=lines, size=st.integers(1, 60), data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_line_is_read_once_for_any_cut(tmp_path: Path, lines: list[str], size: int, ended: bool) -> None:
-    content = "\n".join(lines) + ("\n" if ended and lines else "")
-    (tmp_path / "a.jsonl").write_text(content)
-    found = rows(tmp_path / "a.jsonl", size=size)
+def test_every_line_is_read_once_for_any_cut_and_packing(
+    tmp_path: Path, lines: list[str], size: int, data: st.DataObject
+) -> None:
+    end, mark = data.draw(st.sampled_from(["\n", "\r\n"])), data.draw(st.sampled_from([b"", BOM_UTF8]))
+    content = end.join(lines) + (end if lines and data.draw(st.booleans()) else "")
+    written = mark * bool(lines and lines[0]) + content.encode()
+    ending, pack = data.draw(st.sampled_from(PACKINGS))
+    # A packed file may consist of several packed files, cut anywhere.
+    part = data.draw(st.integers(0, len(written)))
+    packed = pack(written[:part]) + pack(written[part:])
+    (tmp_path / f"a.jsonl{ending}").write_bytes(packed)
+    found = rows(tmp_path / f"a.jsonl{ending}", size=size)
     assert [row.values for row in found] == [json.loads(line) for line in lines if line]
-    written = content.encode()
     assert all(json.loads(written[row.place :].split(b"\n")[0]) == row.values for row in found)
 
 
-@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+@pytest.mark.parametrize(("ending", "pack"), PACKINGS)
 def test_invalid_line_is_reported_with_its_number(tmp_path: Path, ending: str, pack: Any) -> None:
     content = b'{"text": "a"}\n\nnot json\n[1]\n{"body": 1}\n{"text": "\xff"}\n{"text": "z"}'
     path = tmp_path / f"a.jsonl{ending}"
@@ -69,7 +80,7 @@ def test_invalid_line_is_reported_with_its_number(tmp_path: Path, ending: str, p
 def test_compressed_text_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo"))
     assert [row.values for row in rows(tmp_path / "a.txt.gz")] == [{"text": "one\ntwo"}]
-    (tmp_path / "b.txt.zst").write_bytes(zstd(b"three"))
+    (tmp_path / "b.txt.zst").write_bytes(zstd(BOM_UTF8 + b"three"))
     assert [row.values for row in rows(tmp_path / "b.txt.zst")] == [{"text": "three"}]
 
 
