@@ -132,8 +132,8 @@ class DataSpec(SpecModel):
     )
     on_long_rows: LongRows | None = Field(
         default=None,
-        description="rows longer than sequence_length; truncate keeps their start, truncate_left their end; null: "
-        "drop for messages and for prompt with response, split for others",
+        description="rows longer than sequence_length; truncate keeps their start, truncate_left BOS and their end; "
+        "null: drop for messages and for prompt with response, split for others",
     )
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample, at least 2")
     packing: bool = Field(
