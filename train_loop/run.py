@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.prepare.cache import as_begun, evaluation_spec, find_dataset, pin, pinned_dataset
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset
+from train_loop.data.prepare.pointer import as_begun, as_in_parent, pin, pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.faults.failure import USER_ERRORS, failed, report_failure
@@ -116,7 +117,9 @@ def _write_outcome(session: Session, outcome: Outcome) -> None:
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     run_dir = session.run_dir
-    dataset = pinned_dataset(spec, run_dir.data) or as_begun(find_dataset(spec, cache), run_dir.data)
+    dataset = pinned_dataset(spec, run_dir.data)
+    if dataset is None:
+        dataset = as_begun(as_in_parent(find_dataset(spec, cache), run_dir), run_dir.data)
     other, evaluation = evaluation_spec(spec, dataset), None
     if other is not None:
         evaluation = pinned_dataset(other, run_dir.eval_data) or as_begun(find_dataset(other, cache), run_dir.eval_data)

@@ -21,7 +21,7 @@ from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare.cache import pinned_dataset
+from train_loop.data.prepare.pointer import pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.loss import LossRule, TokenLoss

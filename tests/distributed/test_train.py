@@ -9,7 +9,8 @@ import torch.distributed as dist
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
-from train_loop.data.prepare.cache import find_dataset, pinned_dataset
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.prepare.pointer import pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import DataError
 from train_loop.loop.session import Session

@@ -19,8 +19,9 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare.cache import evaluation_spec, pin, pinned_dataset
+from train_loop.data.prepare.cache import evaluation_spec
 from train_loop.data.prepare.pipeline import prepare
+from train_loop.data.prepare.pointer import as_in_parent, pin, pinned_dataset
 from train_loop.data.prepare.sources import check_sources
 from train_loop.faults.failure import cause
 from train_loop.plan import forgotten_gpu
@@ -70,7 +71,7 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
 
 
 def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
-    dataset = _dataset(spec, run_dir.data, run_dir.cache, journal)
+    dataset = _dataset(spec, run_dir, run_dir.data, journal)
     numbers = {
         "dataset": dataset.fingerprint,
         "samples": dataset.samples,
@@ -95,16 +96,16 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
     }
     other = evaluation_spec(spec, dataset)
     if other is not None:
-        evaluation = _dataset(other, run_dir.eval_data, run_dir.cache, journal)
+        evaluation = _dataset(other, run_dir, run_dir.eval_data, journal)
         numbers |= {"eval_dataset": evaluation.fingerprint, "eval_samples": evaluation.samples}
     journal.event("prepared", **numbers)
 
 
-def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: EventLog) -> Dataset:
+def _dataset(spec: JobSpec, run_dir: RunDir, pointer: Path, journal: EventLog) -> Dataset:
     dataset = pinned_dataset(spec, pointer)
     if dataset is None:
         check_sources(spec, current_policy())
-        dataset = pin(prepare(spec, cache, journal.event), pointer)
+        dataset = pin(as_in_parent(prepare(spec, run_dir.cache, journal.event), run_dir), pointer)
     return dataset
 
 

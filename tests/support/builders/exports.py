@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.builders.specs import TINY, spec
 from train_loop.checkpoint.save import Saver
-from train_loop.data.prepare.cache import find_dataset, pin
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.prepare.pointer import pin
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session

@@ -22,7 +22,7 @@ from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
-from train_loop.run_dir import read_whole, write_durably
+from train_loop.run_dir import read_whole
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, SourceSpec
 
 FORMAT = 3
@@ -52,10 +52,10 @@ class Source:
 
 def list_sources(spec: JobSpec) -> list[Source]:
     """Return the sources of a spec's training data. Raises DataError."""
-    return [_list_source(spec, source) for source in spec.data.sources]
+    return [list_source(spec, source) for source in spec.data.sources]
 
 
-def _list_source(spec: JobSpec, source: SourceSpec) -> Source:
+def list_source(spec: JobSpec, source: SourceSpec) -> Source:
     return Source(source, spec.data.columns_of(source), tuple(list_files(source)))
 
 
@@ -88,7 +88,7 @@ def load_part(folder: Path) -> Part | None:
         return None
     # The recorded paths may be outdated: the same storage may be mounted elsewhere.
     part = part.in_folder(folder)
-    return part if _is_whole(part) else None
+    return part if is_whole(part) else None
 
 
 def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Dataset:
@@ -121,69 +121,9 @@ def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
     )
 
 
-def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
-    """Return the dataset that a run's pointer names; None without a pointer, or if the cache has lost the samples.
-
-    Raises DataError if the pointer is invalid, or if files that are read without preparation have changed since.
-    """
-    try:
-        dataset = Dataset.model_validate_json(read_whole(pointer))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise DataError(f"{pointer} was written by another version of Trainshed; start a new run") from error
-    if not all(_is_whole(part) for part in dataset.parts if part.index):
-        return None
-    for written, part in zip(spec.data.sources, dataset.parts, strict=True):
-        # Only sources without prepared samples still need their files.
-        if part.index is None and fingerprint(spec, _list_source(spec, written), None) != part.fingerprint:
-            raise DataError(
-                f"the files of {', '.join(written.paths)} have changed since the run began; restore them, or start a "
-                "new run"
-            )
-    return dataset
-
-
-def pin(dataset: Dataset, pointer: Path) -> Dataset:
-    """Write the pointer from a run to its dataset, and return it. Raises DataError as `as_begun`."""
-    dataset = as_begun(dataset, pointer)
-    write_durably(pointer, dataset.model_dump_json(indent=2))
-    return dataset
-
-
-def as_begun(dataset: Dataset, pointer: Path) -> Dataset:
-    """Return a dataset with the fingerprint in a run's pointer, which also determines the order of samples.
-
-    Raises DataError if the run began with other samples.
-    """
-    try:
-        began = Dataset.model_validate_json(read_whole(pointer))
-    except FileNotFoundError:
-        return dataset
-    if dataset.has_samples_of(began):
-        return dataset.model_copy(update={"fingerprint": began.fingerprint})
-    if began.fingerprint == dataset.fingerprint:
-        cause = "preparing the same files again gave other samples, for example if a chat template writes the date"
-        raise DataError(f"the cache has lost the samples that the run began with, and {cause}; start a new run")
-    raise DataError(
-        f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources, the "
-        f"rules of preparation or the versions of its packages{_changed_libraries(began)} have changed since (now "
-        f"{dataset.fingerprint[:12]}); restore the files or the versions, or start a new run"
-    )
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions of the packages that turn text into tokens."""
     return {name: version(name) for name in _LIBRARIES}
-
-
-def _changed_libraries(began: Dataset) -> str:
-    """Return the packages whose versions differ from those of a run's beginning, in parentheses; '' if unknown."""
-    then = {name: number for part in began.parts for name, number in part.libraries.items()}
-    changed = [
-        f"{name} {then[name]}, now {now}" for name, now in library_versions().items() if now != then.get(name, now)
-    ]
-    return f" ({'; '.join(changed)})" if changed else ""
 
 
 def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
@@ -260,7 +200,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     )
 
 
-def _is_whole(part: Part) -> bool:
+def is_whole(part: Part) -> bool:
     """Return whether all prepared files exist with their recorded sizes."""
     assert part.index is not None
     sizes = {file.path: file.size for file in part.files} | {part.index: part.samples * RECORD_BYTES}

@@ -20,10 +20,11 @@ from transformers.utils import chat_template_utils
 
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import mark_trained
-from train_loop.data.prepare.cache import Source, evaluation_spec, list_sources, pinned_dataset
+from train_loop.data.prepare.cache import Source, evaluation_spec, list_sources
 from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document
+from train_loop.data.prepare.pointer import pinned_dataset
 from train_loop.data.prepare.rows import Row, cut, read_piece
 from train_loop.data.shards import read_shards
 from train_loop.data.text.chat import load_chat_templates

@@ -23,14 +23,14 @@ from train_loop.data.prepare.cache import (
     library_versions,
     list_sources,
     load_part,
-    pin,
-    pinned_dataset,
     tokenizer_home,
 )
 from train_loop.data.prepare.packing import Sample
+from train_loop.data.prepare.pointer import as_in_parent, pin, pinned_dataset
 from train_loop.data.shards import write_part
 from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
+from train_loop.run_dir import DataPosition, Manifest, Parent, RunDir
 from train_loop.spec import JobSpec, parse
 
 TOKENS = {"columns": {"input_ids": "ids"}, "packing": False, "shuffle": False, "sequence_length": 16}
@@ -289,6 +289,34 @@ def test_run_goes_on_if_other_libraries_give_the_same_samples(tmp_path: Path, mo
         DataError, match=rf"versions of its packages \(tokenizers {version('tokenizers')}, now 99\) have"
     ):
         pin(other, tmp_path / "pointer.json")
+
+
+def test_clone_takes_the_order_of_its_parent_if_other_versions_give_the_same_samples(tmp_path: Path) -> None:
+    one, same, other = (
+        Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=5)
+        for part in (prepared(tmp_path / "one"), prepared(tmp_path / "same"), prepared(tmp_path / "other", first=1))
+    )
+    parent, heir = RunDir.at(str(tmp_path / "parent")), RunDir.at(str(tmp_path / "heir"))
+    assert as_in_parent(same, heir).fingerprint == "same"
+    manifest = Manifest(
+        step=1,
+        tokens=1,
+        position=DataPosition(epoch=0, samples=1),
+        attempt=1,
+        time=0,
+        fingerprint="spec",
+        dataset="one",
+        world=1,
+        mesh={},
+        versions={},
+        files={},
+    )
+    heir.write_parent(
+        Parent(job="p", run_dir=str(parent.root), manifest=manifest, same_order=True, same_optimizer=True)
+    )
+    assert as_in_parent(same, heir).fingerprint == "same"
+    pin(one, parent.data)
+    assert [as_in_parent(found, heir).fingerprint for found in (same, other)] == ["one", "other"]
 
 
 def test_only_sources_read_directly_must_still_exist(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 from tests.support.builders.specs import spec
 from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.cache import join, list_sources, pin
+from train_loop.data.prepare.cache import join, list_sources
 from train_loop.data.prepare.check import _as_on, _beginnings, _is_in, _prepared, main
 from train_loop.data.prepare.encode import TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, pack
+from train_loop.data.prepare.pointer import pin
 from train_loop.data.prepare.rows import Row
 from train_loop.data.shards import write_part
 from train_loop.run_dir import RunDir

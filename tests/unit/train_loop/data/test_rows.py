@@ -46,12 +46,14 @@ PACKINGS: list[tuple[str, Any]] = [("", bytes), (".gz", gzip.compress), (".zst",
 def test_every_line_is_read_once_for_any_cut_and_packing(
     tmp_path: Path, lines: list[str], size: int, data: st.DataObject
 ) -> None:
-    end, mark = data.draw(st.sampled_from(["\n", "\r\n"])), data.draw(st.sampled_from([b"", BOM_UTF8]))
-    content = end.join(lines) + (end if lines and data.draw(st.booleans()) else "")
+    def choose(values: list[Any]) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    end, mark, (ending, pack) = choose(["\n", "\r\n"]), choose([b"", BOM_UTF8]), choose(PACKINGS)
+    content = end.join(lines) + (end if lines and choose([True, False]) else "")
     written = mark * bool(lines and lines[0]) + content.encode()
-    ending, pack = data.draw(st.sampled_from(PACKINGS))
     # A packed file may consist of several packed files, cut anywhere.
-    part = data.draw(st.integers(0, len(written)))
+    part = choose(list(range(len(written) + 1)))
     packed = pack(written[:part]) + pack(written[part:])
     (tmp_path / f"a.jsonl{ending}").write_bytes(packed)
     found = rows(tmp_path / f"a.jsonl{ending}", size=size)
