@@ -163,7 +163,7 @@ def read(path: Path, columns: ColumnsSpec) -> list[Row]:
 
 
 def test_rows_of_any_layout_have_the_values_that_were_written(tmp_path: Path) -> None:
-    tried = seeds(100, more=5_000)
+    tried = seeds(80, more=5_000)
     written = 0
     for seed in range(tried):
         layouts = Layouts(seed)
