@@ -2,7 +2,7 @@
 
 import difflib
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from train_loop.errors import ModelError
 from train_loop.model.faults import without_advice
 from train_loop.model.folder import model_config
+from train_loop.model.supported import check_attends, check_dense, check_kind, check_layers
 from train_loop.model.unset import is_unset, set_own, unset_like
 from train_loop.spec import ModelSpec
 
@@ -32,13 +33,14 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device, without memory and weights. Raises ModelError."""
     try:
         hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
+        check_kind(hf_config)
         model = _on_meta(hf_config, DTYPES[spec.master_dtype])
     except ModelError:
         raise
     except Exception as error:  # transformers' errors for a config have no common class
         source = spec.path or "model.config"
         raise ModelError(f"{source} is not a valid causal language model: {without_advice(error)}") from error
-    _check_layers(model)
+    check_layers(model)
     model.train()
     return model
 
@@ -60,20 +62,11 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             raise
     model = build("eager")
     check_dense(model)
+    check_attends(model)
     raise ModelError(
         f"{type(model).__name__} is not supported: transformers {transformers.__version__} computes its attention only "
         "with whole matrices of scores, and this loop needs scaled_dot_product_attention; choose another model"
     )
-
-
-def check_dense(model: PreTrainedModel) -> None:
-    """Raise ModelError for a mixture of experts."""
-    experts = sorted({type(module).__name__ for module in model.modules() if "Expert" in type(module).__name__})
-    if experts:
-        raise ModelError(
-            f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose a dense "
-            "model"
-        )
 
 
 def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
@@ -116,16 +109,6 @@ def _folder_config(spec: ModelSpec) -> PretrainedConfig:
             "that transformers supports"
         )
     return _config_of_type(config)
-
-
-def _check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError for layer types in which this loop does not keep documents apart."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    strange = sorted(kinds - {"full_attention", "sliding_attention"})
-    if strange:
-        check_dense(model)
-        raise ModelError(f"{model.config.model_type} has layers of unsupported type {', '.join(strange)}")
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:
@@ -202,13 +185,27 @@ def _initialised(blueprint: PreTrainedModel, name: str, *, seed: str) -> Iterato
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
-            for holder in dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)):
-                blueprint._init_weights(blueprint.get_submodule(holder))
+            holders = list(dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)))
+            for place, holder in enumerate(holders):
+                _apply_rule(blueprint, holder, holders[place:])
             set_own(module)
         yield
     finally:
         module._parameters.update(parameters)
         module._buffers.update(buffers)
+
+
+def _apply_rule(blueprint: PreTrainedModel, holder: str, parents: Sequence[str]) -> None:
+    """Initialise a module by the rule of the innermost model among itself and its parents, as transformers does."""
+    models = (blueprint.get_submodule(parent) for parent in parents)
+    model = next(one for one in models if isinstance(one, PreTrainedModel))
+    try:
+        model._init_weights(blueprint.get_submodule(holder))
+    except Exception as error:  # rules have no common error class
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot initialise {holder or type(blueprint).__name__}: "
+            f"{type(error).__name__}: {without_advice(error)}; correct the config, or choose another model"
+        ) from error
 
 
 def _set_by_a_rule(module: nn.Module, name: str, leaf: str) -> Tensor:

@@ -97,13 +97,16 @@ class DocumentLengths:
         self._now = None if lengths is None else lengths.chunk(self._parts, dim=1)[self._part]
         return inputs, named
 
-    def rotate(self, module: nn.Module, forward: Rotate, x: Tensor, position_ids: Tensor, **named: Any) -> Angles:
+    def rotate(
+        self, module: nn.Module, forward: Rotate, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> Angles:
         """Return cosines and sines [B, T/P, D] of a rotary embedding whose own rule is `forward`."""
-        if self._now is None:
-            return forward(x, position_ids, **named)
+        named = {} if layer_type is None else {"layer_type": layer_type}
         parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
-        if named.get("layer_type") is not None:
-            parameters = parameters[named["layer_type"]]
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        if self._now is None or parameters["rope_type"] != "longrope":
+            return forward(x, position_ids, **named)
         most = parameters["original_max_position_embeddings"]
         is_short = self._now <= most
         # Positions of padding continue after the last document and may exceed the limit.

@@ -45,7 +45,8 @@ def measure_copy(model: PreTrainedModel) -> Separation:
     """Return the differences of a small copy of a model. Raises ModelError if no copy can be called."""
     try:
         kind: Any = type(model)
-        return _measure_copy(kind, model.config.to_json_string(use_diff=False))
+        # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
+        return _measure_copy(kind, json.dumps(model.config.to_dict()))
     except SmallCopyError as error:
         raise ModelError(
             f"{type(model).__name__} cannot be called with this config: {without_advice(error)}; correct it, or choose "

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
 _KV_HEADS = re.compile(r".*(kv|key_value|value)_heads")
-_WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*heads?")
+_WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*(?<!d_)heads?")
 """Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
 _TOKEN = re.compile(r".*_token_(id|index)")
 _LIMITS = (
@@ -123,8 +123,8 @@ class _Sizes:
             return _fewer_positions(value) if name.startswith("rope") else shrink(value, heads=self.most_heads)
         if isinstance(value, list):
             if len(value) == self.old_layers and name != "architectures":
-                return [value[layer] for layer in self.layers]
-            return [self.of(name, one) for one in value] if name.endswith("_token_id") else value
+                value = [value[layer] for layer in self.layers]
+            return [self._number(name, one) if type(one) is int else one for one in value]
         return self._number(name, value) if type(value) is int else value
 
     def _number(self, name: str, value: int) -> int:

@@ -7,11 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from train_loop.model.attention import apply_attention
-from train_loop.model.build import DTYPES, build_model, check_dense
+from train_loop.model.build import DTYPES, build_model
 from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, check_positions, probe
 from train_loop.model.separation import check_causal, check_packing
+from train_loop.model.supported import check_dense
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.spec import JobSpec

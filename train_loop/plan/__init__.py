@@ -32,13 +32,14 @@ from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import ModelShape, ParameterCounts, read_shape
+from train_loop.plan.shape import NEEDED, ModelShape, ParameterCounts, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
     "AUTOSCALED_VARIABLE",
     "DATA_CPUS",
     "MASK_BYTES",
+    "NEEDED",
     "START",
     "WORKER_MEMORY_VARIABLE",
     "BatchPlan",

@@ -41,15 +41,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _OTHER_NAMES = {
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "d_model", "emb_dim"),
     "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    "num_attention_heads": (
+        *("n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
+        "num_decoder_attention_heads",
+    ),
     "num_key_value_heads": ("num_kv_heads",),
 }
 """Names of these sizes in GPT-2, BART and other families, the preferred one first."""
 
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Required sizes. Without the others, each attention head has its own kv head, and F is 4 H."""
 
 
@@ -146,7 +149,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     if config.get("multi_query"):
         renamed["num_key_value_heads"] = 1
     sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}
-    missing = [name for name in _NEEDED if name not in sizes]
+    missing = [name for name in NEEDED if name not in sizes]
     if missing:
         raise ValueError(
             f"model_type={model_type} has no known default sizes, unlike {', '.join(_DEFAULTS)}; "
@@ -174,6 +177,8 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
 
 def _positive(sizes: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if sizes.get(name) is None else sizes[name]
+    if isinstance(value, list) and value and all(type(one) is int for one in value):
+        value = max(value)  # a size for each layer
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r} is not a positive whole number; correct it in the model's config")
     return value

@@ -25,16 +25,18 @@ from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_model, large_numbers
-from train_loop.model.build import DTYPES, build_model, check_dense, check_rules
+from train_loop.model.build import DTYPES, build_model, check_rules
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
 from train_loop.model.separation import check_causal, check_packing
+from train_loop.model.supported import check_decoder, check_dense, check_rows
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, ParameterCounts, Preview, SampleCount
+from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
@@ -99,6 +101,7 @@ def check_model(
             return None, problems
         model, folder = build_model(spec.model), model_folder(spec.model)
         check_dense(model)
+        check_rows(model, shape.vocab)
         homes = match_folder(model, folder).homes if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model, DTYPES[spec.strategy.param_dtype])
@@ -128,15 +131,11 @@ def _count_parameters(model: PreTrainedModel, spec: JobSpec) -> ParameterCounts:
 
 
 def _shape(spec: JobSpec) -> ModelShape:
-    """Return the sizes of a model. Raises ModelError, for a mixture of experts even if its sizes are unknown."""
+    """Return the sizes of a model. Raises ModelError; if its kind is not supported, this is the reason."""
     try:
         return model_shape(spec.model)
     except ModelError:
-        model = None
-        with suppress(ModelError):
-            model = build_model(spec.model)
-        if model is not None:
-            check_dense(model)
+        check_decoder(build_model(spec.model))
         raise
 
 
@@ -232,6 +231,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
                 problems = _template_problems(data, policy, str(folder))
                 if problems:
                     return problems
+            check_written_tokens(tokenizer, data, folder, shape.vocab)
             return _bos_problems(tokenizer, data)
     except _MISTAKES as error:
         return [Problem("/model/tokenizer", _message(error))]
@@ -269,7 +269,10 @@ def _preview(spec: JobSpec) -> tuple[list[Preview], list[Problem]]:
             previews.append(preview_source(spec, source))
         except _MISTAKES as error:
             problems.append(Problem(f"{place}/path", _message(error)))
-    return [preview for preview in previews if preview is not None], problems
+    found = [preview for preview in previews if preview is not None]
+    if found and not problems and (warning := absent_tokens(spec)) is not None:
+        found[0] = replace(found[0], notes=(warning, *found[0].notes))
+    return found, problems
 
 
 def _count(spec: JobSpec) -> SampleCount | None:

@@ -76,7 +76,6 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     rules = None if folder is None or columns.tokenised else TextRules.of(spec.data, folder)
     first, name = _encode_first(spec, source, rules), ", ".join(source.paths)
     check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
-    _check_vocabulary(first.encoded, first.places, model_shape(spec.model).vocab)
     notes = list(_row_notes(first))
     boundaries = None if rules is None else _boundaries(first, rules)
     if first.are_all and not first.documents:
@@ -174,18 +173,6 @@ def _judged(row: Row, columns: ColumnsSpec, vocab: int) -> Encoded:
     """Return a BadRow if a row is bad with any tokenizer, else a document of one token in place of the unknown ones."""
     wrong = problem_of(row, columns, vocab)
     return BadRow(row.place, wrong) if wrong else Document(np.zeros(1, np.int32))
-
-
-def _check_vocabulary(encoded: Sequence[Encoded], places: Sequence[Place], vocab: int) -> None:
-    """Raise DataError for the first row with a token that the model does not have."""
-    for row, place in zip(encoded, places, strict=True):
-        highest = -1 if isinstance(row, BadRow) else int(row.input_ids.max(initial=-1))
-        if highest >= vocab:
-            (where,) = locate([place])
-            raise DataError(
-                f"{where}: the tokenizer makes token {highest} of the row, and the model has vocab_size={vocab}; raise "
-                f"vocab_size to {highest + 1} or more, or give the model's own tokenizer"
-            )
 
 
 def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> list[str]:

@@ -34,6 +34,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"], "num_dense_layers": 1},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
     "reformer": {"is_decoder": True},
+    "granitemoehybrid": {"mamba_d_head": 8},
+    "bamba": {"mamba_d_head": 8},
 }
 
 

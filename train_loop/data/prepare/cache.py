@@ -142,7 +142,7 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     """Return the SHA-256 of all that determines prepared data: files, columns, tokenizer, length, packing, format."""
-    columns, data = source.columns, spec.data
+    columns, data, vocab = source.columns, spec.data, model_shape(spec.model).vocab
     # Newer fields are included only if they change the result, so that older fingerprints stay valid.
     rule = data.long_rows_of(columns)
     later: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "sequence_length": data.sequence_length,
             "packing": data.packing,
             "tokenizer": None if columns.tokenised or tokenizer is None else _identity(tokenizer),
-            "vocab": model_shape(spec.model).vocab if columns.tokenised else None,
+            "vocab": vocab if columns.tokenised or _has_more(tokenizer, vocab) else None,
         }
     )
 
@@ -219,6 +219,11 @@ def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
 def _identity(tokenizer: Path) -> dict[str, str]:
     files = tokenizer_files(tokenizer)
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _has_more(tokenizer: Path | None, vocab: int) -> bool:
+    """Return whether a tokenizer has tokens that the model lacks: rows with one of them are bad."""
+    return tokenizer is not None and load_tokenizer(str(tokenizer)).vocab > vocab
 
 
 def _template_identity(data: DataSpec) -> str | None:

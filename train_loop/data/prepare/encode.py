@@ -66,7 +66,7 @@ def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: Tex
             encoded[number] = BadRow(row.place, wrong)
         else:
             good.append(number)
-    for number, document in zip(good, _documents([rows[n] for n in good], columns, rules), strict=True):
+    for number, document in zip(good, _documents([rows[n] for n in good], columns, vocab, rules), strict=True):
         encoded[number] = document
     return [encoded[number] for number in range(len(rows))]
 
@@ -92,9 +92,9 @@ def problem_of(row: Row, columns: ColumnsSpec, vocab: int) -> str | None:
     return None
 
 
-def _documents(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterator[Encoded]:
+def _documents(rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None) -> Iterator[Encoded]:
     weights = [None if columns.weight is None else float(row.values[columns.weight]) for row in rows]
-    for row, found, weight in zip(rows, _token_lists(rows, columns, rules), weights, strict=True):
+    for row, found, weight in zip(rows, _token_lists(rows, columns, vocab, rules), weights, strict=True):
         if isinstance(found, str):
             yield BadRow(row.place, found)
         else:
@@ -103,12 +103,23 @@ def _documents(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -
             yield Document(ids, labels, weight, *found[2:])
 
 
-def _token_lists(rows: list[Row], columns: ColumnsSpec, rules: TextRules | None) -> Iterable[tuple[Any, ...] | str]:
-    """Return the parts of a document for each row, or the reason why it cannot be trained on."""
+def _token_lists(
+    rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None
+) -> Iterator[tuple[Any, ...] | str]:
+    """Yield the parts of a document for each row, or the reason why it cannot be trained on."""
     if columns.input_ids is not None:
-        return [(row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows]
+        yield from ((row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows)
+        return
     assert rules is not None
     tokenizer = rules.load()
+    for found in _tokenised(tokenizer, rows, columns, rules):
+        wrong = None if isinstance(found, str) else tokenizer.why_absent(found[0], vocab)
+        yield found if wrong is None else wrong
+
+
+def _tokenised(
+    tokenizer: TextTokenizer, rows: list[Row], columns: ColumnsSpec, rules: TextRules
+) -> Iterable[tuple[Any, ...] | str]:
     if columns.text is not None:
         return [
             found if isinstance(found, str) else (found, None)

@@ -1,7 +1,7 @@
 """Hugging Face tokenizers, loaded by transformers and run by their Rust backend; and the training of new ones."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -37,6 +37,7 @@ class TextTokenizer:
     """Chat template, or several by name."""
     variables: dict[str, Any]
     """Special tokens by name, for chat templates."""
+    pad: int | None = None
     add_bos: AddBos = "auto"
 
     def adding_bos(self, rule: AddBos) -> "TextTokenizer":
@@ -103,12 +104,46 @@ class TextTokenizer:
         return max(*ids, *self.prefix, *self.suffix, self.eos) + 1
 
     def check_fits(self, vocab: int) -> None:
-        """Raise DataError if a token id is not in the vocabulary of a model with `vocab` tokens."""
-        if self.vocab > vocab:
+        """Raise DataError if a model with `vocab` tokens lacks a special token or a token of the base vocabulary.
+
+        It may lack other added tokens: only text that contains them needs them.
+        """
+        remedy = f"raise vocab_size to {self.vocab}, or give the model's own tokenizer"
+        highest = max(self.tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+        if highest >= vocab:
             raise DataError(
-                f"the tokenizer's highest token id is {self.vocab - 1} and the model has vocab_size={vocab}; raise "
-                f"vocab_size to {self.vocab}, or give the model's own tokenizer"
+                f"the tokenizer's base vocabulary has token id {highest}, and the model has vocab_size={vocab}; "
+                f"{remedy}"
             )
+        for name, token in self._special_ids():
+            if token >= vocab:
+                text = self.tokenizer.id_to_token(token)
+                raise DataError(
+                    f"the tokenizer's {name} is {text!r} with token id {token}, and the model has vocab_size={vocab}; "
+                    f"{remedy}"
+                )
+
+    def absent(self, vocab: int) -> dict[int, str]:
+        """Return the added tokens that a model with `vocab` tokens lacks, by id."""
+        return {token: text for token, text in sorted(self.added_tokens.items()) if token >= vocab}
+
+    def why_absent(self, ids: Sequence[int], vocab: int) -> str | None:
+        """Return the reason why a model with `vocab` tokens cannot be trained on these ids; None if it can."""
+        token = -1 if self.vocab <= vocab else max(ids, default=-1)
+        if token < vocab:
+            return None
+        return (
+            f"it contains {self.tokenizer.id_to_token(token)!r}, which is token {token} and not in the model's "
+            f"vocabulary of {vocab} tokens"
+        )
+
+    def _special_ids(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and id of each token that a tokenizer or an exported config uses whatever the text is."""
+        for name, token in (("eos_token", self.eos), ("bos_token", self.bos), ("pad_token", self.pad)):
+            if token is not None:
+                yield name, token
+        for token in (*self.prefix, *self.suffix):
+            yield "special token around each text", token
 
     def _document(self, ids: list[int]) -> list[int]:
         """Return the ids of a text with the tokenizer's special tokens, ending with one EOS."""
@@ -142,6 +177,7 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         suffix,
         loaded.chat_template,
         loaded.special_tokens_map,
+        loaded.pad_token_id,
     )
 
 

@@ -216,8 +216,8 @@ def test_text_needs_a_tokenizer_in_the_model_folder_or_a_path(tmp_path: Path) ->
 def test_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path), words=400)
     assert folder_problems(on_folder(tmp_path), tmp_path) == {
-        "/model/tokenizer": "the tokenizer's highest token id is 399 and the model has vocab_size=384; raise "
-        "vocab_size to 400, or give the model's own tokenizer"
+        "/model/tokenizer": "the tokenizer's base vocabulary has token id 399, and the model has vocab_size=384; "
+        "raise vocab_size to 400, or give the model's own tokenizer"
     }
 
 
