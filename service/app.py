@@ -129,7 +129,7 @@ def _checkpoints(settings: Settings, backends: Backends, jobs: Jobs) -> Checkpoi
     return CheckpointActions(
         jobs=jobs,
         run_dirs=backends.run_dirs,
-        tools=HelperTools(timeout=settings.verify_seconds),
+        tools=HelperTools(timeout=settings.verify_seconds, read_policy=settings.read_policy),
         audit=backends.keys,
         clock=time.time,
     )

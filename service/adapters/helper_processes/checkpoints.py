@@ -1,17 +1,18 @@
 """Tools that read whole checkpoints in helper processes, outside the training and the service process."""
 
+import os
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import TypeAdapter
 
 from service.domain.jobs.job import Job
 from service.errors import Busy, VerifyFailed
 from service.ports import Cancellation, Digests
-from train_loop.run_dir import ExportWish
+from train_loop.run_dir import READ_POLICY_VARIABLE, ExportWish, ReadPolicy
 
 _AT_ONCE, _PER_PROJECT = 4, 2
 """Maximum numbers of concurrent exports: of one service, and of one project. The last is left to a project without."""
@@ -22,10 +23,18 @@ _DIGESTS: TypeAdapter[Digests | None] = TypeAdapter(Digests | None)
 class HelperTools:
     """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`.
 
-    `timeout` is the limit of a verification and of digests, in seconds.
+    `timeout` is the limit of a verification and of digests, in seconds. `read_policy` returns the policy of a project's
+    inputs, of which exports copy files; without it they may copy any file.
     """
 
-    def __init__(self, *, timeout: float, python: Sequence[str] = (sys.executable,)) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        python: Sequence[str] = (sys.executable,),
+        read_policy: Callable[[str], ReadPolicy] | None = None,
+    ) -> None:
+        self._read_policy = read_policy
         self._timeout = timeout
         self._python = tuple(python)
         self._lock = threading.Lock()
@@ -89,10 +98,15 @@ class HelperTools:
             raise Busy(f"{own + others} exports are running, the maximum; retry when one has finished")
 
     def _run(self, command: Sequence[str], project: str) -> None:
-        nothing = subprocess.DEVNULL
+        nothing, environment = subprocess.DEVNULL, dict(os.environ)
+        if self._read_policy is not None:
+            # A link in a tokenizer's folder may have changed since submission.
+            environment[READ_POLICY_VARIABLE] = self._read_policy(project).without_users().model_dump_json()
         try:
             # The export's status file reports failures.
-            subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+            subprocess.run(
+                command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, env=environment
+            )
         finally:
             with self._lock:
                 self._exports[project] -= 1

@@ -22,10 +22,16 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
 from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors
-from train_loop.checkpoint.export.text_files import align, copy_text_files, generation_config, special_tokens
+from train_loop.checkpoint.export.text_files import (
+    align,
+    copy_text_files,
+    generation_config,
+    name_class,
+    read_tokenizer,
+    special_tokens,
+)
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
-from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
 from train_loop.model.folder import model_folder
@@ -215,11 +221,12 @@ def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     model.config.dtype = DTYPES[wish.dtype]
     home = model_folder(source.spec.model)
     generation = generation_config(model, home)
-    if tokenizer is not None and tokenizer_files(tokenizer):
-        tokens = special_tokens(tokenizer, required=source.spec.data.reads_text)
-        if tokens is not None:
-            align(model.config.get_text_config(), generation, tokens)
-    copy_text_files(source.spec, [one for one in (tokenizer, home) if one is not None and one.is_dir()], folder)
+    copy_text_files(source.spec, tokenizer, home, folder)
+    loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=source.spec.data.reads_text)
+    if loaded is not None:
+        rows = len(model.get_input_embeddings().weight)
+        align(model.config.get_text_config(), generation, special_tokens(loaded, rows))
+        name_class(folder, loaded)
     model.config.save_pretrained(folder)
     write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 

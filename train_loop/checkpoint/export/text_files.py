@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from train_loop.data.text.chat import read_template
 from train_loop.data.text.tokenizer_files import private_copy, tokenizer_files
 from train_loop.errors import DataError
-from train_loop.run_dir import local_path, write_durably
+from train_loop.run_dir import write_durably
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import read_input
 
@@ -27,40 +28,68 @@ class SpecialTokens(NamedTuple):
     pad: int | None
 
 
-def copy_text_files(spec: JobSpec, homes: list[Path], folder: Path) -> None:
-    """Copy the files of tokenizer and processors; a name in several homes comes from the first.
+def copy_text_files(spec: JobSpec, tokenizer: Path | None, home: Path | None, folder: Path) -> None:
+    """Copy the files of the run's tokenizer, and those of processors from its folder or the model's.
 
     Code and weights are never copied. A template that the spec names replaces the tokenizer's.
     """
-    for home in reversed(homes):
-        files = tokenizer_files(home) | {
-            file.name: read_input(file)
-            for file in home.iterdir()
-            if _OF_PROCESSORS.fullmatch(file.name) and file.is_file()
-        }
-        for name, content in files.items():
-            if name != "config.json":
-                (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_bytes(content)
+    files = _of_processors(home) | _of_processors(tokenizer)
+    if tokenizer is not None and tokenizer.is_dir():
+        files |= tokenizer_files(tokenizer)
+    for name in files.keys() - {"config.json"}:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(files[name])
     if spec.data.template_file is not None:
-        write_durably(folder / "chat_template.jinja", read_input(local_path(spec.data.template_file)).decode())
+        write_durably(folder / "chat_template.jinja", read_template(spec.data.template_file))
 
 
-def special_tokens(folder: Path, *, required: bool) -> SpecialTokens | None:
-    """Return the special tokens of a tokenizer as transformers loads it, without code from its folder.
+def _of_processors(home: Path | None) -> dict[str, bytes]:
+    found = home.iterdir() if home is not None and home.is_dir() else ()
+    return {file.name: read_input(file) for file in found if _OF_PROCESSORS.fullmatch(file.name) and file.is_file()}
+
+
+def name_class(folder: Path, loaded: PreTrainedTokenizerBase) -> None:
+    """Name the class of a loaded tokenizer in an exported folder.
+
+    Without it, transformers may choose another class by config.json, which is now that of the trained model, and split
+    text into other tokens.
+    """
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_bytes()) if file.exists() else {}
+    config.pop("auto_map", None)  # code is not copied
+    # Version 4 of transformers does not have the name that version 5 gives to the plain class.
+    name = type(loaded).__name__.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    write_durably(file, json.dumps(config | {"tokenizer_class": name}, indent=2) + "\n")
+
+
+def read_tokenizer(folder: Path, *, required: bool) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer as transformers loads it, without code from its folder; None if the folder has none.
 
     A tokenizer that cannot be loaded is an error if it is `required`; otherwise the reason is logged.
     """
+    if not required and not (folder.is_dir() and tokenizer_files(folder).keys() - {"config.json"}):
+        return None
     try:
         with private_copy(folder) as copy:
-            loaded = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                copy, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers and tokenizers raise no narrower type
         reason = f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())}"
         if required:
             raise DataError(f"{reason}; correct its files, and export again") from error
         log.error("%s; its special tokens are not in the exported configs", reason)
         return None
-    return SpecialTokens(loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+    return loaded
+
+
+def special_tokens(loaded: PreTrainedTokenizerBase, vocab: int) -> SpecialTokens:
+    """Return the special tokens of a tokenizer, without those that a model with `vocab` tokens lacks.
+
+    transformers cannot load a model whose pad_token_id is outside its embeddings.
+    """
+    ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+    return SpecialTokens(*(token if token is not None and token < vocab else None for token in ids))
 
 
 def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialTokens) -> None:

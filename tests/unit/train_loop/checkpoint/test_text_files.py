@@ -1,18 +1,31 @@
 """Special tokens in exported configs equal those of transformers' Trainer; generation configs keep their fields."""
 
 import json
+import logging
+import os
 import random
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.trainer_utils import align_special_tokens
 
 from tests.support.builders.folders import write_model, write_tokenizer
-from tests.support.builders.specs import TINY
-from train_loop.checkpoint.export.text_files import SpecialTokens, align, generation_config, special_tokens
+from tests.support.builders.searches import seeds
+from tests.support.builders.specs import TINY, spec
+from tests.support.tokenizers.random_folders import write_random_tokenizer
+from train_loop.checkpoint.export.text_files import (
+    SpecialTokens,
+    align,
+    copy_text_files,
+    generation_config,
+    name_class,
+    read_tokenizer,
+    special_tokens,
+)
 from train_loop.errors import DataError
 from train_loop.model.build import build_model
 from train_loop.spec import ModelSpec
@@ -62,8 +75,71 @@ def test_generation_config_of_the_folder_keeps_all_fields_and_else_follows_from_
 
 def test_tokenizer_that_cannot_be_loaded_ends_only_an_export_that_needs_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    assert special_tokens(tmp_path, required=True) == (256, None, None)
+    loaded: Any = read_tokenizer(tmp_path, required=True)
+    assert special_tokens(loaded, 257) == (256, None, None)
+    # A model with such an id in its config cannot be loaded.
+    assert special_tokens(loaded, 256) == (None, None, None)
     (tmp_path / "tokenizer.json").write_text("{")
-    assert special_tokens(tmp_path, required=False) is None
-    with pytest.raises(DataError, match="cannot be loaded"):
-        special_tokens(tmp_path, required=True)
+    for folder in (tmp_path, tmp_path / "gone"):
+        assert read_tokenizer(folder, required=False) is None
+        with pytest.raises((DataError, FileNotFoundError)):
+            read_tokenizer(folder, required=True)
+
+
+TEXTS = ["a word", " two  words\n", "x<|im_end|>y </s>", "<think>so</think> é", "<s>hi<eos>"]
+PROPERTIES = ("chat_template", "padding_side", "model_max_length", *NAMES)
+
+
+@pytest.mark.parametrize("seed", range(seeds(20, more=1000)))
+def test_exported_tokenizer_equals_that_of_the_run(tmp_path: Path, seed: int) -> None:
+    """transformers chooses a tokenizer's class also by config.json, which in an export is that of the model."""
+    home, model, folder = (tmp_path / name for name in ("home", "model", "export"))
+    write_random_tokenizer(home, seed)
+    write_random_tokenizer(model, seed + 1)  # the model's own tokenizer, which the run does not use
+    folder.mkdir()
+    logging.disable(logging.WARNING)
+    try:
+        own: Any = AutoTokenizer.from_pretrained(home)
+        expected = [own(text)["input_ids"] for text in TEXTS]
+    except Exception:  # transformers refuses the folder
+        return
+    finally:
+        logging.disable(logging.NOTSET)
+    job = spec(model={"tokenizer": str(home)})
+    copy_text_files(job, home, model, folder)
+    name_class(folder, own)
+    for family in ("qwen3", "llama", "gpt2"):
+        AutoConfig.for_model(family).save_pretrained(folder)
+        exported: Any = AutoTokenizer.from_pretrained(folder)
+        assert [exported(text)["input_ids"] for text in TEXTS] == expected
+        assert [getattr(exported, name) for name in PROPERTIES] == [getattr(own, name) for name in PROPERTIES]
+
+
+def test_odd_entries_of_folders_do_not_end_an_export(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "export"
+    write_tokenizer(home)
+    folder.mkdir()
+    for name in ("vocab.d", "tokenizer_old", "additional_chat_templates/x.jinja", "processor_config.json"):
+        (home / name).mkdir(parents=True)
+    (home / "additional_chat_templates/rag.jinja").write_text("r")
+    os.mkfifo(home / "vocab.pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(home / "vocab.socket"))
+    (home / "vocab.gone").symlink_to("nowhere")
+    (home / "vocab.loop").symlink_to("vocab.loop")
+    (home / "preprocessor_config.json").symlink_to(home / "tokenizer_config.json")
+    copy_text_files(spec(), home, None, folder)
+    copied = {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"}
+    copied |= {"additional_chat_templates/rag.jinja"}
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == copied
+
+
+def test_template_of_the_spec_is_exported_as_it_was_read(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "export"
+    write_tokenizer(home)
+    folder.mkdir()
+    (tmp_path / "own.jinja").write_text("\ufeff{{ messages }}")
+    data = {"chat_template": (tmp_path / "own.jinja").as_uri(), "columns": {"messages": "m"}}
+    copy_text_files(spec(data=data, model={"tokenizer": str(home)}), home, None, folder)
+    loaded: Any = AutoTokenizer.from_pretrained(folder)
+    assert loaded.chat_template == "{{ messages }}"
