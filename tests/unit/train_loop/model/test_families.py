@@ -115,6 +115,31 @@ def test_dense_model_is_probed_in_the_dtype_of_training(dtype: str) -> None:
     assert check_model(parse(raw), may_read())[1] == []
 
 
+MAMBA = {"model_type": "mamba", "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2}
+GEMMA_3 = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 32}}
+BYTES = {"model_type": "blt", "vocab_size": 260}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MAMBA, "not supported yet: recurrent models without attention, such as MambaForCausalLM; choose"),
+        (GEMMA_3, "model_type=gemma3 has a language model as one of its parts, beside others such as vision"),
+        (BYTES, "BltForCausalLM is not supported: its config has no hidden_size, num_hidden_layers, num_attention_"),
+        ({"model_type": "t5"}, "has no causal language model for model_type=t5; choose a decoder of text"),
+        (ENCODER | {"model_type": "bert", "add_cross_attention": True}, "add_cross_attention: true needs the output"),
+        (small("doge") | {"is_moe": True}, "not supported yet: mixture of experts (DogeCDMoE in DogeForCausalLM)"),
+        (small("marian") | {"decoder_vocab_size": 100}, "has embeddings for 100 tokens, and its config says vocab_siz"),
+        (small("lfm2") | {"layer_types": ["conv", "full_attention"]}, "lfm2 has layers of unsupported type conv; choo"),
+    ],
+)
+def test_kind_of_model_that_is_not_trained_is_rejected_with_the_true_reason(
+    config: dict[str, Any], reason: str
+) -> None:
+    _, problems = check_model(parse(raw_spec(model={"config": config})), may_read())
+    assert reason in problems[0].message
+
+
 # Sizes of published models, with head counts, windows and rotary parameters that a small copy must survive.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -129,6 +154,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
     "smollm3": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
     | {"num_attention_heads": 9, "num_key_value_heads": 3, "pad_token_id": 0},
+    # Granite 4.0 350M: neither experts nor recurrent layers; its config has an infinite number.
+    "granitemoehybrid": {"vocab_size": 100352, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16}
+    | {"num_key_value_heads": 4, "intermediate_size": 2048, "shared_intermediate_size": 2048, "num_local_experts": 0}
+    | {"num_experts_per_tok": 0, "layer_types": ["attention"] * 4, "mamba_n_heads": 128, "mamba_d_head": 16},
+    # Rotary embeddings whose type differs by layer.
+    "olmo3": {"vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8}
+    | {"num_attention_heads": 32, "layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 4096}
+    | {"max_position_embeddings": 65536}
+    | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {"rope_type": "longrope", "rope_theta": 500000.0}
+            | {"original_max_position_embeddings": 8192, "short_factor": [1.0] * 64, "long_factor": [4.0] * 64},
+        }
+    },
     "falcon": {"vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
     "gemma3_text": {"vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
     | {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
