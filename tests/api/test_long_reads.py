@@ -24,7 +24,7 @@ from tests.support.fakes.service import KEY, FakeService
 from tests.support.fakes.webhooks import MemorySender
 from tests.support.servers.streams import Address
 from tests.support.waiting import wait_for
-from train_loop.run_dir import ExportWish
+from train_loop.run_dir import READ_POLICY_VARIABLE, ExportWish, ReadPolicy
 
 WISH = ExportWish(dtype="bf16")
 
@@ -159,3 +159,18 @@ def test_project_gets_half_of_the_exports_and_another_starts_at_once(tmp_path: P
     wait_for(lambda: not slow.running(), "the end of the exports")
     wait_for(lambda: not slow.tools._exports.total(), "free shares")
     slow.tools.export(jobs["nlp"], 10, WISH)
+
+
+def test_export_runs_under_the_read_policy_of_its_project(tmp_path: Path) -> None:
+    """A link in a tokenizer's folder may have changed since the submission."""
+    script = f'echo "${READ_POLICY_VARIABLE}" > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/seen'
+    tools = HelperTools(
+        timeout=60.0,
+        python=("/bin/sh", "-c", script),
+        read_policy=lambda project: ReadPolicy(project=project, roots=("file:///data",)),
+    )
+    tools.export(FakeService(tmp_path).submit(project="nlp"), 10, WISH)
+    seen = tmp_path / "seen"
+    wait_for(seen.exists, "the policy")
+    policy = ReadPolicy.model_validate_json(seen.read_text())
+    assert (policy.project, policy.roots) == ("nlp", ("file:///data",))

@@ -15,7 +15,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.searches import seeds
-from tests.support.builders.specs import TINY, spec
+from tests.support.builders.specs import TINY, may_read, spec
 from tests.support.tokenizers.random_folders import write_random_tokenizer
 from train_loop.checkpoint.export.text_files import (
     SpecialTokens,
@@ -29,6 +29,7 @@ from train_loop.checkpoint.export.text_files import (
 from train_loop.errors import DataError
 from train_loop.model.build import build_model
 from train_loop.spec import ModelSpec
+from train_loop.system.input_files import limit_inputs
 
 NAMES = ("eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -143,3 +144,13 @@ def test_template_of_the_spec_is_exported_as_it_was_read(tmp_path: Path) -> None
     copy_text_files(spec(data=data, model={"tokenizer": str(home)}), home, None, folder)
     loaded: Any = AutoTokenizer.from_pretrained(folder)
     assert loaded.chat_template == "{{ messages }}"
+
+
+def test_link_out_of_the_storage_roots_is_not_exported(tmp_path: Path) -> None:
+    home, folder = tmp_path / "root/home", tmp_path / "root/export"
+    write_tokenizer(home)
+    folder.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (home / "vocab.txt").symlink_to(tmp_path / "secret")
+    with limit_inputs(may_read(f"file://{tmp_path}/root")), pytest.raises(DataError, match=r"vocab\.txt"):
+        copy_text_files(spec(), home, None, folder)
