@@ -14,7 +14,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from tests.support.builders.searches import seeds
-from tests.support.hosts.charts import CHART, Rendered, render
+from tests.support.hosts.charts import CHART, Rendered, problems, render
 
 Path = tuple[Any, ...]
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -168,6 +168,34 @@ def test_strings_stay_strings(name: str, base: dict[str, Any], hostile: str) -> 
 @pytest.mark.parametrize("name", ["on", "true", "null", "yes", "no", "off", "y", "nan", "a1e3"])
 def test_release_names_stay_strings(name: str) -> None:
     assert objects(render(name=name)) == json.loads(json.dumps(DEFAULT_OBJECTS).replace("demo", name))
+
+
+ODD: tuple[Any, ...] = (
+    *("", " ", "-", "x", "X y", "a..b", "a,b", "a/b", "é", "*", "1", "-1", "1.5", "1e3", "true", "null", "x" * 300),
+    *("10.0.0.1", "http://x y", "0Gi", 0, -1, 1, 1.5, 1e30, 5e10, True, False, [], {}, [[]], [{}], ["x"], [1]),
+    *({"x": "y"}, {"x": 1}, {"": "x"}, {"a b": "x"}, {"key": "a"}, [{"key": "a"}], [{"x": 1}], [{"name": "A B"}]),
+    *([{"name": "a", "value": "b", "valueFrom": {}}], [{"operator": "Exists", "tolerationSeconds": 1}]),
+)
+"""Values of a wrong type or form for most paths."""
+ALL_PATHS = list(dict.fromkeys([*leaves(FULL), *(one for one in leaves(DEFAULTS) if 0 not in one)]))
+
+
+@pytest.mark.parametrize("seed", range(seeds(20, more=len(ALL_PATHS))))
+def test_odd_values_are_refused_by_name_or_render_valid_objects(seed: int) -> None:
+    draw = random.Random(seed)
+    path, odd = ALL_PATHS[seed % len(ALL_PATHS)], draw.sample(ODD, len(ODD))
+    if "MORE" not in os.environ:
+        path = draw.choice(ALL_PATHS)
+        # Helm refuses most: try one of these, and two that reach the templates.
+        odd = [*odd[:1], *(one for one in odd if accepted(replace(FULL, path, one)))][:3]
+    for value in odd:
+        values = replace(FULL, path, value)
+        made = outcome(values)
+        if isinstance(made, str):
+            assert str(path[0]) in made, (path, value, made)
+        else:
+            wrong = [f"{one['kind']}{problem}" for one in render(values).objects for problem in problems(one)]
+            assert wrong == [], (path, value)
 
 
 def test_numbers_have_no_exponent() -> None:

@@ -55,8 +55,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "imagePullSecrets": [{"name": "a"}],
     },
     "own name": {"fullnameOverride": "other"},
+    "own part of the name": {"nameOverride": "training"},
     "gates": {"ray": {"head": {"schedulingGates": [{"name": "example.com/quota"}]}}},
-    "maps": {"settings": {"quotas": {"nlp": {"gpus": 16}}}},
+    "maps and lists": {
+        "settings": {
+            "quotas": {"nlp": {"gpus": 16}},
+            "max_priority": {"nlp": 10},
+            "webhook_allowed": ["10.0.0.0/8", "hooks.example"],
+        }
+    },
     "no policies": {"networkPolicy": {"enabled": False}},
     "monitoring": {
         "monitoring": {
@@ -224,6 +231,7 @@ def test_service_selects_only_the_service_pods(rendered: Rendered) -> None:
 def test_every_reference_resolves(rendered: Rendered) -> None:
     there = {(one["kind"], one["metadata"]["name"]) for one in rendered.objects}
     given = {"a", "m", "db", "s3", "token", "tls", "mine", "registry-login", "demo-trainshed-ray", "other-ray"}
+    given |= {"demo-training-ray"}
     given |= {"trainshed-database", "trainshed-admin-key", "trainshed-metrics-key", "trainshed-s3", "trainshed-tls"}
     for name, pod in rendered.pods():
         text = json.dumps(pod)
@@ -339,11 +347,12 @@ def test_pods_leave_a_lost_node_within_seconds(rendered: Rendered) -> None:
     for name, pod in rendered.pods():
         seconds = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"]["tolerations"]}
         assert {seconds[f"node.kubernetes.io/{taint}"] for taint in ("not-ready", "unreachable")} == {30}, name
-    own = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "tolerationSeconds": 7}
-    assert (
-        render({"tolerations": [own], "storage": RWX}).of("Deployment")["spec"]["template"]["spec"]["tolerations"][0]
-        == own
-    )
+
+
+def test_own_toleration_replaces_that_of_the_chart() -> None:
+    own = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 7}
+    pod = render({"tolerations": [own], "storage": RWX}).of("Deployment")["spec"]["template"]["spec"]
+    assert [one["tolerationSeconds"] for one in pod["tolerations"]] == [7, 30]
 
 
 def test_strategy_owns_its_fields_so_that_it_can_be_changed() -> None:
@@ -430,9 +439,25 @@ def test_images_have_registry_and_digest() -> None:
     assert images(VARIANTS["digest"]) == ["trainshed-worker:1", f"trainshed@sha256:{'a' * 64}"]
 
 
-def test_settings_may_be_maps() -> None:
-    settings = render(VARIANTS["maps"]).of("ConfigMap", "demo-trainshed")["data"]
+def test_settings_may_be_maps_and_lists() -> None:
+    settings = render(VARIANTS["maps and lists"]).of("ConfigMap", "demo-trainshed")["data"]
     assert settings["TRAINSHED_QUOTAS"] == '{"nlp":{"gpus":16}}'
+    assert settings["TRAINSHED_MAX_PRIORITY"] == '{"nlp":10}'
+    assert settings["TRAINSHED_WEBHOOK_ALLOWED"] == "10.0.0.0/8,hooks.example"
+
+
+def test_parent_chart_decides_whether_this_one_is_rendered(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    shutil.copytree(CHART, parent / "charts/trainshed")
+    depends = {"name": "trainshed", "version": "0.1.0", "condition": "trainshed.enabled"}
+    about = {"apiVersion": "v2", "name": "parent", "version": "1.0.0", "dependencies": [depends]}
+    (parent / "Chart.yaml").write_text(yaml.safe_dump(about))
+    own = {"enabled": True, "nodeSelector": None, "database": {"existingSecret": None}, "nameOverride": "t"}
+    (parent / "values.yaml").write_text(yaml.safe_dump({"trainshed": own, "global": {"imageRegistry": "r.local"}}))
+    made = render(chart=parent)
+    assert made.of("Deployment")["metadata"]["name"] == "demo-t"
+    assert made.of("Deployment")["spec"]["template"]["spec"]["containers"][0]["image"] == "r.local/trainshed:0.1.0"
+    assert render({"trainshed": {"enabled": False}}, chart=parent).objects == ()
 
 
 def test_disruption_budgets_never_keep_unready_pods() -> None:

@@ -8,7 +8,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from service.config.settings import Settings
+from tests.support.hosts.chart_settings import settings_schema
 from tests.support.hosts.charts import CHART, render
 
 RWX = {"volume": {"accessMode": "ReadWriteMany"}}
@@ -61,6 +61,9 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"env": [{"name": "WANDB_API_KEY", "value": "x"}]}, "use valueFrom with a Secret"),
     ({"ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "64Mi"}]}}, "set at least 1Gi"),
+    ({"tmp": {"request": "3Gi"}}, "tmp.request 3Gi exceeds tmp.limit 2Gi"),
+    ({"ray": {"tmp": {"limit": "500Mi"}}}, "ray.tmp.request 1Gi exceeds ray.tmp.limit 500Mi"),
+    ({"enabled": False}, "to stop the service, set replicas: 0"),
     ({"user": {"gid": None}}, "must both be set or both be null"),
     ({"monitoring": {"podMonitor": True}}, "all scrapes of Ray are blocked"),
     (
@@ -97,7 +100,7 @@ def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any
 
 def test_every_guard_has_a_case() -> None:
     cases = [({**values}, "demo") for values, _ in GUARDS]
-    cases += [({}, "1demo"), ({}, "my.release"), ({}, "n" * 38)]
+    cases += [({}, "1demo"), ({}, "n" * 38)]
     errors = [refusal(values, name=name) for values, name in cases]
     unused = [text for text in guards() if not any(re.search(text, error) for error in errors)]
     # A cluster without KubeRay cannot be simulated here: a plain render must pass.
@@ -120,15 +123,17 @@ def refusal(values: dict[str, Any], *, name: str = "demo") -> str:
 
 
 def test_long_names_have_remedies() -> None:
-    for name in ("1demo", "my.release"):
-        assert "choose another release name, or set fullnameOverride" in refusal({}, name=name)
-    assert "choose a shorter release name, or set fullnameOverride" in refusal({}, name="n" * 38)
-    assert render(name="n" * 36).of("RayCluster")["metadata"]["name"] == f"{'n' * 36}-trainshed-ray"
-    assert render({"fullnameOverride": "short"}, name="n" * 38).of("RayCluster")["metadata"]["name"] == "short-ray"
     own = {
         "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
         "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
     }
+    for values, name in (({}, "1demo"), ({}, "my.release"), ({**own, "nameOverride": "m" * 40}, "n" * 45)):
+        assert "choose another release name, or set fullnameOverride" in refusal(values, name=name)
+    assert "choose a shorter release name, or set fullnameOverride" in refusal({}, name="n" * 38)
+    assert render(name="n" * 36).of("RayCluster")["metadata"]["name"] == f"{'n' * 36}-trainshed-ray"
+    assert render({"fullnameOverride": "short"}, name="n" * 38).of("RayCluster")["metadata"]["name"] == "short-ray"
+    for name, expected in (("demo", "demo-ml"), ("demo-ml", "demo-ml")):
+        assert render({"nameOverride": "ml"}, name=name).of("Service")["metadata"]["name"] == expected
     assert render(own, name="n" * 45).of("Service")["metadata"]["name"] == f"{'n' * 45}-trainshed"
 
 
@@ -141,7 +146,7 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"storage": {"runs": "bucket/runs"}}, "/storage/runs"),
     ({"storage": {"volume": {"accessMode": "RWX"}}}, "/storage/volume/accessMode"),
     ({"home": {"size": "5 GB"}}, "/home/size"),
-    ({"settings": {"qotas": "{}"}}, "invalid propertyName 'qotas'"),
+    ({"settings": {"qotas": "{}"}}, "at '/settings': additional properties 'qotas' not allowed"),
     ({"ray": {"address": "ray:10001"}}, "/ray/address"),
     ({"ray": {"version": "2.60"}}, "/ray/version"),
     ({"ray": {"workers": []}}, "/ray/workers"),
@@ -160,6 +165,20 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"settings": {"runs": {"a": 1}}}, "/settings/runs"),
     ({"ray": {"workers": [{"name": "head", "replicas": 1, "cpu": 1, "memory": "1Gi"}]}}, "/ray/workers/0/name"),
     ({"enabled": "yes"}, "/enabled"),
+    ({"settings": {"reconcile_seconds": 0}}, "/settings/reconcile_seconds"),
+    ({"settings": {"preflight_checks": "many"}}, "/settings/preflight_checks"),
+    ({"settings": {"sinks": [1]}}, "/settings/sinks/0"),
+    ({"tolerations": [{"key": "a", "operator": "Exists", "tolerationSeconds": 7}]}, "missing property 'effect'"),
+    ({"tolerations": [{"ky": "a", "operator": "Exists"}]}, "at '/tolerations/0': additional properties 'ky'"),
+    ({"nodeSelector": {"a b": "x"}}, "at '/nodeSelector': additional properties 'a b' not allowed"),
+    ({"networkPolicy": {"egress": [{"port": 5432}]}}, "at '/networkPolicy/egress/0': additional properties 'port'"),
+    ({"networkPolicy": {"ingressFrom": [{}]}}, "/networkPolicy/ingressFrom/0"),
+    ({"env": [{"name": "A", "value": "x", "valueFrom": {"fieldRef": {"fieldPath": "f"}}}]}, "/env/0"),
+    ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a"}}}]}, "/env/0/valueFrom/secretKeyRef"),
+    ({"home": {"size": 0}}, "/home/size"),
+    ({"storage": {"volume": {"size": "0Gi"}}}, "/storage/volume/size"),
+    ({"database": {"existingSecret": "a..b"}}, "/database/existingSecret"),
+    ({"storage": {"roots": ["s3://a,s3://b"]}}, "/storage/roots"),
 ]
 
 
@@ -171,11 +190,12 @@ def test_values_of_the_wrong_type_are_rejected_by_name(values: dict[str, Any], m
 
 def test_schema_covers_all_settings_and_values() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    assert schema["properties"]["settings"]["propertyNames"]["enum"] == sorted(Settings.model_fields)
+    assert schema["properties"]["settings"]["properties"] == settings_schema()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert schema["properties"].keys() == values.keys()
-    for name, section in schema["properties"].items():
-        if section.get("additionalProperties") is False:
+    for name, reference in schema["properties"].items():
+        section = schema["definitions"][reference["$ref"].rsplit("/")[-1]] if "$ref" in reference else reference
+        if name != "settings" and "properties" in section and section.get("additionalProperties") is False:
             assert section["properties"].keys() == values[name].keys(), name
 
 

@@ -1,6 +1,9 @@
 {{/* Checks of values that contradict each other, with the remedy. The schema checks each value on its own. */}}
 {{- define "trainshed.guards" -}}
 {{- $v := .Values }}
+{{- if not $v.enabled }}
+{{- fail "enabled: false is for the condition of a parent chart, which then does not render this one: to stop the service, set replicas: 0" }}
+{{- end }}
 {{- $postgres := not (empty $v.database.existingSecret) }}
 {{- if and (gt (int $v.replicas) 1) (not $postgres) }}
 {{- fail "replicas > 1 needs Postgres, because only one process can use SQLite: set database.existingSecret, or replicas: 1" }}
@@ -39,6 +42,7 @@
 {{- fail "httpRoute.enabled needs httpRoute.hostnames, or allowedHosts with the host names of the Gateway's listener: the service rejects requests for other hosts" }}
 {{- end }}
 {{- include "trainshed.requestsWithinLimits" (dict "name" "resources" "resources" $v.resources) }}
+{{- include "trainshed.tmpWithinLimit" (dict "name" "tmp" "tmp" $v.tmp) }}
 {{- $checks := mulf ($v.settings.preflight_checks | default 4) ($v.settings.preflight_memory_bytes | default 268435456) }}
 {{- if and $v.resources.limits.memory (gt (addf $checks 805306368) (include "trainshed.amount" $v.resources.limits.memory | float64)) }}
 {{- fail (printf "settings.preflight_checks times preflight_memory_bytes, plus 768 MiB for the service, exceeds resources.limits.memory %s: raise the limit, or lower one of the settings" (toString $v.resources.limits.memory)) }}
@@ -68,6 +72,11 @@
 {{- if and $limit (gt (include "trainshed.amount" $request | float64) (include "trainshed.amount" $limit | float64)) }}
 {{- fail (printf "%s.requests.%s %s exceeds its limit %s: no pod could start; lower the request, or raise the limit" $.name $resource (toString $request) (toString $limit)) }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- define "trainshed.tmpWithinLimit" }}
+{{- if gt (include "trainshed.amount" .tmp.request | float64) (include "trainshed.amount" .tmp.limit | float64) }}
+{{- fail (printf "%s.request %s exceeds %s.limit %s: no pod could start; lower the request, or raise the limit" .name (toString .tmp.request) .name (toString .tmp.limit)) }}
 {{- end }}
 {{- end }}
 {{- define "trainshed.plainSecrets" }}

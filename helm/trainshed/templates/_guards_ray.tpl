@@ -45,8 +45,8 @@
 {{- if and $v.ray.create (gt (len (include "trainshed.rayName" .)) 50) }}
 {{- fail (printf "the RayCluster's name %s is longer than 50 letters, and KubeRay would truncate the name of its Secret: choose a shorter release name, or set fullnameOverride" (include "trainshed.rayName" .)) }}
 {{- end }}
-{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "trainshed.rayName" .)) }}
-{{- fail (printf "invalid Service name %s; expected a letter first, then letters, digits and dashes: choose another release name, or set fullnameOverride" (include "trainshed.rayName" .)) }}
+{{- if not (regexMatch "^[a-z][-a-z0-9]{0,62}$" (include "trainshed.fullname" .)) }}
+{{- fail (printf "invalid Service name %s; expected a letter first, then letters, digits and dashes, at most 63: choose another release name, or set fullnameOverride" (include "trainshed.fullname" .)) }}
 {{- end }}
 {{- $names := list }}
 {{- range $v.ray.workers }}
@@ -59,6 +59,7 @@
 {{- end }}
 {{- include "trainshed.plainSecrets" (dict "name" "ray.env" "env" $v.ray.env) }}
 {{- include "trainshed.requestsWithinLimits" (dict "name" "ray.head.resources" "resources" $v.ray.head.resources) }}
+{{- include "trainshed.tmpWithinLimit" (dict "name" "ray.tmp" "tmp" $v.ray.tmp) }}
 {{- range $v.ray.workers }}
 {{- if and $v.ray.create (lt (include "trainshed.amount" .memory | float64) 1073741824.0) }}
 {{- fail (printf "workers %q have memory %s, but a rank takes about 0.5 GB, and its standby process as well: set at least 1Gi" .name (toString .memory)) }}

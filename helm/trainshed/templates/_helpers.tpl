@@ -1,8 +1,9 @@
 {{/* Names. A guard rejects names that are too long for KubeRay: a truncated name could belong to another release. */}}
 {{- define "trainshed.fullname" -}}
+{{- $name := .Values.nameOverride | default "trainshed" }}
 {{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
-{{- else if contains "trainshed" .Release.Name }}{{ .Release.Name }}
-{{- else }}{{ printf "%s-trainshed" .Release.Name }}{{ end }}
+{{- else if contains $name .Release.Name }}{{ .Release.Name }}
+{{- else }}{{ printf "%s-%s" .Release.Name $name }}{{ end }}
 {{- end }}
 {{- define "trainshed.rayName" -}}{{ include "trainshed.fullname" . }}-ray{{- end }}
 

@@ -26,9 +26,11 @@ Drop null values, and fill missing ones with those of values.yaml, in place: `nu
 {{- end }}
 {{- end }}
 
-{{/* A value as text; Helm reads numbers as floats, and would write large ones with an exponent. */}}
+{{/* A value as text: a map as JSON, a list with commas. Helm reads numbers as floats, and would write an exponent. */}}
 {{- define "trainshed.text" -}}
-{{- if not (kindIs "float64" .) }}{{ if or (kindIs "map" .) (kindIs "slice" .) }}{{ toJson . }}{{ else }}{{ toString . }}{{ end }}
+{{- if kindIs "map" . }}{{ toJson . }}
+{{- else if kindIs "slice" . }}{{ join "," . }}
+{{- else if not (kindIs "float64" .) }}{{ toString . }}
 {{- else if eq (floor .) . }}{{ int64 . }}
 {{- else }}{{ regexReplaceAll "0+$" (printf "%.9f" .) "" }}{{ end }}
 {{- end }}

@@ -13,6 +13,8 @@ import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator
 
+from tests.support.hosts.chart_rules import broken_rules
+
 CHART = Path("helm/trainshed")
 NAMESPACE = "ml"
 CRDS = "TRAINSHED_TEST_CRDS"
@@ -70,6 +72,10 @@ def render(values: Mapping[str, Any] | None = None, *, name: str = "demo", chart
 
 def problems(one: Object) -> list[str]:
     """Return the problems that a Kubernetes API server would find in an object, including unknown fields."""
+    return [*_schema_problems(one), *broken_rules(one)]
+
+
+def _schema_problems(one: Object) -> list[str]:
     group = one["apiVersion"].partition("/")[0]
     if group in _OTHERS:
         return []

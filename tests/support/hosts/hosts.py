@@ -241,7 +241,7 @@ class Host:
 class Lab:
     """The hosts of one test, the network that connects them, and the storage that they share.
 
-    With `ipv6`, hosts know each other by their IPv6 addresses.
+    With `ipv6`, hosts have IPv6 addresses only. Otherwise they have both kinds, and know each other by IPv4.
     """
 
     def __init__(self, folder: Path, shared: Path, *, ipv6: bool = False) -> None:
@@ -258,11 +258,12 @@ class Lab:
         subprocess.run([*self._switch.enter("-n"), *command], check=True, timeout=30, capture_output=True)
 
     def plug_in(self, host: Host, pid: int) -> None:
-        """Connect a host to the bridge, with an IPv4 and an IPv6 address."""
+        """Connect a host to the bridge."""
         port = f"port{host.number}"
         self.switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self.switch("ip", "link", "set", port, "master", "bridge0", "up")
-        host.run("ip", "addr", "add", f"{_NET}.{host.number}/24", "dev", "eth0")
+        if not self.ipv6:
+            host.run("ip", "addr", "add", f"{_NET}.{host.number}/24", "dev", "eth0")
         host.run("ip", "-6", "addr", "add", f"{_NET6}:{host.number}/64", "dev", "eth0", "nodad")
         host.run("ip", "link", "set", "eth0", "up")
 
