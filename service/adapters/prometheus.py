@@ -111,13 +111,17 @@ def _whole(totals: Totals) -> CollectorRegistry:
         gauge = _gauge(one, registry)
         for project, value in values.items():
             gauge.labels(project).set(value)
-    _gauge(metrics.BACKLOG, registry).set(totals.backlog)
+    _gauge(metrics.BACKLOG, registry).set(totals.webhooks.backlog)
+    webhooks = _gauge(metrics.WEBHOOKS, registry)
+    for status in ("active", "failing", "disabled"):
+        webhooks.labels(status).set(getattr(totals.webhooks, status))
     _set_run_gauges(totals.runs, registry)
     return registry
 
 
 def _set_run_gauges(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
     run_series: Mapping[Series, Callable[[RunTotals], float | None]] = {
+        metrics.JOB_ATTEMPT: lambda run: run.attempt,
         metrics.JOB_STEP: lambda run: run.step,
         metrics.JOB_STEP_SECONDS: lambda run: run.step_seconds,
         metrics.JOB_TOKENS: lambda run: run.tokens_per_second,

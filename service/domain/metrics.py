@@ -37,6 +37,9 @@ JOBS = _whole("jobs", "Stored jobs.", "state", "project")
 GOODPUT = _whole("goodput_ratio", "Fraction of the running jobs' wall time spent on new steps.", "project")
 OLDEST_WAIT = _whole("queue_oldest_seconds", "Time since the oldest queued job was queued.", "project")
 BACKLOG = _whole("webhook_backlog", "Webhook messages that are not delivered yet.")
+WEBHOOKS = _whole(
+    "webhooks", "Webhooks by status: active, failing (a message was rejected five times), or disabled.", "status"
+)
 CLUSTER_UP = _whole("cluster_up", "1 if Ray answers, 0 after ten seconds without an answer.")
 CLUSTER_SILENT = _whole(
     "cluster_silent_seconds",
@@ -46,6 +49,7 @@ CLUSTER_SILENT = _whole(
 DATABASE_UP = _whole("database_up", "1 if the database answers; if 0, series from the database are missing.")
 
 # Series of each running job, for at most 200 jobs.
+JOB_ATTEMPT = _whole("job_attempt", "Number of the newest attempt.", *_JOB)
 JOB_STEP = _whole("job_step", "Optimizer steps done.", *_JOB)
 JOB_STEP_SECONDS = _whole("job_step_seconds", "Median time of the last 50 logged steps.", *_JOB)
 JOB_TOKENS = _whole("job_tokens_per_second", "Tokens per second of all workers, at the newest logged step.", *_JOB)

@@ -5,7 +5,17 @@ from service.ports.cancellation import CallCancelled, Cancellation
 from service.ports.cluster import Cluster, Node, SubmitRequest
 from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
-from service.ports.metrics import Counts, JobCounts, Metrics, NoMetrics, NoTracer, RunTotals, Totals, Tracer
+from service.ports.metrics import (
+    Counts,
+    JobCounts,
+    Metrics,
+    NoMetrics,
+    NoTracer,
+    RunTotals,
+    Totals,
+    Tracer,
+    WebhookCounts,
+)
 from service.ports.preflight import Preflight, PreflightReport
 from service.ports.runs import (
     EMPTY_SUMMARY,
@@ -72,5 +82,6 @@ __all__ = [
     "TokenVerifier",
     "Totals",
     "Tracer",
+    "WebhookCounts",
     "WebhookStore",
 ]

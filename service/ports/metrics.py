@@ -12,6 +12,18 @@ Counts = Mapping[tuple[JobState, str], int]
 
 
 @dataclass(frozen=True)
+class WebhookCounts:
+    """Numbers of webhooks, and of their messages."""
+
+    backlog: int = 0
+    """Messages that are not delivered yet."""
+    active: int = 0
+    failing: int = 0
+    """Webhooks with a message that was rejected at least FAILING times and is still retried."""
+    disabled: int = 0
+
+
+@dataclass(frozen=True)
 class RunTotals:
     """Metrics of one running job. Ages are seconds until now. None means unknown."""
 
@@ -21,6 +33,8 @@ class RunTotals:
     restarts: int
     progress_age: float
     checkpoint_age: float
+    attempt: int = 1
+    """Number of the newest attempt."""
     step: int = 0
     step_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -39,8 +53,7 @@ class Totals:
     """Goodput of the running jobs by project: time of new steps, as a fraction of the time since the jobs started."""
     oldest_wait: Mapping[str, float] = field(default_factory=dict)
     """Seconds in the queue of the longest-waiting job, by project."""
-    backlog: int = 0
-    """Number of webhook messages that are not delivered yet."""
+    webhooks: WebhookCounts = field(default_factory=WebhookCounts)
     runs: tuple[RunTotals, ...] = ()
     cluster_up: bool = True
     database_up: bool = True
@@ -59,8 +72,8 @@ class JobCounts(Protocol):
     def queued_since(self) -> Mapping[str, float]:
         """Return the time (Unix seconds) since which the longest-waiting job has been queued, by project."""
 
-    def backlog(self) -> int:
-        """Return the number of webhook messages that are not delivered yet."""
+    def webhooks(self) -> WebhookCounts:
+        """Return the numbers of webhooks and of their messages."""
 
 
 class Metrics(Protocol):

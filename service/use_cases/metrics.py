@@ -71,7 +71,7 @@ class ServiceMetrics:
             bounded(self.counts.counts(), _MOST_PROJECTS),
             _goodput(runs, now),
             {project: max(now - since, 0.0) for project, since in waits.items()},
-            self.counts.backlog(),
+            self.counts.webhooks(),
             tuple(_run_totals(job, summary, now) for job, summary in runs),
         )
 
@@ -97,6 +97,7 @@ def _run_totals(job: Job, summary: RunSummary, now: float) -> RunTotals:
         restarts=summary.restarts,
         progress_age=max(now - max((done.time if done else None) or began, began), 0.0),
         checkpoint_age=max(now - max(summary.checkpoint_at or began, began), 0.0),
+        attempt=len(job.attempts),
         step=done.step if done else 0,
         step_seconds=done.step_seconds if done else None,
         tokens_per_second=done.tokens_per_second if done else None,

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from sqlalchemy import JSON, Engine, Select, cast, exists, func, select, type_coerce
+from sqlalchemy import JSON, Engine, Select, case, cast, exists, func, select, type_coerce
 
-from service.adapters.sql.tables import deliveries, jobs, labels
+from service.adapters.sql.tables import deliveries, jobs, labels, webhooks
 from service.domain.jobs.job import JobState
-from service.ports import Counts, JobQuery
+from service.domain.webhooks.delivery import FAILING
+from service.ports import Counts, JobQuery, WebhookCounts
 
 
 def matching(query: JobQuery) -> Select[tuple[object, ...]]:
@@ -51,8 +52,13 @@ class SqlJobCounts:
         with self._engine.connect() as connection:
             return {row.project: row[1] for row in connection.execute(query)}
 
-    def backlog(self) -> int:
-        """Return the number of webhook messages that are not delivered yet."""
-        query = select(func.count()).where(deliveries.c.next_at.is_not(None))
+    def webhooks(self) -> WebhookCounts:
+        """Return the numbers of webhooks and of their messages."""
+        waits = deliveries.c.next_at.is_not(None)
+        rejected = exists().where(deliveries.c.webhook_id == webhooks.c.id, waits, deliveries.c.attempts >= FAILING)
+        failing = case(((webhooks.c.disabled_at.is_(None)) & rejected, 1))
+        every = select(func.count(), func.count(failing), func.count(webhooks.c.disabled_at)).select_from(webhooks)
         with self._engine.connect() as connection:
-            return connection.execute(query).scalar_one()
+            backlog = connection.execute(select(func.count()).where(waits)).scalar_one()
+            number, failed, disabled = connection.execute(every).one()
+        return WebhookCounts(backlog, number - failed - disabled, failed, disabled)

@@ -15,6 +15,8 @@ from service.domain.jobs.job import Job, JobState
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 3600.0
 RETRY_SECONDS = 3 * 86400.0
 """Seconds for which a message is retried."""
+FAILING = 5
+"""Number of failed attempts after which a webhook counts as failing: some minutes."""
 KEPT = 7 * 86400.0
 """Seconds for which a finished delivery stays in the log."""
 OVERLAP = 86400.0

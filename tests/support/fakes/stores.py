@@ -25,6 +25,7 @@ from service.ports import (
     Node,
     PreflightReport,
     SubmitRequest,
+    WebhookCounts,
 )
 from train_loop.plan import Capacity, NodeRoom, Preview, SampleCount, read_shape
 from train_loop.run_dir import Parent
@@ -144,9 +145,9 @@ class MemoryJobStore:
             for project in {job.spec.project for job in queued}
         }
 
-    def backlog(self) -> int:
-        """Return 0: this store holds no webhook messages."""
-        return 0
+    def webhooks(self) -> WebhookCounts:
+        """Return zeros: this store holds no webhooks."""
+        return WebhookCounts()
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """Lease a job to this owner until the lease ends, and return it; None if another owner has it."""

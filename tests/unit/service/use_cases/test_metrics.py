@@ -18,7 +18,7 @@ from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.transitions import start
 from service.domain.metrics import ALL, attempt_results, wait_seconds
-from service.ports import NewJob
+from service.ports import NewJob, WebhookCounts
 from service.use_cases.metrics import OTHERS, bounded
 from tests.support.fakes.service import FakeService, a_job
 from tests.support.fakes.stores import MemoryJobStore
@@ -259,4 +259,4 @@ def test_sql_queued_since_equals_memory_queued_since(stores: tuple[SqlJobStore, 
             one.add(NewJob(job))
     found = {project: since for project, since in database.queued_since().items() if project.startswith("wait-")}
     assert found == memory.queued_since() == {"wait-0": 100.0, "wait-1": 96.0, "wait-2": 98.0}
-    assert database.backlog() == memory.backlog() == 0
+    assert database.webhooks() == memory.webhooks() == WebhookCounts()

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, event, select, update
 
 from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.queries import SqlJobCounts
 from service.adapters.sql.store import SqlJobStore
-from service.adapters.sql.tables import webhooks
+from service.adapters.sql.tables import deliveries, webhooks
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.domain.access.roles import ANY, OPERATOR, AuditEntry
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.reason import Code, Reason
 from service.domain.webhooks.delivery import (
+    FAILING,
     FIRST_PAUSE,
     KEPT,
     LONGEST_PAUSE,
@@ -29,7 +31,7 @@ from service.domain.webhooks.delivery import (
     Message,
     Webhook,
 )
-from service.ports import Lease, NewJob
+from service.ports import Lease, NewJob, WebhookCounts
 from service.use_cases.webhooks.delivery_loop import LEASE, Deliverer
 from tests.support.fakes.service import Clock, a_job
 from tests.support.fakes.webhooks import MemorySender, a_webhook
@@ -318,6 +320,23 @@ def test_prune_removes_settled_messages_and_keeps_untried_ones(world: World) -> 
     world.outbox.disable("hook-2", "x", now=1.0)
     world.outbox.prune(now=1000.0 + KEPT + 1)
     assert sum(len(world.log(number)) for number in (1, 2)) == 0
+
+
+def test_metrics_count_failing_and_disabled_webhooks(world: World) -> None:
+    counts = SqlJobCounts(world.engine)
+    assert counts.webhooks() == WebhookCounts()
+    for number in (1, 2, 3):
+        world.hooks.add(a_webhook(number), ENTRY)
+    world.jobs.add(NewJob(a_job(now=1000.0)))
+    assert counts.webhooks() == WebhookCounts(backlog=3, active=3)
+    with world.engine.begin() as connection:
+        for number, attempts in ((1, FAILING), (2, FAILING - 1)):
+            mine = update(deliveries).where(deliveries.c.webhook_id == f"hook-{number}")
+            connection.execute(mine.values(attempts=attempts))
+    world.outbox.disable("hook-3", "gone", now=1.0)
+    assert counts.webhooks() == WebhookCounts(backlog=2, active=1, failing=1, disabled=1)
+    world.outbox.disable("hook-1", "gone", now=1.0)
+    assert counts.webhooks() == WebhookCounts(backlog=1, active=1, failing=0, disabled=2)
 
 
 def test_change_without_webhooks_costs_one_query(world: World) -> None:
