@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 FOLDER = Path(__file__).parent / "dashboards"
-_VARIABLES = {"$__rate_interval": "1m", "$job": ".*", "$namespace": ".*", "$service": ".*"}
+_VARIABLES = {"$__rate_interval": "1m", "$job": ".*", "$namespace": ".*", "$service": ".*", "$cluster": ".*"}
 _COLUMNS = 4
 Panel = tuple[str, list[str]]
 

@@ -447,6 +447,12 @@ def test_rules_watch_only_objects_of_the_release() -> None:
     assert "< 3 and" in texts["TrainshedRayPodsMissing"]
 
 
+def test_dashboards_link_to_the_dashboard_of_ray() -> None:
+    values = {"monitoring": {"dashboards": True}, "ray": {"dashboardUrl": "https://ray.example/"}}
+    made = json.loads(render(values).of("ConfigMap", "demo-trainshed-dashboards")["data"]["trainshed-job.json"])
+    assert [one["query"] for one in made["templating"]["list"] if one["name"] == "ray"] == ["https://ray.example"]
+
+
 def test_runbook_url_needs_a_base() -> None:
     assert not any("runbook_url" in rule["annotations"] for rule in rules_of({}).values())
     rules = rules_of({"monitoring": {"runbookUrl": "https://git.example/main/"}}).values()

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
+from service.domain.jobs.transitions import start
 from service.domain.metrics import ALL
+from tests.support.fakes.service import a_job
 
 FOLDER = Path("deploy/grafana/dashboards")
 _SERIES = re.compile(r"\btrainshed_\w+")
@@ -45,6 +48,43 @@ def test_panels_and_alerts_query_only_exported_series() -> None:
     assert len(all_queries) > 30
     unknown = {where: set(_SERIES.findall(query)) - known() for where, query in all_queries.items()}
     assert {where: names for where, names in unknown.items() if names} == {}
+
+
+def test_series_of_ray_are_exported_by_ray() -> None:
+    agent = Path(ray.__file__).parent / "dashboard/modules/reporter/reporter_agent.py"
+    exported = {f"ray_{name}" for name in re.findall(r'Gauge\(\s*"(\w+)"', agent.read_text())}
+    shown = {name for query in queries().values() for name in re.findall(r"\bray_node_\w+", query)}
+    assert len(shown) > 8
+    assert shown - exported == set()
+
+
+def test_thresholds_equal_those_of_the_alerts() -> None:
+    rules = yaml.safe_load(Path("deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    alarms = dict[str, float]()
+    for rule in rules:
+        if found := re.search(r"\((trainshed_\w+)[^<>]*\) > (\d+)$", rule["expr"]):
+            alarms[found[1]] = float(found[2])
+    compared = 0
+    for file in FOLDER.glob("*.json"):
+        for panel in json.loads(file.read_text())["panels"]:
+            (name, *_) = _SERIES.findall(panel["targets"][0]["expr"]) or [""]
+            steps = panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]
+            if name in alarms and steps:
+                compared += 1
+                assert steps[-1]["value"] == alarms[name], panel["title"]
+    assert compared >= 5
+
+
+def test_jobs_link_to_their_page_of_ray() -> None:
+    made = json.loads((FOLDER / "job.json").read_text())
+    (link,) = made["panels"][0]["fieldConfig"]["defaults"]["links"]
+    assert made["panels"][0]["targets"][0]["expr"].startswith("max by (name, job_id) (trainshed_job_attempt{")
+    # The name of a submission.
+    job = start(a_job("job-1"), now=1.0)
+    url = link["url"].replace("${__field.labels.job_id}", job.id).replace("${__value.raw}", str(len(job.attempts)))
+    assert url == f"${{ray}}/#/jobs/{job.attempts[-1].submission_id}"
+    variables = {one["name"]: one for one in made["templating"]["list"]}
+    assert variables["ray"]["query"] == "http://localhost:8265"
 
 
 def test_every_series_is_shown_or_used_by_an_alert() -> None:
