@@ -9,10 +9,10 @@
 {{- range $v.ray.workers }}
 {{- $labels := list $v.nodeSelector $v.ray.head.nodeSelector (.nodeSelector | default dict) | uniq }}
 {{- if and (not $one) (or (gt (len $labels) 1) (and .gpu (not .nodeSelector))) }}
-{{- fail (printf "workers %q, the head and the service share a ReadWriteOnce volume and so one node: give nodeSelector, ray.head.nodeSelector and that of the workers the same labels (of a GPU node, if the workers have GPUs), set storage.volume.singleNode: true if the cluster has one node, or set storage.volume.accessMode to ReadWriteMany" .name) }}
+{{- fail (printf "ray.workers %q, the head and the service share a ReadWriteOnce volume and so one node: give nodeSelector, ray.head.nodeSelector and that of the workers the same labels (of a GPU node, if the workers have GPUs), set storage.volume.singleNode: true if the cluster has one node, or set storage.volume.accessMode to ReadWriteMany" .name) }}
 {{- end }}
 {{- if gt (len (list $v.tolerations $v.ray.head.tolerations (.tolerations | default list) | uniq)) 1 }}
-{{- fail (printf "workers %q, the head and the service share a ReadWriteOnce volume and so one node, whose taints all must tolerate: give tolerations, ray.head.tolerations and those of the workers the same entries, or set storage.volume.accessMode to ReadWriteMany" .name) }}
+{{- fail (printf "ray.workers %q, the head and the service share a ReadWriteOnce volume and so one node, whose taints all must tolerate: give tolerations, ray.head.tolerations and those of the workers the same entries, or set storage.volume.accessMode to ReadWriteMany" .name) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -62,7 +62,7 @@
 {{- include "trainshed.tmpWithinLimit" (dict "name" "ray.tmp" "tmp" $v.ray.tmp) }}
 {{- range $v.ray.workers }}
 {{- if and $v.ray.create (lt (include "trainshed.amount" .memory | float64) 1073741824.0) }}
-{{- fail (printf "workers %q have memory %s, but a rank takes about 0.5 GB, and its standby process as well: set at least 1Gi" .name (toString .memory)) }}
+{{- fail (printf "ray.workers %q have memory %s, but a rank takes about 0.5 GB, and its standby process as well: set at least 1Gi" .name (toString .memory)) }}
 {{- end }}
 {{- end }}
 {{- end }}
