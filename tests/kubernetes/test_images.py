@@ -105,3 +105,14 @@ def test_worker_image_contains_the_commands_of_ray_and_kuberay() -> None:
         for words in (["ray", "--version"], ["bash", "-c", "command -v wget"], imports):
             assert output(*image.command(*words))
         assert output(*image.command("id", "-u")) == "10001"
+
+
+def test_health_check_fits_into_the_init_container_of_kuberay() -> None:
+    """KubeRay's init container of workers runs this with a limit of 256 MiB."""
+    script = (
+        "import resource, subprocess; subprocess.run(['ray', 'health-check', '--address', '127.0.0.1:1']);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    with container(WORKER) as image:
+        kibibytes = int(output(*image.command("python", "-c", script)).splitlines()[-1])
+    assert kibibytes < 240 << 10

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import helm_python as helm
@@ -197,6 +198,30 @@ def test_schema_covers_all_settings_and_values() -> None:
         section = schema["definitions"][reference["$ref"].rsplit("/")[-1]] if "$ref" in reference else reference
         if name != "settings" and "properties" in section and section.get("additionalProperties") is False:
             assert section["properties"].keys() == values[name].keys(), name
+
+
+def test_docs_name_only_values_of_the_chart() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def known(names: list[str]) -> bool:
+        here = schema
+        for name in names:
+            while "$ref" in here:
+                here = schema["definitions"][here["$ref"].rsplit("/")[-1]]
+            if "properties" not in here:
+                return True
+            if name not in here["properties"]:
+                return False
+            here = here["properties"][name]
+        return True
+
+    sections = "|".join(schema["properties"])
+    pattern = re.compile(rf"(?:`|--set |,)((?:{sections})(?:\.\w+)+)(?=[`:=])")
+    pages = [Path(f"docs/operate/{name}.md").read_text() for name in ("kubernetes", "monitoring", "runbook")]
+    found = {name for page in pages for name in pattern.findall(page)}
+    assert len(found) > 25
+    # Files of Compose.
+    assert sorted(name for name in found if not known(name.split("."))) == ["database.env", "ray.token"]
 
 
 def test_values_are_few_and_commented() -> None:
