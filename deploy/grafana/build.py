@@ -197,7 +197,7 @@ NODES = (
 
 
 def _panel(panel: Panel, place: int) -> Any:
-    builder = timeseries.Panel() if panel.kind == "lines" else stat.Panel()
+    builder: Any = timeseries.Panel() if panel.kind == "lines" else stat.Panel()
     if panel.kind == "attempts":
         # The submission of an attempt is called JOB-NUMBER in Ray.
         page = dashboard.DashboardLink("Ray's page of the attempt, with its logs").target_blank(True)
