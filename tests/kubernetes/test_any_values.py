@@ -82,7 +82,10 @@ def objects(made: Rendered) -> Any:
             return [plain(value) for value in one]
         if isinstance(one, str) and one.startswith('{"'):
             return plain(json.loads(one))
-        return re.sub(r"\b([0-9a-f]{64}|[0-9a-f]{16})\b", "(digest)", one) if isinstance(one, str) else one
+        if not isinstance(one, str):
+            return one
+        # Alerts quote the dots of host names.
+        return re.sub(r"\b([0-9a-f]{64}|[0-9a-f]{16})\b", "(digest)", one.replace(r"\\.", "."))
 
     return plain(list(made.objects))
 

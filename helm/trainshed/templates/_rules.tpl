@@ -41,7 +41,7 @@
     description: {{ printf "`kubectl describe raycluster %s --namespace %s` shows why." (include "trainshed.rayName" .) .Release.Namespace | quote }}
     runbook: docs/operate/runbook.md#pods-do-not-start
 {{- end }}
-{{- $hosts := concat (.Values.ingress.enabled | ternary (list .Values.ingress.host) list) (.Values.httpRoute.enabled | ternary .Values.httpRoute.hostnames list) | uniq }}
+{{- $hosts := concat (.Values.ingress.enabled | ternary (list .Values.ingress.host) list) (.Values.httpRoute.enabled | ternary .Values.httpRoute.hostnames list) }}
 {{- if $hosts }}
 {{- $names := list }}
 {{- range $hosts }}{{ $names = append $names (regexQuoteMeta .) }}{{ end }}
