@@ -35,10 +35,10 @@ def test_chart_pods_with_only_ipv6_addresses_train(shared: Path) -> None:
         pods = place(render({"ipFamily": "IPv6"}), made.hosts, token=TOKEN, more="--object-store-memory=80000000")
         for name in ("ray-head", "ray-worker-1", "ray-worker-2", "api"):
             pods[name].start()
-        # A kubelet's probes and Prometheus' scrapes use the address of the pod.
+        # A kubelet probes the address of the pod.
         urls = [f"http://[{made.hosts['api'].address}]:8000/readyz"]
-        for name in ("ray-head", "ray-worker-1"):
-            urls += [f"http://[{made.hosts[name].address}]:{port}" for port in ("52365/api/healthz", "8080/metrics")]
+        urls += [f"http://[{made.hosts['ray-head'].address}]:52365/api/healthz"]
+        urls += [f"http://[{made.hosts['ray-worker-1'].address}]:52365/api/local_raylet_healthz"]
         for url in urls:
             assert wait_for(partial(get, made.hosts["test"], url), url, seconds=60)
         assert "SUCCEEDED  10/10" in pods["test"].run(seconds=240)

@@ -68,6 +68,14 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"user": {"gid": None}}, "must both be set or both be null"),
     ({"monitoring": {"podMonitor": True}}, "all scrapes of Ray are blocked"),
     (
+        {
+            "monitoring": {"podMonitor": True},
+            "networkPolicy": {"metricsFrom": [{"podSelector": {}}]},
+            "ipFamily": "IPv6",
+        },
+        "because Ray exports its series over IPv4",
+    ),
+    (
         {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"ingressFrom": [{"podSelector": {}}]}},
         "all scrapes of the service are blocked",
     ),

@@ -20,6 +20,9 @@
 {{- if and $v.monitoring.podMonitor $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.podMonitor with network policies needs networkPolicy.metricsFrom, or all scrapes of Ray are blocked: set it to the pods of Prometheus" }}
 {{- end }}
+{{- if and $v.monitoring.podMonitor $v.ray.create (eq $v.ipFamily "IPv6") }}
+{{- fail "monitoring.podMonitor cannot scrape pods with IPv6 addresses only, because Ray exports its series over IPv4: set podMonitor: false, or ipFamily: dual on a dual-stack cluster" }}
+{{- end }}
 {{- if and $v.monitoring.serviceMonitor $v.networkPolicy.enabled $v.networkPolicy.ingressFrom (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.serviceMonitor with networkPolicy.ingressFrom needs networkPolicy.metricsFrom, or all scrapes of the service are blocked: set it to the pods of Prometheus" }}
 {{- end }}
