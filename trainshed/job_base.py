@@ -8,17 +8,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
 
-from pydantic import JsonValue
-
-from service.api.schemas import CheckpointOut, ExportOut, JobOut, ProgressOut, ReasonOut
+from service.api.schemas import CheckpointOut, ExportOut, JobOut, ProgressOut, ReasonOut, StateName
 from service.domain.jobs.job import JobState
 from train_loop.spec import JobSpec, dump
 from trainshed.errors import AmbiguousId, ExportFailed, JobCancelled, JobEnded, JobFailed
 
 A = TypeVar("A")
-Spec = JobSpec | Mapping[str, JsonValue] | str | bytes | Path
+Spec = JobSpec | Mapping[str, object] | str | bytes | Path
 """A job spec: as a model, as plain data, as YAML or JSON text, or the file with that text."""
-States = JobState | Collection[JobState]
+States = StateName | Collection[StateName]
+"""A job state or several, as members of JobState or as their names."""
 POLL_SECONDS = 1.0
 _COMPLETE_ID = re.compile(r"job-[0-9a-z]{26}")
 
@@ -89,8 +88,11 @@ def spec_text(spec: Spec) -> str | bytes:
 
 
 def states_of(state: States) -> tuple[JobState, ...]:
-    """Return one or several states as a tuple."""
-    return (state,) if isinstance(state, JobState) else tuple(state)
+    """Return one or several states as a tuple. Raises ValueError for a name that is not a state."""
+    names = (state,) if isinstance(state, str) else tuple(state)
+    if unknown := [name for name in names if name.upper() not in set(JobState)]:
+        raise ValueError(f"invalid state {unknown[0]!r}; expected {', '.join(JobState)}")
+    return tuple(JobState(name.upper()) for name in names)
 
 
 def reached(job: JobOut, until: Sequence[JobState]) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.clients import client_types, model_script
+
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "guides" / "client.md")
 WRONG = "from trainshed import Client\nClient(3)\n"
@@ -41,13 +43,17 @@ def project(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
-def test_mypy_strict_accepts_the_examples_of_the_docs(tmp_path: Path, editable: bool) -> None:
+def test_mypy_strict_accepts_examples_of_the_docs_and_plain_values_of_every_model(
+    tmp_path: Path, editable: bool
+) -> None:
     target, script = tmp_path / "site", tmp_path / "user"
     pip("install", "--target", str(target), *(["--editable"] if editable else []), str(project(tmp_path / "project")))
     script.mkdir()
     for page in PAGES:
         examples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
         (script / f"{page.stem.lower()}.py").write_text("\n".join(examples))
+    (script / "models.py").write_text(model_script.model_script())
+    (script / "calls.py").write_text(Path(client_types.__file__).read_text())
     (script / "wrong.py").write_text(WRONG)
     # A user's interpreter: its site-packages has Trainshed before the libraries of this one.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
@@ -58,7 +64,7 @@ def test_mypy_strict_accepts_the_examples_of_the_docs(tmp_path: Path, editable: 
     found = subprocess.run([*command, "."], cwd=script, capture_output=True, text=True, check=False)
     assert found.stdout.splitlines() == [
         'wrong.py:2: error: Argument 1 to "Client" has incompatible type "int"; expected "str | None"  [arg-type]',
-        "Found 1 error in 1 file (checked 3 source files)",
+        "Found 1 error in 1 file (checked 5 source files)",
     ]
 
 

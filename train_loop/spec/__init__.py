@@ -8,7 +8,7 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
 from train_loop.spec.printable import refuse_hidden, show, show_json
-from train_loop.spec.scaling import MOST_WORKERS, ScalingSpec
+from train_loop.spec.scaling import MOST_WORKERS, ScalingSpec, WorkerRange
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, add_positions, as_pointer, describe, locate, read_positions, read_yaml
@@ -32,6 +32,7 @@ __all__ = [
     "SpecError",
     "StrategySpec",
     "TrainingSpec",
+    "WorkerRange",
     "WrapPolicySpec",
     "add_positions",
     "as_pointer",

@@ -1,10 +1,8 @@
 """The REST API with one typed method per call."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from datetime import date
 from types import NoneType
-
-from pydantic import JsonValue
 
 from service.api.schemas import (
     CancelIn,
@@ -41,10 +39,10 @@ from service.api.schemas import (
     WebhookOut,
     WebhooksOut,
 )
-from service.domain.jobs.job import JobState
 from train_loop.spec import ScalingSpec
 from trainshed._async.transport import AsyncTransport
 from trainshed.call import Call, Query, checkpoint_path, idempotency, job_path, segment, stream, webhook_path
+from trainshed.job_base import States, states_of
 
 
 class AsyncApi(AsyncTransport):
@@ -64,7 +62,7 @@ class AsyncApi(AsyncTransport):
         job_id: str,
         *,
         from_checkpoint: int | None = None,
-        overrides: Mapping[str, JsonValue] | None = None,
+        overrides: Mapping[str, object] | None = None,
         idempotency_key: str | None = None,
     ) -> JobOut:
         """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
@@ -79,7 +77,7 @@ class AsyncApi(AsyncTransport):
     async def jobs(
         self,
         *,
-        states: Sequence[JobState] = (),
+        states: States = (),
         project: str | None = None,
         name: str | None = None,
         id_prefix: str | None = None,
@@ -88,7 +86,12 @@ class AsyncApi(AsyncTransport):
         limit: int = 50,
     ) -> JobPage:
         """Return a page of jobs, newest first."""
-        filters: Query = {"state": [state.value for state in states], "project": project, "name": name, "id": id_prefix}
+        filters: Query = {
+            "state": [state.value for state in states_of(states)],
+            "project": project,
+            "name": name,
+            "id": id_prefix,
+        }
         label_filters = {f"label.{key}": value for key, value in (labels or {}).items()}
         query: Query = {**filters, **label_filters, "after": after, "limit": limit}
         return await self._send(Call(JobPage, "GET", "/jobs", query))

@@ -10,7 +10,7 @@ from service.api.schemas import PlanOut
 from trainshed._async.api import AsyncApi
 from trainshed._async.connection import open_http
 from trainshed._async.job import AsyncJob, pages
-from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text, states_of
+from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text
 
 _PATIENCE_SECONDS = 60.0
 _PAGE = 100
@@ -71,7 +71,7 @@ class AsyncClient:
         """Yield the jobs with one of these states, this project, this name and all these labels, newest first."""
         found = pages(
             lambda after: self.api.jobs(
-                states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE
+                states=state, project=project, name=name, labels=labels, after=after, limit=_PAGE
             )
         )
         return (AsyncJob(self.api, info) async for info in found)

@@ -4,8 +4,6 @@ from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal, Self, TypeVar
 
-from pydantic import JsonValue
-
 from service.api.schemas import CheckpointOut, DigestsOut, ExportIn, ExportOut, Level, Line, Page, RunAuditOut
 from service.domain.jobs.job import JobState
 from trainshed._async.api import AsyncApi
@@ -55,7 +53,7 @@ class AsyncJob(JobHandle[AsyncApi]):
         """Delete a finished job. Its run directory is kept."""
         await self._api.delete(self.id)
 
-    async def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "AsyncJob":
+    async def clone(self, *, from_checkpoint: int | None = None, **overrides: object) -> "AsyncJob":
         """Submit a job that starts from the newest or another checkpoint of this one, with changes to its spec."""
         return AsyncJob(self._api, await self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
 

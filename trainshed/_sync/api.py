@@ -2,11 +2,9 @@
 
 """The REST API with one typed method per call."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import date
 from types import NoneType
-
-from pydantic import JsonValue
 
 from service.api.schemas import (
     CancelIn,
@@ -43,10 +41,10 @@ from service.api.schemas import (
     WebhookOut,
     WebhooksOut,
 )
-from service.domain.jobs.job import JobState
 from train_loop.spec import ScalingSpec
 from trainshed._sync.transport import Transport
 from trainshed.call import Call, Query, checkpoint_path, idempotency, job_path, segment, stream, webhook_path
+from trainshed.job_base import States, states_of
 
 
 class Api(Transport):
@@ -66,7 +64,7 @@ class Api(Transport):
         job_id: str,
         *,
         from_checkpoint: int | None = None,
-        overrides: Mapping[str, JsonValue] | None = None,
+        overrides: Mapping[str, object] | None = None,
         idempotency_key: str | None = None,
     ) -> JobOut:
         """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
@@ -81,7 +79,7 @@ class Api(Transport):
     def jobs(
         self,
         *,
-        states: Sequence[JobState] = (),
+        states: States = (),
         project: str | None = None,
         name: str | None = None,
         id_prefix: str | None = None,
@@ -90,7 +88,12 @@ class Api(Transport):
         limit: int = 50,
     ) -> JobPage:
         """Return a page of jobs, newest first."""
-        filters: Query = {"state": [state.value for state in states], "project": project, "name": name, "id": id_prefix}
+        filters: Query = {
+            "state": [state.value for state in states_of(states)],
+            "project": project,
+            "name": name,
+            "id": id_prefix,
+        }
         label_filters = {f"label.{key}": value for key, value in (labels or {}).items()}
         query: Query = {**filters, **label_filters, "after": after, "limit": limit}
         return self._send(Call(JobPage, "GET", "/jobs", query))

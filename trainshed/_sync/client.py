@@ -12,7 +12,7 @@ from service.api.schemas import PlanOut
 from trainshed._sync.api import Api
 from trainshed._sync.connection import open_http
 from trainshed._sync.job import Job, pages
-from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text, states_of
+from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text
 
 _PATIENCE_SECONDS = 60.0
 _PAGE = 100
@@ -73,7 +73,7 @@ class Client:
         """Yield the jobs with one of these states, this project, this name and all these labels, newest first."""
         found = pages(
             lambda after: self.api.jobs(
-                states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE
+                states=state, project=project, name=name, labels=labels, after=after, limit=_PAGE
             )
         )
         return (Job(self.api, info) for info in found)

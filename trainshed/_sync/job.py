@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from time import sleep
 from typing import Literal, Self, TypeVar
 
-from pydantic import JsonValue
-
 from service.api.schemas import CheckpointOut, DigestsOut, ExportIn, ExportOut, Level, Line, Page, RunAuditOut
 from service.domain.jobs.job import JobState
 from trainshed._sync.api import Api
@@ -57,7 +55,7 @@ class Job(JobHandle[Api]):
         """Delete a finished job. Its run directory is kept."""
         self._api.delete(self.id)
 
-    def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "Job":
+    def clone(self, *, from_checkpoint: int | None = None, **overrides: object) -> "Job":
         """Submit a job that starts from the newest or another checkpoint of this one, with changes to its spec."""
         return Job(self._api, self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
 

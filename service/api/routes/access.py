@@ -9,6 +9,7 @@ from service.api.bodies import parse_body, read_body
 from service.api.convert import audit_entry_out, key_out
 from service.api.openapi import json_body
 from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
+from service.domain.access.roles import Role
 from service.use_cases.access.access import Access
 
 router = APIRouter(tags=["access"])
@@ -34,7 +35,8 @@ def create(caller: CallerIs, access: UseCases, body: Annotated[bytes, Depends(re
     """Create a key for projects that the caller administers. Its secret is shown only once."""
     wanted = parse_body(KeyIn, body)
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
-    key, secret = access.create(caller, wanted.name, wanted.roles, expires_at)
+    roles = {project: Role(role) for project, role in wanted.roles.items()}
+    key, secret = access.create(caller, wanted.name, roles, expires_at)
     return NewKey(key=key_out(key, caller), secret=secret)
 
 

@@ -11,6 +11,7 @@ from service.api.concurrency_limits import Claim, FairThreads
 from service.api.convert import delivery_out, new_webhook, trial_out, webhook_out
 from service.api.openapi import json_body
 from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
+from service.domain.jobs.job import JobState
 from service.use_cases.webhooks.webhooks import Webhooks
 
 router = APIRouter(prefix="/webhooks", tags=["webhooks"])
@@ -31,7 +32,8 @@ WebhookId = Annotated[str, Path(max_length=64)]
 def create(caller: CallerIs, webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
     """Create a webhook for a project that the caller administers. Its secret is shown only once."""
     wanted = parse_body(WebhookIn, body)
-    return new_webhook(webhooks.create(caller, wanted.project, wanted.url, wanted.states))
+    states = list(map(JobState, wanted.states))
+    return new_webhook(webhooks.create(caller, wanted.project, wanted.url, states))
 
 
 @router.get("")

@@ -14,7 +14,18 @@ from service.api.schemas.checkpoints import (
     TensorDigestOut,
     Verified,
 )
-from service.api.schemas.common import Health, Level, Line, LinePage, Page, ProblemDetails, ProblemOut, TextPage
+from service.api.schemas.common import (
+    Health,
+    Level,
+    Line,
+    LinePage,
+    Page,
+    ProblemDetails,
+    ProblemOut,
+    RoleName,
+    StateName,
+    TextPage,
+)
 from service.api.schemas.doctor import ExaminationOut, FindingOut
 from service.api.schemas.jobs import (
     AttemptOut,
@@ -34,6 +45,8 @@ from service.api.schemas.plan import MemoryOut, MemoryTermOut, MeshOut, PlanOut,
 from service.api.schemas.usage import UsageDays, UsageOut
 from service.api.schemas.webhooks import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.domain.access.roles import Role
+from service.domain.jobs.job import JobState
+from train_loop.spec import JobSpec, ScalingSpec, WorkerRange
 
 __all__ = [
     "AttemptOut",
@@ -52,6 +65,8 @@ __all__ = [
     "Health",
     "JobOut",
     "JobPage",
+    "JobSpec",
+    "JobState",
     "KeyIn",
     "KeyOut",
     "Keys",
@@ -80,7 +95,10 @@ __all__ = [
     "ReductionTreeOut",
     "ResumeIn",
     "Role",
+    "RoleName",
     "RunAuditOut",
+    "ScalingSpec",
+    "StateName",
     "TensorDigestOut",
     "TextPage",
     "TrialOut",
@@ -90,4 +108,5 @@ __all__ = [
     "WebhookIn",
     "WebhookOut",
     "WebhooksOut",
+    "WorkerRange",
 ]

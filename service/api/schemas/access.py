@@ -1,11 +1,12 @@
 """Request and response models of keys and of the audit log."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
-from service.api.schemas.common import Time
+from service.api.schemas.common import RoleName, Time
 from service.domain.access.roles import ANY, PROJECT_OR_ANY, Role
 from train_loop.spec import refuse_hidden
 
@@ -20,7 +21,7 @@ class KeyIn(BaseModel):
     name: Annotated[str, AfterValidator(refuse_hidden)] = Field(
         min_length=1, max_length=64, description="name of its holder"
     )
-    roles: dict[Project, Role] = Field(
+    roles: Mapping[Project, RoleName] = Field(
         min_length=1, max_length=64, description=f"roles by project; `{ANY}` for all projects"
     )
     # A time late in year 9999 falls into year 10000 in time zones east of UTC, which datetime cannot hold.

@@ -1,16 +1,46 @@
 """Models that several calls share: times, pages, health, and errors as problem details."""
 
 from datetime import datetime
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field, JsonValue, PlainSerializer
+from pydantic import BaseModel, Field, GetPydanticSchema, PlainSerializer
+
+from service.domain.access.roles import Role
+from service.domain.jobs.job import JobState
 
 T = TypeVar("T")
+
+
+def read_as(kind: Any) -> GetPydanticSchema:
+    """Return the metadata of an Annotated type that is validated and documented as `kind`.
+
+    The annotated type itself is for type checkers: it is what a user's script may pass.
+    """
+    return GetPydanticSchema(lambda _, handler: handler(kind))
+
+
+RoleName = Annotated[Role | Literal["viewer", "editor", "admin"], read_as(Role)]
+StateName = Annotated[
+    JobState
+    | Literal[
+        "QUEUED",
+        "STARTING",
+        "RUNNING",
+        "RECOVERING",
+        "PAUSING",
+        "PAUSED",
+        "CANCELLING",
+        "CANCELLED",
+        "SUCCEEDED",
+        "FAILED",
+    ],
+    read_as(JobState),
+]
 Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 """Level of a log line."""
-Line = dict[str, JsonValue]
-"""An event, or the metrics of a logged step."""
+Line = dict[str, Any]
+"""An event, or the metrics of a logged step, as plain JSON: scripts compute with its numbers."""
 
 
 class Page(BaseModel, Generic[T]):

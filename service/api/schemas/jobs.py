@@ -1,8 +1,11 @@
 """Request and response models of jobs."""
 
+from collections.abc import Mapping
+from typing import Annotated
+
 from pydantic import BaseModel, Field, JsonValue
 
-from service.api.schemas.common import Page, Time
+from service.api.schemas.common import Page, StateName, Time, read_as
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code
 from train_loop.spec import JobSpec, ScalingSpec
@@ -73,7 +76,7 @@ class JobOut(BaseModel):
     priority: int
     state: JobState
     reason: ReasonOut | None
-    times: dict[JobState, Time] = Field(description="when each state was last entered")
+    times: dict[StateName, Time] = Field(description="when each state was last entered")
     created_at: Time
     updated_at: Time
     started_at: Time | None
@@ -113,7 +116,9 @@ class CloneIn(BaseModel):
     from_checkpoint: int | None = Field(
         default=None, ge=0, description="step to resume from; default: the newest, if any; 0: start from scratch"
     )
-    overrides: dict[str, JsonValue] = Field(default={}, description="overrides of the spec, merged recursively")
+    overrides: Annotated[Mapping[str, object], read_as(dict[str, JsonValue])] = Field(
+        default={}, description="overrides of the spec, merged recursively"
+    )
 
 
 class CancelIn(BaseModel):

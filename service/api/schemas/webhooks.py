@@ -1,9 +1,11 @@
 """Request and response models of webhooks and their deliveries."""
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas.access import Project
-from service.api.schemas.common import Time
+from service.api.schemas.common import StateName, Time
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import DeliveryStatus
 
@@ -15,7 +17,7 @@ class WebhookIn(BaseModel):
 
     project: Project = Field(description="project whose job events are sent; `*` for all")
     url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the public internet")
-    states: list[JobState] = Field(
+    states: Sequence[StateName] = Field(
         default=[], max_length=len(JobState), description="states that trigger an event; empty: all"
     )
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from pydantic import JsonValue
-
 from service.domain.jobs.job import Job
 from service.errors import InvalidSpec
 from train_loop.spec import (
@@ -50,7 +48,7 @@ def positions_in(body: bytes) -> Iterator[None]:
         raise InvalidSpec(add_positions(error.problems, body)) from error
 
 
-def apply_overrides(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
+def apply_overrides(job: Job, overrides: Mapping[str, object]) -> JobSpec:
     """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
     try:
         spec = override(job.spec.model_copy(update={"scaling": job.requested_scaling}), overrides)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from pydantic import JsonValue
-
 from service.domain.access.permissions import require_any_editor, require_role
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import Job, JobState, Lineage
@@ -86,7 +84,7 @@ class Submitter:
         job_id: str,
         *,
         step: int | None,
-        overrides: Mapping[str, JsonValue],
+        overrides: Mapping[str, object],
         key: IdempotencyKey | None,
     ) -> Submitted:
         """Store a clone of a job: its spec with overrides, starting from one of its checkpoints.
