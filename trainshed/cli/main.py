@@ -1,6 +1,9 @@
 """The `trainshed` command: one short function per verb, in the other modules of this package."""
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from trainshed.cli.commands import (
     audit,
@@ -21,7 +24,22 @@ from trainshed.cli.commands import (
 )
 from trainshed.cli.exit_codes import EPILOG
 
-app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
+
+class Commands(TyperGroup):
+    """All commands. Errors of their options do not contain the prefix of pydantic, which typer uses."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG
+)
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),

@@ -204,7 +204,7 @@ CASES = {
         "day",
         "data",
         "usage --since yesterday",
-        "Invalid value for '--since': Value error, 'yesterday' does not match the formats '%Y-%m-%d'.",
+        "Invalid value for '--since': 'yesterday' does not match the formats '%Y-%m-%d'.",
         bad_code=2,
     ),
 }
