@@ -1,4 +1,4 @@
-"""Names of fields that a spec does not have: misspelt ones, those of other tools, and those to come."""
+"""Names of fields and of values that a spec does not have: misspelt ones, those of other tools, and those to come."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,6 +130,36 @@ _NOT_OURS = _by_name(
     }
 )
 """Names of other tools whose meaning is not a field of a spec, with what to do instead."""
+
+
+_VALUES = _by_name(
+    {
+        "bf16": "bfloat16",
+        "fp16": "float16 half",
+        "fp32": "float32 float",
+        "adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused",
+        "adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit",
+        "constant_with_warmup": "warmup",
+        "sdpa": "eager",
+        "full": "selective",
+        "jsonl": "json ndjson",
+        "text": "txt",
+        "truncate": "truncate_right",
+    }
+)
+"""Values of other tools, with the value of the same or the nearest meaning."""
+
+
+def nearest_value(given: Any, expected: Sequence[str]) -> str | None:
+    """Return the expected value that a misspelt value, or one of another tool, may have meant; None if none is near."""
+    if not isinstance(given, str):
+        return None
+    name = _normalised(given[:_LONGEST]).removeprefix("torch.")
+    if _VALUES.get(name) in expected:
+        return _VALUES[name]
+    lower = {_normalised(one): one for one in expected}
+    near = difflib.get_close_matches(name, lower, n=1, cutoff=0.75)
+    return lower[near[0]] if near else None
 
 
 def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:

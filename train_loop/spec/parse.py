@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import Dtype
-from train_loop.spec.names import unknown_field
+from train_loop.spec.names import nearest_value, unknown_field
 from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
 
 _MOST_PROBLEMS = 50
@@ -91,9 +92,9 @@ def dump(spec: JobSpec) -> str:
 
 
 def _problems(error: ValidationError) -> list[Problem]:
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     listed = [
-        Problem(as_pointer(place), _message(one["type"], one["msg"], one.get("input"), place))
+        Problem(as_pointer(place), _message(one, place))
         for one in found[:_MOST_PROBLEMS]
         for place in [_place(one["loc"])]
     ]
@@ -110,14 +111,18 @@ def _place(loc: tuple[int | str, ...]) -> list[str]:
     ]
 
 
-def _message(kind: str, message: str, value: Any, place: list[str]) -> str:
+def _message(error: ErrorDetails, place: list[str]) -> str:
+    kind, message, value = error["type"], error["msg"], error["input"]
     if kind == "extra_forbidden":
         return unknown_field([step for step in place if not step.isdecimal()], JobSpec)
     if kind == "missing":
         return "this field is required"
     if kind == "value_error":
         return message.removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}; the value is {_shortened(json.dumps(value, default=str))}"
+    told = f"{message[0].lower()}{message[1:]}; the value is {_shortened(json.dumps(value, default=str))}"
+    expected = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", "")) if kind == "literal_error" else []
+    near = nearest_value(value, expected)
+    return told if near is None else f"{told}; did you mean {near}?"
 
 
 def _shortened(text: str) -> str:

@@ -1,13 +1,17 @@
 """Unknown fields: misspelt names, names of other tools, and fields to come."""
 
 import random
-from typing import Any
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, raw_spec
 from train_loop.spec import JobSpec, SpecError, parse
+from train_loop.spec.base import Only
 from train_loop.spec.names import _NOT_OURS, _NOT_YET, _OURS, field_paths
 
 PLACES = ("", "model", "data", "training", "strategy", "checkpoint", "scaling", "failure")
@@ -98,6 +102,49 @@ def test_invalid_dtype_has_one_error(dtype: Any, place: str, name: str) -> None:
     (problem,) = raised.value.problems
     assert problem.pointer == f"/{place}/{name}"
     assert "'bf16', 'fp16' or 'fp32'" in problem.message
+    meant = {"bfloat16": "bf16", "float32": "fp32", "torch.bfloat16": "bf16"}
+    assert problem.message.partition("did you mean ")[2].rstrip("?") == meant.get(dtype, "")
+
+
+def enumerated(annotation: Any, *place: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield the places of a spec that have enumerated values, with the values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            # Settings to come have one answer, whatever they hold.
+            if not any(isinstance(one, Only) for one in field.metadata):
+                yield from enumerated(field.annotation, *place, name)
+    elif get_origin(annotation) is Literal:
+        yield place, get_args(annotation)
+    elif get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            yield from enumerated(part, *place)
+
+
+PARENTS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("data", "eval"): {"path": "stdlib://"},
+    ("checkpoint", "keep_best"): {"metric": "loss", "mode": "min"},
+}
+# These have their own rules, which name all their values.
+OWN_RULES = {"async_save_ckpt", "add_bos", "warmup_type", "decay_type"}
+ENUMERATED = [(place, names) for place, names in enumerated(JobSpec) if place[-1] not in OWN_RULES]
+
+
+@pytest.mark.parametrize(("place", "names"), ENUMERATED, ids=[".".join(place) for place, _ in ENUMERATED])
+def test_misspelt_value_has_one_error_with_the_nearest_value(place: tuple[str, ...], names: tuple[str, ...]) -> None:
+    for name in names:
+        for typo in {name + name[-1], name[0] + name[2:] if len(name) > 4 else f"{name}s", name.swapcase(), f"{name} "}:
+            raw = raw_spec()
+            target = raw
+            for depth, part in enumerate(place[:-1], start=1):
+                found = target.get(part)
+                target[part] = found if isinstance(found, dict) else dict(PARENTS.get(place[:depth], {}))
+                target = target[part]
+            target[place[-1]] = typo
+            with pytest.raises(SpecError) as raised:
+                parse(raw)
+            (problem,) = raised.value.problems
+            assert problem.pointer == "/" + "/".join(place)
+            assert problem.message.endswith(f"; did you mean {name}?"), (typo, problem.message)
 
 
 @pytest.mark.parametrize("place", ["path", "tokenizer"])
