@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.ports.cancellation import Cancellation
-from train_loop.plan import ModelShape, Preview, SampleCount
+from train_loop.plan import LargestRead, ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -19,6 +19,8 @@ class PreflightReport:
     """Counts of the first rows of each source."""
     count: SampleCount | None = None
     """Number of training samples, if it can be counted before the data is prepared."""
+    largest: LargestRead | None = None
+    """The part of the data for which preparation needs most memory."""
 
 
 class Preflight(Protocol):

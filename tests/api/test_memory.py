@@ -6,6 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.fakes.service import FakeService, raw_spec, spec_body
+from train_loop.plan import LargestRead
 
 GIB = 1 << 30
 SIZES = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
@@ -45,7 +46,7 @@ def test_plan_warns_of_unknown_memory_and_of_activations(service: FakeService, c
     assert warnings() == []
     (unknown,) = warnings(model=LARGE)
     assert unknown.startswith("the memory of the nodes is not known, so the model may not fit: each worker needs at")
-    service.cluster.memory = 6 * GIB
+    service.cluster.memory = 7 * GIB
     (likely,) = warnings(data={"sequence_length": 1 << 21, "packing": False})
     assert likely.startswith("a worker may run out of memory: in a step, with activations, each needs about ")
 
@@ -65,3 +66,60 @@ def test_preparation_without_memory_for_one_task_is_refused(service: FakeService
     assert [(problem["pointer"], "prepares the data needs about" in problem["message"]) for problem in errors] == [
         ("/data", True)
     ]
+
+
+def a_read(**fields: Any) -> LargestRead:
+    given: dict[str, Any] = {
+        "pointer": "/data/train/path",
+        "file": "/corpus/a",
+        "format": "text",
+        "packed": 0,
+        "batch": 0,
+        "row": 0,
+    }
+    return LargestRead(**given | {"text": True} | fields)
+
+
+@pytest.mark.parametrize("path", ["/jobs/plan", "/jobs"])
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (
+            a_read(row=100 << 20),
+            "/corpus/a has 100.0 MiB of text, which are one row, for which preparation needs about 14.4 GiB of host "
+            "memory, and no node has more than 8.0 GiB for workers; split the file, or write JSON lines",
+        ),
+        (a_read(format="jsonl", row=64 << 20), "/corpus/a has a line of 64.0 MiB, for which preparation needs about"),
+        (a_read(format="jsonl", row=900 << 20, text=False), "/corpus/a has a line of 900.0 MiB, for which"),
+        (a_read(format="parquet", row=60 << 20), "/corpus/a has rows of 60.0 MiB, for which preparation needs about"),
+        (
+            a_read(format="parquet", packed=4 * GIB, batch=GIB, row=1 << 20, text=False),
+            "/corpus/a has a row group with 4.0 GiB in the columns that are read, for which preparation needs about "
+            "8.8 GiB of host memory, and no node has more than 8.0 GiB for workers; write the file with smaller row",
+        ),
+    ],
+    ids=["text", "jsonl", "tokens", "rows", "group"],
+)
+def test_read_that_no_node_can_hold_is_refused_at_its_source(
+    service: FakeService, client: TestClient, path: str, read: LargestRead, expected: str
+) -> None:
+    service.cluster.memory = 8 * GIB
+    assert client.post(path, content=spec_body()).status_code in (200, 201)
+    service.preflight.largest = read
+    (problem,) = client.post(path, content=spec_body(name="large")).json()["errors"]
+    assert (problem["pointer"], problem["message"][: len(expected)]) == ("/data/train/path", expected)
+    service.cluster.memory = None
+    assert client.post(path, content=spec_body(name="unknown")).status_code in (200, 201)
+
+
+def test_plan_warns_of_more_tasks_of_preparation_than_a_node_holds(service: FakeService, client: TestClient) -> None:
+    service.cluster.total = {"CPU": 8.0}
+    service.cluster.nodes_total = ({"CPU": 8.0},)
+    service.cluster.memory = 8 * GIB
+    assert client.post("/jobs/plan", content=spec_body()).json()["warnings"] == []
+    service.preflight.largest = a_read(row=10 << 20)
+    (warning,) = client.post("/jobs/plan", content=spec_body()).json()["warnings"]
+    assert warning == (
+        "preparation runs up to 8 tasks of about 1.8 GiB on a node with 8.0 GiB for workers, and Ray ends and repeats "
+        "tasks that do not fit; give Ray fewer CPUs there"
+    )

@@ -1,7 +1,7 @@
 """Planning by pure arithmetic: mesh, batches and steps, memory, and placement on nodes. Torch-free."""
 
 from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
-from train_loop.plan.data_facts import Preview, SampleCount
+from train_loop.plan.data_facts import LargestRead, Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
     WORKER_MEMORY_VARIABLE,
@@ -44,6 +44,7 @@ __all__ = [
     "WORKER_MEMORY_VARIABLE",
     "BatchPlan",
     "Capacity",
+    "LargestRead",
     "MemoryTerm",
     "MeshPlan",
     "ModelShape",

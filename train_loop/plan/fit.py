@@ -7,6 +7,7 @@ layout of the workers has room for them, the job cannot run. Activations and log
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
 from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.plan import Plan
@@ -16,10 +17,10 @@ WORKER_MEMORY_VARIABLE = "TRAINSHED_WORKER_MEMORY_BYTES"
 """Environment variable with the memory of all ranks of a job on a host; the service sets it for an embedded Ray."""
 PROCESS_BYTES = 480 * 2**20
 """Resident memory of a rank's process without a model, measured with torch 2.13 on Linux."""
-_READER_BYTES = 200 * 2**20
-"""Resident memory of a process that prepares data, measured before it reads."""
-_ENCODER_BYTES = 690 * 2**20
-"""Peak memory of a process that encodes text, measured with 32 MiB of text and a vocabulary of 150,000 tokens."""
+_READER_BYTES = 440 * 2**20
+"""Resident memory of a process that prepares data, measured before it reads, with a small tokenizer."""
+_ENCODER_BYTES = 780 * 2**20
+"""Peak memory of a process that encodes text, measured with rows of 16 KiB and a vocabulary of 150,000 tokens."""
 _HOST = "memory of the host"
 _UNKNOWN = 1 << 62
 
@@ -135,21 +136,22 @@ def _initialisation(spec: JobSpec, plan: Plan) -> MemoryNeed:
     return _need(spec, "while its weights are initialised", terms)
 
 
-def task_bytes(spec: JobSpec) -> int:
-    """Return the memory of a task that prepares the data, in bytes; Ray Data runs up to one per CPU."""
-    return _ENCODER_BYTES if spec.data.reads_text else _READER_BYTES
+def task_bytes(spec: JobSpec, largest: LargestRead | None = None) -> int:
+    """Return the memory of a task that prepares the largest part of the data; Ray Data runs up to one task per CPU."""
+    base = _ENCODER_BYTES if spec.data.reads_text else _READER_BYTES
+    return base if largest is None else max(base, _READER_BYTES + largest.row_bytes) + largest.group_bytes
 
 
-def crowded_preparation(spec: JobSpec, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
+def crowded_preparation(task: int, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
     """Return tasks and host memory of the first node on which preparation may lack memory; None if there is none."""
     known = ((int(node.resources.get("CPU", 0.0)), node.host) for node in nodes if node.host is not None)
-    return next(((tasks, host) for tasks, host in known if tasks * task_bytes(spec) > host), None)
+    return next(((tasks, host) for tasks, host in known if tasks * task > host), None)
 
 
-def no_preparation(spec: JobSpec, nodes: Sequence[NodeRoom]) -> bool:
+def no_preparation(task: int, nodes: Sequence[NodeRoom]) -> bool:
     """Return whether no node has the memory of a single task that prepares data."""
     hosts = [_or_unknown(node.host) for node in nodes if node.resources.get("CPU", 0.0) >= 1]
-    return bool(hosts) and max(hosts) < task_bytes(spec)
+    return bool(hosts) and max(hosts) < task
 
 
 def overfull_node(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:

@@ -2,9 +2,10 @@
 
 `python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
 {"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
-"shape": {…}, "preview": […], "count": {…}}. `shape` has the model's sizes, or is null if they are unknown. If storage
-is unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the service torch's memory
-and import time. It forks for each request, because a damaged file may crash the library that opens it.
+"shape": {…}, "preview": […], "count": {…}, "largest": {…}}. `shape` has the model's sizes, or is null if they are
+unknown. If storage is unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the
+service torch's memory and import time. It forks for each request, because a damaged file may crash the library that
+opens it.
 """
 
 import sys
@@ -35,9 +36,10 @@ from train_loop.model.supported import check_decoder, check_dense, check_rows
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.units import decoder_layers, find_units
-from train_loop.plan import ModelShape, ParameterCounts, Preview, SampleCount
+from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
+from train_loop.preflight.largest_read import largest_read
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
@@ -281,6 +283,13 @@ def _count(spec: JobSpec) -> SampleCount | None:
     return None
 
 
+def _largest(spec: JobSpec) -> LargestRead | None:
+    placed = ((pointer, source, spec.data.columns_of(source)) for pointer, source in _pointed_sources(spec.data))
+    with suppress(ValueError, OSError):
+        return largest_read(islice(placed, PREVIEWED_SOURCES))
+    return None
+
+
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
@@ -294,12 +303,13 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         problems += bad
-        count = None if problems else _count(spec)
+        count, largest = (None, None) if problems else (_count(spec), _largest(spec))
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),
         "preview": [asdict(source) for source in preview],
         "count": count and asdict(count),
+        "largest": largest and asdict(largest),
     }
 
 

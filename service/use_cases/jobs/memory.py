@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from train_loop.plan import (
+    LargestRead,
     NodeRoom,
     Plan,
     certain_needs,
@@ -25,32 +26,46 @@ _SMALL_BYTES = 1 << 30
 """Need of a worker below which unknown memory is not worth a warning: Ray itself takes about as much on a node."""
 
 
-def preparation_problem(spec: JobSpec, nodes: Sequence[NodeRoom]) -> Problem | None:
+def preparation_problem(spec: JobSpec, largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> Problem | None:
     """Return the problem of a cluster on which no task that prepares data has enough memory; None if there is none."""
-    if not no_preparation(spec, nodes):
+    least, most = task_bytes(spec), task_bytes(spec, largest)
+    if not no_preparation(most, nodes):
         return None
-    most = max(node.host for node in nodes if node.host is not None)
-    return Problem(
-        "/data",
-        f"a task that prepares the data needs about {format_bytes(task_bytes(spec))} of host memory, and no node has "
-        f"more than {format_bytes(most)} for workers; add a node with more memory",
-    )
+    room = format_bytes(max(node.host for node in nodes if node.host is not None))
+    needs = f"needs about {{}} of host memory, and no node has more than {room} for workers"
+    if largest is None or no_preparation(least, nodes):
+        message = f"a task that prepares the data {needs.format(format_bytes(least))}; add a node with more memory"
+        return Problem("/data", message)
+    part, remedy = _describe(largest)
+    message = f"{largest.file} has {part}, for which preparation {needs.format(format_bytes(most))}; {remedy}"
+    return Problem(largest.pointer, message)
 
 
-def memory_warnings(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
+def _describe(largest: LargestRead) -> tuple[str, str]:
+    """Return the large part of a file in words, and a remedy."""
+    if largest.group_bytes > largest.row_bytes:
+        size = format_bytes(largest.packed)
+        return f"a row group with {size} in the columns that are read", "write the file with smaller row groups"
+    if largest.format == "text":
+        return f"{format_bytes(largest.row)} of text, which are one row", "split the file, or write JSON lines"
+    kind = "a line" if largest.format == "jsonl" else "rows"
+    return f"{kind} of {format_bytes(largest.row)}", "write shorter rows"
+
+
+def memory_warnings(spec: JobSpec, plan: Plan, largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> list[str]:
     """Return the warnings about the memory of a job at its largest size: unknown, likely too small, or crowded."""
     needs = certain_needs(spec, plan)
-    largest = max(needs, key=lambda need: (need.device_bytes, need.host_bytes))
+    most = max(needs, key=lambda need: (need.device_bytes, need.host_bytes))
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
-    small = max(largest.host_bytes, largest.device_bytes) < _SMALL_BYTES
+    small = max(most.host_bytes, most.device_bytes) < _SMALL_BYTES
     if not small and any(unknown_memory(spec, need, nodes) for need in needs):
-        sizes = [describe_terms(largest, on_device=False)]
-        sizes += [describe_terms(largest, on_device=True)] if on_gpu else []
+        sizes = [describe_terms(most, on_device=False)]
+        sizes += [describe_terms(most, on_device=True)] if on_gpu else []
         return [
             "the memory of the nodes is not known, so the model may not fit: each worker needs at least "
             f"{' and '.join(sizes)}"
         ]
-    return [*_likely(spec, plan, nodes), *_crowded(spec, nodes)]
+    return [*_likely(spec, plan, nodes), *_crowded(task_bytes(spec, largest), nodes)]
 
 
 def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
@@ -76,12 +91,12 @@ def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
     ]
 
 
-def _crowded(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[str]:
-    crowded = crowded_preparation(spec, nodes)
+def _crowded(task: int, nodes: Sequence[NodeRoom]) -> list[str]:
+    crowded = crowded_preparation(task, nodes)
     if crowded is None:
         return []
     tasks, host = crowded
     return [
-        f"preparation runs up to {tasks} tasks of about {format_bytes(task_bytes(spec))} on a node with "
+        f"preparation runs up to {tasks} tasks of about {format_bytes(task)} on a node with "
         f"{format_bytes(host)} for workers, and Ray ends and repeats tasks that do not fit; give Ray fewer CPUs there"
     ]

@@ -9,6 +9,7 @@ from service.errors import InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from train_loop.plan import (
+    LargestRead,
     ModelShape,
     Plan,
     Preview,
@@ -77,7 +78,7 @@ class Planner:
     def _checked(self, spec: JobSpec, found: PreflightReport) -> CheckedSpec:
         plans = self._plans(spec, found)
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
-        memory = memory_warnings(spec.at(most), plans[most], self.cluster.rooms())
+        memory = memory_warnings(spec.at(most), plans[most], found.largest, self.cluster.rooms())
         return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes))
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
@@ -89,12 +90,12 @@ class Planner:
         problems = [*([starves] if starves else []), *device_problems(spec), *broken, *unfit, *found.problems]
         if problems or found.shape is None or not plans:
             raise InvalidSpec(problems)
-        return self._fitting(spec, plans, found.shape)
+        return self._fitting(spec, plans, found.shape, found.largest)
 
-    def _fitting(self, spec: JobSpec, plans: Plans, shape: ModelShape) -> Plans:
+    def _fitting(self, spec: JobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None) -> Plans:
         """Return the plans that fit the memory of the nodes. Raises InvalidSpec if none does."""
         nodes = self.cluster.rooms()
-        lacks = (memory_problem(spec, plans, shape, nodes), preparation_problem(spec, nodes))
+        lacks = (memory_problem(spec, plans, shape, nodes), preparation_problem(spec, largest, nodes))
         if problems := list(filter(None, lacks)):
             raise InvalidSpec(problems)
         return plans_that_fit(spec, plans, nodes)

@@ -27,7 +27,7 @@ from service.ports import (
     SubmitRequest,
     WebhookCounts,
 )
-from train_loop.plan import Capacity, NodeRoom, Preview, SampleCount, read_shape
+from train_loop.plan import Capacity, LargestRead, NodeRoom, Preview, SampleCount, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -312,6 +312,7 @@ class MemoryPreflight:
     problems: list[Problem] = field(default_factory=list)
     count: SampleCount | None = None
     preview: tuple[Preview, ...] = ()
+    largest: LargestRead | None = None
     in_order: dict[str, PreflightReport] = field(default_factory=dict)
     starting: str | None = None
 
@@ -320,7 +321,7 @@ class MemoryPreflight:
     ) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
         shape = read_shape(spec.model.config) if spec.model.config else None
-        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count)
+        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count, self.largest)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found

@@ -26,7 +26,7 @@ _CHUNK = 4 * 2**20
 _PARQUET_ROWS = (32, 1024)
 """Minimum and maximum rows that are decoded at once; in between, about _BATCH bytes."""
 _BATCH = 64 * 2**20
-_READ_AHEAD = 8 * 2**20
+READ_AHEAD = 8 * 2**20
 """Bytes of a column that are read at once: a row group may be larger than memory."""
 _FOOTERS_AT_ONCE = 16
 _FOOTERS_CHECKED = 256
@@ -169,12 +169,11 @@ def check_columns(files: Sequence[SourceFile], columns: ColumnsSpec, *, skip: bo
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     names = list(columns.names)
     with open_file(piece.file, buffer=0) as opened:
-        file = pq.ParquetFile(opened, page_checksum_verification=True, pre_buffer=False, buffer_size=_READ_AHEAD)
+        file = pq.ParquetFile(opened, page_checksum_verification=True, pre_buffer=False, buffer_size=READ_AHEAD)
         check_schema(piece.file.uri, file.schema_arrow, columns)
         groups = [file.metadata.row_group(n).num_rows for n in range(piece.stop)]
         first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
-        place, (least, most) = first, _PARQUET_ROWS
-        at_once = max(least, min(most, _BATCH * count // max(piece.bytes, 1)))
+        place, at_once = first, rows_at_once(count, piece.bytes)
         for batch in file.iter_batches(at_once, row_groups=list(range(piece.start, piece.stop)), columns=names):
             some = max(1, _CHUNK * len(batch) // max(batch.nbytes, 1))
             for start in range(0, len(batch), some):
@@ -183,6 +182,12 @@ def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
                 rows = [_row(number, dict(zip(names, row, strict=True))) for number, row in cells]
                 place += len(rows)
                 yield Chunk(rows, piece.bytes * (place - first) // count)
+
+
+def rows_at_once(count: int, size: int) -> int:
+    """Return how many of `count` rows of Parquet, of `size` bytes together, are decoded at once."""
+    least, most = _PARQUET_ROWS
+    return max(least, min(most, _BATCH * count // max(size, 1)))
 
 
 def _row(place: int, cells: dict[str, Any]) -> Row:

@@ -1,0 +1,66 @@
+"""The part of the data for which preparation needs most memory, found before the job runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.builders.specs import may_read, raw_spec
+from train_loop.plan import LargestRead
+from train_loop.preflight.checks import answer
+
+KIB = 1024
+
+
+def found(folder: Path, *names: str, **data: Any) -> LargestRead:
+    """Return the largest read of training data in some files of a folder."""
+    paths = [f"file://{folder / name}" for name in names]
+    raw = raw_spec(data={"train": {"path": paths[0] if len(paths) == 1 else paths}} | data)
+    answered = answer({"spec": raw, "read_policy": may_read(f"file://{folder}").model_dump(), "parent": None})
+    assert answered["problems"] == []
+    return LargestRead(**answered["largest"])
+
+
+def test_text_file_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a " * 200)
+    (tmp_path / "b.md").write_text("b " * 4 * KIB)
+    largest = found(tmp_path, "*")
+    assert (largest.pointer, largest.file) == ("/data/train/path", str(tmp_path / "b.md"))
+    assert (largest.row, largest.row_bytes, largest.group_bytes) == (8 * KIB, 143 * 8 * KIB, 0)
+
+
+@pytest.mark.parametrize(("column", "factor"), [("text", 143), ("input_ids", 9)])
+def test_first_json_line_is_a_row(tmp_path: Path, column: str, factor: int) -> None:
+    rows = [{column: "word " * 9 if column == "text" else [1, 2, 3]}] * 50
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join([json.dumps({column: rows[0][column] * 30}), lines[0]]))
+    largest = found(tmp_path, "*.jsonl", columns={column: column})
+    length = len((tmp_path / "b.jsonl").read_text().partition("\n")[0]) + 1
+    assert (largest.file, largest.row, largest.row_bytes) == (str(tmp_path / "b.jsonl"), length, factor * length)
+
+
+def test_row_group_is_held_with_a_batch_of_its_rows(tmp_path: Path) -> None:
+    """Only the columns that are read count, and the groups of all files."""
+    table = pa.table({"ids": [[7] * 64] * 4096, "text": ["x" * 500] * 4096, "other": [["y" * 99]] * 4096})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=512, compression="none", use_dictionary=False)
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=4096, compression="none", use_dictionary=False)
+    largest = found(tmp_path, "*.parquet", columns={"text": "text"})
+    plain = 4096 * 504
+    assert largest.file == str(tmp_path / "b.parquet")
+    assert largest.packed == pytest.approx(plain, rel=0.01)
+    assert largest.batch == pytest.approx(plain / 4, rel=0.01)
+    assert largest.row == pytest.approx(504, rel=0.01)
+    assert largest.group_bytes == largest.packed + 2 * largest.batch
+    tokens = found(tmp_path, "a.parquet", columns={"input_ids": "ids"})
+    assert (tokens.packed, tokens.row_bytes) == (tokens.batch, 0)
+    assert tokens.group_bytes == 5 * tokens.batch
+
+
+def test_compressed_lines_are_unknown(tmp_path: Path) -> None:
+    with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.gz"), "gzip") as stream:
+        stream.write(json.dumps({"text": "word " * KIB}).encode())
+    assert found(tmp_path, "a.jsonl.gz").row == 0
