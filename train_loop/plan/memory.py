@@ -40,7 +40,7 @@ def estimate_memory(
     """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
     Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters have no gradients and no
-    optimizer state. FSDP2 gathers one layer ahead of the current layer. Activations are those of one micro-batch on
+    optimizer state. Activations are those of one micro-batch on
     1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
@@ -48,7 +48,6 @@ def estimate_memory(
     shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
-    gathered = max(min(2, shape.layers) * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
@@ -62,11 +61,7 @@ def estimate_memory(
     )
     return (
         *state,
-        MemoryTerm(
-            "gathered_parameters",
-            compute * gathered,
-            f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
-        ),
+        MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_partial_sums(shape, mesh, tree, trained),
         _staging(spec, -(-sum(term.bytes for term in state) // mesh.ddp), beside),
@@ -74,6 +69,39 @@ def estimate_memory(
         MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
     )
+
+
+def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int) -> tuple[int, str]:
+    """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
+
+    FSDP2 copies units also on one rank. The root unit, which has the embeddings and the head, stays gathered while each
+    layer and the one after it are gathered. The peak is inside the layers, where the head has its whole
+    gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or at the end,
+    when the root's gradients are reduced.
+    """
+    compute, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
+    master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
+    reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
+    layers, outside = shape.layers * shape.layer_parameters, shape.embedding_parameters
+    ahead = min(2, shape.layers) * shape.layer_parameters if mesh.fsdp > 1 else 0
+    # Embeddings that are units of their own are freed after use.
+    inside = max(outside, ahead) if wrap.wrap_embeddings or wrap.wrap_lm_output else outside + ahead
+    kept = 0 if reshard is None or reshard is True else layers if reshard is False else layers // reshard
+    # Chunks of logits have the head's gradient themselves.
+    head = 0 if frozen or chunk_rows(spec, shape, tokens=tokens) is not None else shape.vocab * shape.hidden
+    later = 0 if frozen else master * outside // mesh.fsdp
+    peaks = (
+        (compute * (inside + head) - later, f"{compute} bytes x (embeddings + two layers + head's gradient)"),
+        (
+            compute * (outside + kept + head) - master * shape.trained // mesh.fsdp,
+            f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
+        ),
+        (
+            0 if frozen else compute * outside + reduced * (outside - outside // mesh.fsdp),
+            f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
+        ),
+    )
+    return max(peaks)
 
 
 def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:

@@ -1,0 +1,73 @@
+"""The plan's memory of gathered parameters and gradients, compared with what FSDP2 holds at each layer of a step."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
+
+from tests.support.builders.specs import TINY, raw_spec
+from train_loop.model.build import build_model
+from train_loop.model.folder import model_shape
+from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.shard import apply_fsdp
+from train_loop.plan import plan_job
+from train_loop.spec import JobSpec, parse
+
+LAYERS = 6
+
+
+@pytest.fixture(params=[1, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Number of ranks of a process group whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def sharded(spec: JobSpec, world: int) -> PreTrainedModel:
+    model = build_model(spec.model).to_empty(device="cpu")
+    fsdp = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    mesh = SimpleNamespace(plan=SimpleNamespace(world=world), fsdp=fsdp, device=torch.device("cpu"))
+    apply_fsdp(model, cast(Mesh, mesh), spec.strategy)
+    for weight in model.parameters():
+        torch.nn.init.zeros_(weight)
+    return model
+
+
+def held(model: PreTrainedModel) -> int:
+    """Return the bytes of gathered parameters and of gradients, whole and sharded."""
+    groups = [one._get_fsdp_state()._fsdp_param_group for one in model.modules() if isinstance(one, FSDPModule)]
+    total = 0
+    for group in filter(None, groups):
+        part = {"SHARDED": 0.0, "SHARDED_POST_FORWARD": 0.5, "UNSHARDED": 1.0}[group._sharded_state.name]
+        for one in group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)
+            gradients = (one.unsharded_accumulated_grad, getattr(whole, "grad", None), one.sharded_param.grad)
+            total += int(part * one._orig_size.numel() * 4)
+            total += sum(4 * getattr(grad, "_local_tensor", grad).numel() for grad in gradients if grad is not None)
+    return total
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+def test_plan_counts_what_is_gathered_at_the_peak_of_a_step(world: int, reshard: Any) -> None:
+    if reshard == 2 and world == 1:
+        pytest.skip("there is no group of two ranks")
+    config = TINY | {"num_hidden_layers": LAYERS, "vocab_size": 600}
+    parts: dict[str, Any] = {"strategy": {"reshard_after_forward": reshard}, "scaling": {"num_workers": world}}
+    spec = parse(raw_spec(model={"config": config, "dtype": "fp32"}, **parts))
+    model, seen = sharded(spec, world), list[int]()
+    for layer in cast(Any, model).model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(held(model)))
+        layer.mlp.register_full_backward_pre_hook(lambda *_: seen.append(held(model)))
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    assert len(seen) == 2 * LAYERS
+    terms = {term.name: term.bytes for term in plan_job(spec, model_shape(spec.model)).memory}
+    planned = terms["gathered_parameters"] + terms["gradients"]
+    assert 0.8 * planned < max(seen) < 1.01 * planned
