@@ -27,6 +27,7 @@ TRUSTED = {
     # The service's own files, documents and child processes.
     "service/adapters/storage/roots.py:_recall",
     "service/api/openapi.py:_hoisted",
+    "train_loop/checkpoint/export/text_files.py:name_class",
     "train_loop/checkpoint/files/writer.py:write",
     "train_loop/checkpoint/files/writer.py:serve",
     "train_loop/liveness/heartbeat.py:main",
