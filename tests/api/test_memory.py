@@ -95,7 +95,7 @@ def a_read(**fields: Any) -> LargestRead:
         (
             a_read(format="parquet", packed=4 * GIB, batch=GIB, row=1 << 20, text=False),
             "/corpus/a has a row group with 4.0 GiB in the columns that are read, for which preparation needs about "
-            "8.8 GiB of host memory, and no node has more than 8.0 GiB for workers; write the file with smaller row",
+            "10.8 GiB of host memory, and no node has more than 8.0 GiB for workers; write the file with smaller row",
         ),
     ],
     ids=["text", "jsonl", "tokens", "rows", "group"],

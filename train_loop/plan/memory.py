@@ -61,7 +61,7 @@ def estimate_memory(
     )
     return (
         *state,
-        MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens)),
+        MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_partial_sums(shape, mesh, tree, trained),
         _staging(spec, -(-sum(term.bytes for term in state) // mesh.ddp), beside),
@@ -71,24 +71,25 @@ def estimate_memory(
     )
 
 
-def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int) -> tuple[int, str]:
+def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, ordered: bool) -> tuple[int, str]:
     """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
 
     FSDP2 copies units also on one rank. The root unit, which has the embeddings and the head, stays gathered while each
     layer and the one after it are gathered. The peak is inside the layers, where the head has its whole
     gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or at the end,
-    when the root's gradients are reduced.
+    when the root's gradients are reduced. An `ordered` exchange has its buffer among the partial sums.
     """
-    compute, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
+    compute = DTYPE_BYTES[spec.strategy.param_dtype]
+    reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
     layers, outside = shape.layers * shape.layer_parameters, shape.embedding_parameters
-    ahead = min(2, shape.layers) * shape.layer_parameters if mesh.fsdp > 1 else 0
+    ahead = min(2, shape.layers) * shape.layer_parameters if mesh.fsdp > 1 and not ordered else 0
     # Embeddings that are units of their own are freed after use.
     inside = max(outside, ahead) if wrap.wrap_embeddings or wrap.wrap_lm_output else outside + ahead
     kept = 0 if reshard is None or reshard is True else layers if reshard is False else layers // reshard
     # Chunks of logits have the head's gradient themselves.
-    head = 0 if frozen or chunk_rows(spec, shape, tokens=tokens) is not None else shape.vocab * shape.hidden
+    head = 0 if frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None else shape.vocab * shape.hidden
     later = 0 if frozen else master * outside // mesh.fsdp
     peaks = (
         (compute * (inside + head) - later, f"{compute} bytes x (embeddings + two layers + head's gradient)"),

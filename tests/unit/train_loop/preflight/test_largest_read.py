@@ -54,10 +54,10 @@ def test_row_group_is_held_with_a_batch_of_its_rows(tmp_path: Path) -> None:
     assert largest.packed == pytest.approx(plain, rel=0.01)
     assert largest.batch == pytest.approx(plain / 4, rel=0.01)
     assert largest.row == pytest.approx(504, rel=0.01)
-    assert largest.group_bytes == largest.packed + 2 * largest.batch
+    assert largest.group_bytes == largest.packed + 4 * largest.batch
     tokens = found(tmp_path, "a.parquet", columns={"input_ids": "ids"})
     assert (tokens.packed, tokens.row_bytes) == (tokens.batch, 0)
-    assert tokens.group_bytes == 5 * tokens.batch
+    assert tokens.group_bytes == 7 * tokens.batch
 
 
 def test_compressed_lines_are_unknown(tmp_path: Path) -> None:
