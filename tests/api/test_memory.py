@@ -94,8 +94,8 @@ def a_read(**fields: Any) -> LargestRead:
         (a_read(format="parquet", row=60 << 20), "/corpus/a has rows of 60.0 MiB, for which preparation needs about"),
         (
             a_read(format="parquet", packed=4 * GIB, batch=GIB, row=1 << 20, text=False),
-            "/corpus/a has a row group with 4.0 GiB in the columns that are read, for which preparation needs about "
-            "10.8 GiB of host memory, and no node has more than 8.0 GiB for workers; write the file with smaller row",
+            "/corpus/a has rows that take 1.0 GiB where they are decoded together, for which preparation needs about "
+            "10.8 GiB of host memory, and no node has more than 8.0 GiB for workers; write shorter rows",
         ),
     ],
     ids=["text", "jsonl", "tokens", "rows", "group"],

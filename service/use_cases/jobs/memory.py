@@ -44,8 +44,7 @@ def preparation_problem(spec: JobSpec, largest: LargestRead | None, nodes: Seque
 def _describe(largest: LargestRead) -> tuple[str, str]:
     """Return the large part of a file in words, and a remedy."""
     if largest.group_bytes > largest.row_bytes:
-        size = format_bytes(largest.packed)
-        return f"rows of a row group with {size} in the columns that are read", "write shorter rows"
+        return f"rows that take {format_bytes(largest.batch)} where they are decoded together", "write shorter rows"
     if largest.format == "text":
         return f"{format_bytes(largest.row)} of text, which are one row", "split the file, or write JSON lines"
     kind = "a line" if largest.format == "jsonl" else "rows"
