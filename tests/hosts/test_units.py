@@ -34,7 +34,8 @@ def test_rank_that_dies_during_group_start_costs_no_attempt(cluster: HostCluster
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     cluster.kill_rank(job_id, 2)
     starting = wait_for(lambda: newer if (newer := cluster.epoch_of(job_id)) > epoch else None, "the next group")
-    host.run("pkill", "-9", "-f", "[r]ay::RayTrainWorker")
+    # The group's epoch is known before its workers are there.
+    host.run("timeout", "20", "sh", "-c", "until pkill -9 -f '[r]ay::RayTrainWorker'; do sleep 0.02; done")
     cluster.wait_for_newer_group(job_id, starting)
     (loss,) = [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == starting]
     assert (loss["hosts"], loss["cause"]) == ([host.name], "killed")
