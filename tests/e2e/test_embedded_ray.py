@@ -136,13 +136,16 @@ def assert_closed_to_others(head: RayHead) -> None:
 
 def assert_limited(head: RayHead) -> None:
     """Check that every process of Ray has a memory limit, and that the kernel kills workers before all others."""
-    scores = dict[int, int]()
+    scores, drivers = dict[int, int](), set[int]()
     for process in processes(head):
-        soft, hard = process.rlimit(psutil.RLIMIT_DATA)
-        assert MEMORY_BYTES < soft < MEMORY_BYTES + (4 << 30) < hard % 2**64, process.cmdline()
-        scores[process.pid] = int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
-    # The driver and its supervisor; Ray starts them as it starts ranks and tasks.
-    drivers = [p.pid for p in processes(head) if p.name() == "sleep" or "JobSupervisor" in " ".join(p.cmdline())]
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # some of Ray's processes end soon
+            command, (soft, hard) = process.cmdline(), process.rlimit(psutil.RLIMIT_DATA)
+            score = int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+            # The driver and its supervisor; Ray starts them as it starts ranks and tasks.
+            if process.name() == "sleep" or "JobSupervisor" in " ".join(command):
+                drivers.add(process.pid)
+            scores[process.pid] = score
+            assert MEMORY_BYTES < soft < MEMORY_BYTES + (4 << 30) < hard % 2**64, command
     assert {scores[pid] for pid in drivers} == {1000}
     assert scores[head.pid] == int(Path("/proc/self/oom_score_adj").read_text())
 

@@ -32,6 +32,8 @@ def why_no_images() -> str | None:
         built = {config(name)["Labels"]["org.opencontainers.image.revision"] for name in ("trainshed", WORKER)}
     except (subprocess.CalledProcessError, KeyError, TypeError):
         return "`make images` has built no images"
+    if not Path(".git").exists():
+        return "needs the repository, to tell of which commit the images are"
     return None if built == {output("git", "rev-parse", "HEAD")} else "the images are of another commit: `make images`"
 
 
