@@ -150,6 +150,39 @@ def assert_limited(head: RayHead) -> None:
     assert scores[head.pid] == int(Path("/proc/self/oom_score_adj").read_text())
 
 
+def assert_stop_leaves_nothing(ray: EmbeddedRay, jobs: RayJobs, home: Path) -> None:
+    """Stop Ray while a job has been stopped, and check that no process and no file is left."""
+    jobs.submit(launch(2))
+    wait_for(lambda: jobs.status("job-1-2") is SubmissionStatus.RUNNING)
+    jobs.stop("job-1-2")
+    head = recorded(home)
+    family = processes(head)
+    ray.stop()
+    assert len(family) > 5
+    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert not Path(head.temp_dir).exists()
+    assert read_head(home / "ray.json") is None
+    assert jobs.status("job-1-1") is SubmissionStatus.UNKNOWN
+
+
+def assert_takes_over(ray: EmbeddedRay, jobs: RayJobs, left: RayHead) -> None:
+    """Check that jobs of a head that another service has left keep running, closed to other users."""
+    assert holders_of_secrets(left) == []
+    assert wait_for(jobs.capacity).total["CPU"] == CPUS
+    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
+    jobs.submit(launch(1))
+    jobs.submit(launch(1))
+    with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
+        RayJobs(ray.address, python="other").submit(launch(1))
+    wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.RUNNING)
+    assert_limited(left)
+    # Among them are workers: their ports become free whenever one ends.
+    assert {address for address, _ in listeners(left)} == {"127.0.0.1"}
+    assert [port for _, port in listeners(left) if speaks_grpc_without_tls(port)] == []
+    jobs.stop("job-1-none")
+    assert_closed_to_others(left)
+
+
 def launch(attempt: int) -> SubmitRequest:
     return SubmitRequest(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
 
@@ -169,21 +202,8 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     address = wait_for(ray.address, what="the head of the killed service")
     assert (recorded(tmp_path), address.url) == (left, left.dashboard_url)
     assert httpx.get(f"{address.url}/api/version").status_code == 401
-    assert holders_of_secrets(left) == []
     jobs = RayJobs(ray.address, python=driver)
-    assert wait_for(jobs.capacity).total["CPU"] == CPUS
-    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
-    jobs.submit(launch(1))
-    jobs.submit(launch(1))
-    with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
-        RayJobs(ray.address, python="other").submit(launch(1))
-    wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.RUNNING)
-    assert_limited(left)
-    # Among them are workers: their ports become free whenever one ends.
-    assert {address for address, _ in listeners(left)} == {"127.0.0.1"}
-    assert [port for _, port in listeners(left) if speaks_grpc_without_tls(port)] == []
-    jobs.stop("job-1-none")
-    assert_closed_to_others(left)
+    assert_takes_over(ray, jobs, left)
 
     # Replacement after the head dies: its jobs are reported as missing.
     family = processes(left)
@@ -203,18 +223,8 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     wait_for(lambda: ray.address() not in (None, before), what="a head with a private folder")
     assert_closed_to_others(recorded(tmp_path))
 
-    # Stop: no process and no file is left.
-    jobs.submit(launch(2))
-    wait_for(lambda: jobs.status("job-1-2") is SubmissionStatus.RUNNING)
-    jobs.stop("job-1-2")
-    new, family = recorded(tmp_path), processes(recorded(tmp_path))
-    ray.stop()
-    assert len(family) > 5
-    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-    assert not Path(new.temp_dir).exists()
+    assert_stop_leaves_nothing(ray, jobs, tmp_path)
     assert not Path(left.temp_dir).exists()
-    assert read_head(tmp_path / "ray.json") is None
-    assert jobs.status("job-1-1") is SubmissionStatus.UNKNOWN
 
 
 def test_failed_start_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
