@@ -147,7 +147,9 @@ def encode_chat(
             "the template"
         ) from error
     if template.is_timed and template.text(turns) != text:
-        raise DataError("the chat template writes another text each time; remove the time from it")
+        if template.text(turns) != template.text(turns):
+            raise DataError("the chat template writes another text each time; remove the time from it")
+        return encode_chat(tokenizer, templates, messages, system_prompt, tools)  # another day has begun
     ends_with_answer = turns[-1]["role"] == "assistant" and len(turns) - 1 not in conversation.untrained
     if not template.marks_answers:
         trained = _up_to_eos(tokenizer, text, trained)

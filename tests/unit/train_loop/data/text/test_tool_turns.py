@@ -4,11 +4,14 @@ Expected texts show trained text between ⟦ and ⟧.
 """
 
 import re
+from datetime import datetime, tzinfo
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
+from transformers.utils import chat_template_utils
 
 from tests.support.tokenizers.chats import assistant, user
 from tests.support.tokenizers.turns import added, encoded, shown, write
@@ -261,6 +264,19 @@ def test_template_that_writes_the_time_is_refused_if_the_text_changes(tmp_path: 
         encoded(timed, [user("q"), assistant("a")])
     dated = folder(tmp_path / "dated", "{{ strftime_now('%Y') }}" + GLM)
     assert trained(dated, [user("q"), assistant("a")]) == [f"a{EOS}"]
+
+
+def test_row_at_midnight_has_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    days = chain([1] * 3, repeat(2))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls(2026, 1, next(days), tzinfo=tz)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    dated = folder(tmp_path, "{{ strftime_now('%d') }}" + GLM)
+    assert shown(dated, [user("q"), assistant("a")]) == f"02<|user|>q<|assistant|>⟦a{EOS}⟧"
 
 
 def test_token_in_the_next_content_does_not_end_a_turn(tmp_path: Path) -> None:
