@@ -1,6 +1,7 @@
 """`python -m train_loop.liveness.planned_end --seconds N [-- COMMAND]`: the planned end of a cluster's head.
 
 Every driver of the head is asked to save and to end; then Ray's processes are ended, so that no driver starts any more.
+Drivers that start meanwhile are asked too, until Ray has ended: an attempt that was asked does not count as failed.
 The preStop hook of the head's pod runs this: Kubernetes ends a pod for an upgrade, or to drain its node. Under Docker
 and systemd this process runs `ray start` as COMMAND, and ends it this way on SIGTERM.
 """
@@ -18,13 +19,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from train_loop.run_dir import RunDir, Stop
+from train_loop.liveness.leave import ask_to_leave
+from train_loop.run_dir import RunDir
 from train_loop.system.signals import SignalPipe
 
 log = logging.getLogger(__name__)
 REASON = "the head of Ray ends as planned: it is upgraded, restarted or stopped, or its node is drained"
 _DRIVER = "train_loop.ray_train.driver"
 _POLL_SECONDS = 0.2
+_AGAIN_SECONDS = 1.0
+"""Seconds between two requests to one driver."""
 _QUIET_SECONDS = 1.0
 """Seconds without a driver after which the head may end: one may be about to start."""
 _MARK_VARIABLE = "TRAINSHED_HEAD"
@@ -65,47 +69,62 @@ def command_lines(proc: Path = Path("/proc"), *, mark: bytes | None = None) -> I
             continue
 
 
-def ask_to_leave(driver: Driver, deadline: float) -> None:
-    """Ask an attempt to save and end, unless the service has asked it to stop."""
-    run_dir = RunDir.at(driver.run_dir)
-    if run_dir.stop(attempt=driver.attempt) is None:
-        run_dir.write_stop(Stop(mode="pause", deadline=deadline, attempt=driver.attempt, reason=REASON))
+class Asker:
+    """Asks the drivers of a head to leave, each in a thread of its own: the storage of one job may hang."""
+
+    def __init__(self, find: Callable[[], set[Driver]], ask: Callable[[Driver], None]) -> None:
+        self._find, self._ask = find, ask
+        self._left = set[Driver]()
+        self._asked = set[Driver]()
+
+    def look(self) -> set[Driver]:
+        """Ask the drivers that are new, and return all that run."""
+        self._left = self._find()
+        for driver in self._left - self._asked:
+            threading.Thread(target=self._keep_asking, args=(driver,), name="ask", daemon=True).start()
+        self._asked |= self._left
+        return self._left
+
+    def _keep_asking(self, driver: Driver) -> None:
+        """Ask until the driver has ended: a request of the service may replace this one, and storage may return."""
+        while driver in self._left:
+            try:
+                self._ask(driver)
+            except Exception as error:
+                log.warning("attempt %d of %s could not be asked to save: %s", driver.attempt, driver.run_dir, error)
+            time.sleep(_AGAIN_SECONDS)
+
+    def wait(self, seconds: float) -> set[Driver]:
+        """Wait until no driver is left or the time is over. Return those that are left."""
+        end = quiet = time.monotonic()
+        end += seconds
+        while True:
+            left, now = self.look(), time.monotonic()
+            quiet = now if left else quiet
+            if now >= end or now - quiet >= _QUIET_SECONDS:
+                return left
+            time.sleep(_POLL_SECONDS)
 
 
-def wait_for_drivers(find: Callable[[], set[Driver]], ask: Callable[[Driver], None], *, seconds: float) -> set[Driver]:
-    """Ask each driver once, also new ones, until none is left or the time is over. Return those that are left."""
-    asked = set[Driver]()
-    end = quiet = time.monotonic()
-    end += seconds
-    while True:
-        left = find()
-        for driver in left - asked:
-            # Storage of one job may hang.
-            threading.Thread(target=_logged, args=(ask, driver), name="ask", daemon=True).start()
-        asked |= left
-        now = time.monotonic()
-        quiet = now if left else quiet
-        if now >= end or now - quiet >= _QUIET_SECONDS:
-            return left
-        time.sleep(_POLL_SECONDS)
-
-
-def _logged(ask: Callable[[Driver], None], driver: Driver) -> None:
-    try:
-        ask(driver)
-    except Exception as error:
-        log.warning("attempt %d of %s could not be asked to save: %s", driver.attempt, driver.run_dir, error)
-
-
-def let_drivers_end(seconds: float, *, mark: bytes | None = None) -> set[Driver]:
-    """Let all drivers save and end, or those with a mark in their environment. Return those that did not in time."""
+def let_drivers_end(seconds: float, *, mark: bytes | None = None) -> Asker:
+    """Let all drivers save and end, or those with a mark in their environment. Report those that did not in time."""
     deadline = time.time() + seconds
-    left = wait_for_drivers(
-        lambda: drivers_in(command_lines(mark=mark)), lambda driver: ask_to_leave(driver, deadline), seconds=seconds
-    )
-    for driver in left:
+
+    def ask(driver: Driver) -> None:
+        ask_to_leave(RunDir.at(driver.run_dir), driver.attempt, reason=REASON, deadline=deadline)
+
+    asker = Asker(lambda: drivers_in(command_lines(mark=mark)), ask)
+    for driver in asker.wait(seconds):
         log.warning("attempt %d of %s did not end within %g s", driver.attempt, driver.run_dir, seconds)
-    return left
+    return asker
+
+
+def await_end(process: "subprocess.Popen[bytes]", asker: Asker) -> int:
+    """Return the exit code of the process that ends Ray, or of Ray itself. Drivers that start meanwhile are asked."""
+    while process.poll() is None:
+        asker.look()
+        time.sleep(_POLL_SECONDS)
+    return process.returncode
 
 
 def run_head(command: list[str], seconds: float) -> int:
@@ -116,9 +135,9 @@ def run_head(command: list[str], seconds: float) -> int:
     head = subprocess.Popen(command, env=os.environ | own)
     while head.poll() is None:
         if signals.wait(_HEAD_SECONDS) is not None:
-            let_drivers_end(seconds, mark=f"{_MARK_VARIABLE}={mark}".encode())
+            asker = let_drivers_end(seconds, mark=f"{_MARK_VARIABLE}={mark}".encode())
             head.terminate()
-            return head.wait()
+            return await_end(head, asker)
     return head.returncode
 
 
@@ -130,8 +149,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command:
         return run_head(arguments.command, arguments.seconds)
-    left = let_drivers_end(arguments.seconds)
-    subprocess.run([str(Path(sys.executable).with_name("ray")), "stop", "--force"], check=False)
+    asker = let_drivers_end(arguments.seconds)
+    left = asker.look()
+    await_end(subprocess.Popen([str(Path(sys.executable).with_name("ray")), "stop", "--force"]), asker)
     return 1 if left else 0
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import begin_group
+from train_loop.liveness.leave import ask_to_leave
 from train_loop.run_dir import AttemptDir, CurrentGroup, Outcome, RunDir, Stop, read_lines_after, storage_may_fail
 from train_loop.system.exit import leave
 from train_loop.system.limited_log import LimitedLog
@@ -39,6 +40,7 @@ _DOING: Mapping[str, str] = {
 """What an attempt does after each event, unless it trains."""
 _SAVING = ("save", "end")
 """Phases of ranks that save: they are as slow as their storage, and do not hang."""
+NOTICE = "its driver was asked to end (SIGTERM), as when its host is shut down"
 
 
 @dataclass
@@ -83,7 +85,7 @@ class StopState:
     stop: Stop | None
     """The request; None if there is none or if it cannot be read."""
     signal: Signals | None = None
-    """Signal that the driver has received: there is no more time."""
+    """SIGINT, if the driver has received it: there is no more time."""
     trained: bool = False
     """True if the workers trained when the request came."""
     waited: float = 0.0
@@ -133,6 +135,7 @@ def _without_workers(activity: Activity, *, trained: bool) -> str:
 class StopWatch:
     """A thread that ends the attempt if a request or a signal requires it, whatever the other threads do.
 
+    SIGINT ends it at once. SIGTERM, however often it comes, is a notice: the attempt saves and leaves.
     `end` writes the outcome and exits the process. Before that, the fence rejects later commits of the workers.
     """
 
@@ -151,6 +154,7 @@ class StopWatch:
         self._seen_at: float | None = None
         self._trained = False
         self._signal: Signals | None = None
+        self._leaves = False
         self._decides = threading.Lock()
         """Held by the thread that ends the attempt."""
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
@@ -165,7 +169,9 @@ class StopWatch:
 
     def _run(self) -> None:
         while not self._decides.locked():
-            self._signal = self._wait(_POLL_SECONDS) or self._signal
+            number = self._wait(_POLL_SECONDS)
+            self._leaves |= number is Signals.SIGTERM
+            self._signal = number if number is Signals.SIGINT else self._signal
             outcome = self.check()
             if outcome is not None and self._decides.acquire(blocking=False):
                 try:
@@ -179,6 +185,8 @@ class StopWatch:
         """Read the request and new events, report a new request, and return the outcome if the attempt must end."""
         stop: Stop | None = None
         with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
+            if self._leaves:
+                ask_to_leave(self._run_dir, self._attempt.number, reason=NOTICE)
             requested = self._run_dir.stop(attempt=self._attempt.number)
             if requested is not None:
                 self._read_events()

@@ -21,6 +21,7 @@ _HEAD_END_SECONDS = 10.0
 """Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
 _OWN_END_SECONDS = 5.0
 """Seconds that a driver without workers has to end by itself."""
+_NEVER_RAN = "the head of Ray has ended before the driver had started"
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
@@ -104,8 +105,10 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
         return Decision(_with_outage(job, seen))
     # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
     # that still runs must find a newer fence.
-    if seen.submission is SubmissionStatus.MISSING and attempt.submitted_at is None and not seen.has_output:
-        return _submit(job, seen.previous, now)
+    if _never_ran(seen):
+        if attempt.submitted_at is None:
+            return _submit(job, seen.previous, now)
+        return Decision(_end_as_planned(job, _NEVER_RAN, committed=seen.committed, now=now))
     if not seen.submission.alive:
         return Decision(_fail_attempt(job, _driver_loss(seen), committed=seen.committed, now=now, retry=retry))
     if hangs(job, seen.idle_seconds):
@@ -116,16 +119,27 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
 
 
 def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
-    """Return why an attempt has ended if the head of Ray had asked it to leave; None if it has not, or otherwise."""
-    if seen.stop is None or seen.stop.reason is None or seen.stop.attempt != attempt.number:
+    """Return why an attempt has ended if its head or host had asked it to leave; None if it has not, or otherwise."""
+    notice = _notice(seen, attempt)
+    if notice is None:
         return None
     resumes = "there is no checkpoint" if seen.committed is None else f"the run resumes from step {seen.committed}"
     if seen.outcome is None:
         ended = seen.submission is not SubmissionStatus.UNKNOWN and not seen.submission.alive
-        return f"{seen.stop.reason}; the driver was ended before it had saved; {resumes}" if ended else None
+        return f"{notice}; the driver was ended before it had saved; {resumes}" if ended else None
     # Ranks whose pods end first are lost: that is no fault either.
     left = seen.outcome.result in ("paused", "moved") or (seen.outcome.result == "failed" and seen.outcome.retryable)
-    return f"{seen.stop.reason}; {resumes}" if left else None
+    return f"{notice}; {resumes}" if left else None
+
+
+def _notice(seen: Observation, attempt: Attempt) -> str | None:
+    """Return why the head or the host of an attempt ends as planned; None if it has not said so."""
+    return seen.stop.reason if seen.stop is not None and seen.stop.attempt == attempt.number else None
+
+
+def _never_ran(seen: Observation) -> bool:
+    """Return whether a head that has ended took an attempt with it before the attempt began."""
+    return seen.submission is SubmissionStatus.MISSING and not seen.has_output
 
 
 def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float) -> Job:
@@ -242,13 +256,18 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
     late = now >= stop_request.deadline
     # The stop file is written before anything else, so that a driver that is starting finds it, too.
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or _is_stuck(job, seen, now)) else ()
-    if seen.stop != wanted_stop(stop_request, attempt) and not late:
+    if not _is_asked(seen.stop, wanted_stop(stop_request, attempt)) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
     if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
         return Decision(_stop_without_outcome(job, seen, now))
     return Decision(_with_reason(job, _wait_of_stop(stop_request, seen)), stop_now)
+
+
+def _is_asked(stop: Stop | None, wanted: Stop) -> bool:
+    """Return whether a request is the wanted one; a head that ends as planned adds its reason."""
+    return stop is not None and stop.model_copy(update={"reason": None}) == wanted
 
 
 def _wait_of_stop(stop_request: StopRequest, seen: Observation) -> Reason:
@@ -295,11 +314,11 @@ def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     elif _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
         result = "service_stopped"
-    elif seen.submission is SubmissionStatus.STOPPED or not _began(attempt, seen):
+    elif _notice(seen, attempt) or seen.submission is SubmissionStatus.STOPPED or not _began(attempt, seen):
         result = wanted_stop(request, attempt).result
     else:
         result, failure = "failed", _driver_loss(seen)
-    message = _unsaved(seen, late=now >= request.deadline) if _began(attempt, seen) else None
+    message = _unsaved(seen, attempt, late=now >= request.deadline) if _began(attempt, seen) else None
     job = job.end_attempt(result, now=now, reason=failure, step=seen.committed)
     return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
 
@@ -308,9 +327,11 @@ def _began(attempt: Attempt, seen: Observation) -> bool:
     return attempt.submitted_at is not None or seen.has_output
 
 
-def _unsaved(seen: Observation, *, late: bool) -> str:
+def _unsaved(seen: Observation, attempt: Attempt, *, late: bool) -> str:
     """Return why an attempt ended before it saved, and the newest checkpoint."""
-    if seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
+    if (notice := _notice(seen, attempt)) is not None:
+        cause = f"{notice}; the driver was ended before it had saved"
+    elif seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
         cause = f"{seen.loss_reason.message.removesuffix(RESUMES)} before it saved"
     elif seen.submission is not SubmissionStatus.STOPPED:
         cause = f"{_driver_loss(seen).message} before it saved"

@@ -101,7 +101,7 @@ MEANINGS: Mapping[Code, str] = MappingProxyType(
         Code.EFFECT_FAILED: "an action of the service, such as a submission to Ray, failed and is retried",
         Code.HOST_LOST: "a host of the worker group is silent or lost",
         Code.STALLED: "no step finishes; the message names the waiting ranks if they are known",
-        Code.MOVING: "ranks move away from hosts that will be taken away",
+        Code.MOVING: "ranks move away from hosts that will be taken away, or the job from a head of Ray that ends",
         Code.WORKERS_LOST: "workers were lost on a live host",
         Code.DRIVER_LOST: "the driver was lost, usually with the head node; the next attempt resumes the run",
         Code.WORKER_FAILURE: "a worker raised an error that a retry may fix",

@@ -128,7 +128,7 @@ def test_max_attempts_1_fails_job_even_after_progress() -> None:
     "gone", [SubmissionStatus.MISSING, SubmissionStatus.FAILED, SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED]
 )
 def test_driver_lost_without_outcome_fails_the_attempt(gone: SubmissionStatus) -> None:
-    job = step(live(), Observation(gone)).job
+    job = step(live(), Observation(gone, has_output=True)).job
     assert job.state is JobState.RECOVERING
     lost = f"the driver was lost: the status of its submission is {gone}"
     if gone is SubmissionStatus.STOPPED:
@@ -291,6 +291,16 @@ def test_planned_end_of_the_head_is_named_and_no_failure(state: JobState, outcom
     assert job.next_attempt_at is not None
     assert job.next_attempt_at > NOW
     assert len(step(job, Observation(SubmissionStatus.MISSING), now=job.next_attempt_at).job.attempts) == 2
+
+
+@pytest.mark.parametrize("job", [live(JobState.STARTING), live(JobState.RECOVERING, attempt=3)])
+def test_attempt_that_a_head_took_with_it_before_it_began_is_no_failure(job: Job) -> None:
+    failed_before = job.failures
+    job = step(job, Observation(SubmissionStatus.MISSING)).job
+    assert (job.failures, job.attempts[-1].result) == (failed_before, "moved")
+    assert reason_message(job) == "the head of Ray has ended before the driver had started"
+    later = step(job, Observation(SubmissionStatus.MISSING), now=job.next_attempt_at or 0).job
+    assert len(later.attempts) == len(job.attempts) + 1
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,26 @@ def test_stop_without_outcome_names_its_cause_and_the_newest_checkpoint(
     assert done.attempts[-1].step == committed
 
 
+@pytest.mark.parametrize("submission", [SubmissionStatus.MISSING, SubmissionStatus.FAILED])
+@pytest.mark.parametrize(("job", "result"), [(cancelling(), "cancelled"), (pausing(), "paused")])
+def test_planned_end_of_the_head_during_a_stop_is_named_and_no_failure(
+    job: Job, result: str, submission: SubmissionStatus
+) -> None:
+    """The head adds its reason to the request of the service, which does not replace it."""
+    noticed = expected_stop(job).model_copy(update={"reason": "the head ends as planned"})
+    assert step(job, Observation(ALIVE, stop=noticed)).effects == ()
+    done = step(job, Observation(submission, stop=noticed, committed=10, observed=True, has_output=True)).job
+    assert (done.failures, done.attempts[-1].result) == ((), result)
+    assert job.stop_request is not None
+    assert reason_message(done) == (
+        f"{job.stop_request.reason.message} (the head ends as planned; the driver was ended before it had saved; "
+        "the newest checkpoint is of step 10)"
+    )
+    # A request that the head made itself is not the service's.
+    own = Stop(mode="pause", attempt=1, reason="the head ends as planned")
+    assert step(job, Observation(ALIVE, stop=own)).effects == (Effect.ASK_TO_STOP,)
+
+
 def test_failure_reported_during_a_stop_names_the_newest_checkpoint() -> None:
     lost = Outcome(result="failed", code="worker_failure", reason="rank 1 was killed", retryable=True)
     done = step(pausing(), Observation(ALIVE, outcome=lost, committed=10)).job

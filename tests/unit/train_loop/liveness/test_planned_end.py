@@ -7,18 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests.support.builders.specs import spec
-from train_loop.liveness.planned_end import (
-    REASON,
-    Driver,
-    ask_to_leave,
-    command_lines,
-    drivers_in,
-    wait_for_drivers,
-)
+from tests.support.waiting import wait_for
+from train_loop.liveness.leave import ask_to_leave
+from train_loop.liveness.planned_end import REASON, Asker, Driver, await_end, command_lines, drivers_in
 from train_loop.run_dir import RunDir, Stop
 
 ASKED = ["python", "-m", "train_loop.ray_train.driver", "--run-dir", "file:///r/a b", "--attempt", "2"]
@@ -49,23 +45,30 @@ def test_processes_of_this_user_or_of_one_head_are_found(user: int | None) -> No
     assert Driver("file:///r/a b", 2) not in drivers_in(command_lines())
 
 
-def test_request_of_the_head_does_not_replace_one_of_the_service(tmp_path: Path) -> None:
+def test_request_of_the_service_stays_and_gets_the_reason(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.write_spec(spec())
-    ask_to_leave(Driver(str(run_dir.root), 2), deadline=100.0)
+    ask_to_leave(run_dir, 2, reason=REASON, deadline=100.0)
     assert run_dir.stop(attempt=2) == Stop(mode="pause", deadline=100.0, attempt=2, reason=REASON)
-    own = Stop(mode="cancel", deadline=50.0, attempt=2)
-    run_dir.write_stop(own)
-    ask_to_leave(Driver(str(run_dir.root), 2), deadline=100.0)
-    assert run_dir.stop(attempt=2) == own
+    for own in (Stop(mode="cancel", deadline=50.0, attempt=2), Stop(mode="pause", checkpoint=False, attempt=2)):
+        run_dir.write_stop(own)
+        for _ in range(2):
+            ask_to_leave(run_dir, 2, reason=REASON, deadline=100.0)
+            assert run_dir.stop(attempt=2) == own.model_copy(update={"reason": REASON})
     # A request to an earlier attempt is over.
-    ask_to_leave(Driver(str(run_dir.root), 3), deadline=100.0)
-    assert run_dir.stop(attempt=3) is not None
+    ask_to_leave(run_dir, 3, reason=REASON)
+    assert run_dir.stop(attempt=3) == Stop(mode="pause", attempt=3, reason=REASON)
 
 
-def test_late_drivers_are_asked_too_and_a_hanging_request_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_loop.liveness.planned_end._QUIET_SECONDS", 0.05)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_QUIET_SECONDS", "_AGAIN_SECONDS"):
+        monkeypatch.setattr(f"train_loop.liveness.planned_end.{name}", 0.05)
     monkeypatch.setattr("train_loop.liveness.planned_end._POLL_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_late_drivers_are_asked_too_and_a_hanging_request_delays_no_other() -> None:
     first, late = Driver("a", 1), Driver("b", 1)
     asked = list[Driver]()
     polls = iter([{first}, {first}, {first, late}, {late}, set(), set()])
@@ -75,14 +78,43 @@ def test_late_drivers_are_asked_too_and_a_hanging_request_delays_no_other(monkey
         if driver == first:
             time.sleep(60)
 
-    assert wait_for_drivers(lambda: next(polls, set()), ask, seconds=30) == set()
-    assert sorted(asked) == [first, late]
+    assert Asker(lambda: next(polls, set()), ask).wait(30) == set()
+    assert sorted(set(asked)) == [first, late]
+    assert asked.count(first) == 1
 
 
-def test_drivers_that_do_not_end_are_reported_at_the_deadline() -> None:
-    begun = time.monotonic()
-    assert wait_for_drivers(lambda: {Driver("a", 1)}, lambda _: None, seconds=0.1) == {Driver("a", 1)}
-    assert time.monotonic() - begun < 10
+@pytest.mark.usefixtures("quick")
+def test_driver_is_asked_until_it_has_ended() -> None:
+    """Storage may be away for a moment, and a request of the service may replace the head's."""
+    asked = list[float]()
+
+    def ask(_: Driver) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            raise TimeoutError("storage does not answer")
+
+    left = {Driver("a", 1)}
+    asker = Asker(lambda: left, ask)
+    assert asker.wait(0.1) == left
+    wait_for(lambda: len(asked) >= 3, "repeated requests")
+    left = set()
+    asker.look()
+    time.sleep(0.1)
+    count = len(asked)
+    time.sleep(0.1)
+    assert len(asked) == count
+
+
+@pytest.mark.usefixtures("quick")
+def test_driver_that_starts_while_ray_ends_is_asked(tmp_path: Path) -> None:
+    asked = list[Driver]()
+    polls = iter([set[Driver](), {Driver("late", 1)}])
+    asker = Asker(lambda: next(polls, set()), asked.append)
+    asker.look()
+    ray = subprocess.Popen(["sh", "-c", f"until [ -e {tmp_path}/asked ]; do sleep 0.02; done; exit 3"])
+    Thread(target=lambda: (wait_for(lambda: asked, "a request"), (tmp_path / "asked").touch())).start()
+    assert await_end(ray, asker) == 3
+    assert set(asked) == {Driver("late", 1)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, None])

@@ -13,7 +13,7 @@ from tests.support.waiting import wait_for
 from train_loop.errors import FencedError
 from train_loop.liveness import stops
 from train_loop.liveness.fencing import begin_group, check_fence
-from train_loop.liveness.stops import StopWatch
+from train_loop.liveness.stops import NOTICE, StopWatch
 from train_loop.run_dir import Outcome, RunDir, Stop, read_lines
 from train_loop.telemetry.event_log import EventLog
 
@@ -186,22 +186,45 @@ def test_end_that_the_workers_report_is_acknowledged_at_once_during_a_stop(attem
         ("pause", [*UP, ENDED], Outcome(result="paused", step=7)),
     ],
 )
-@pytest.mark.parametrize("number", [Signals.SIGINT, Signals.SIGTERM])
-def test_signal_ends_the_attempt_at_once(
-    attempt: Attempt, requested: Any, events: Sequence[dict[str, Any]], expected: Outcome, number: Signals
+def test_interrupt_ends_the_attempt_at_once(
+    attempt: Attempt, requested: Any, events: Sequence[dict[str, Any]], expected: Outcome
 ) -> None:
     attempt.write(*events)
     if requested is not None:
         attempt.stop(requested)
-    attempt.signals.append(number)
+    attempt.signals.append(Signals.SIGINT)
     attempt.watch.start()
     (outcome,) = wait_for(lambda: attempt.outcomes, "the end")
     if expected.code == "interrupted":
-        expected = expected.model_copy(
-            update={"reason": f"the driver was interrupted ({number.name}) without a request of the service"}
-        )
+        reason = "the driver was interrupted (SIGINT) without a request of the service"
+        expected = expected.model_copy(update={"reason": reason})
     end = outcome.model_copy(update={"reason": (outcome.reason or "").partition("; there is no")[0] or None})
     assert end == expected
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("requested", [None, "pause", "cancel"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_notice_by_signal_lets_ranks_save_and_ends_every_other_phase(
+    attempt: Attempt, phase: str, requested: Any, times: int
+) -> None:
+    """SIGTERM says that more time is left; the request of the service stays, and the service learns the reason."""
+    events, reason = PHASES[phase]
+    attempt.write(*events)
+    if requested is not None:
+        attempt.stop(requested)
+    attempt.signals += [Signals.SIGTERM] * times
+    attempt.watch.start()
+    mode = requested or "pause"
+    stop = wait_for(lambda: one if (one := attempt.run_dir.stop(attempt=1)) and one.reason else None, "the notice")
+    assert (stop.mode, stop.reason) == (mode, NOTICE)
+    if reason is None:
+        wait_for(lambda: not attempt.signals, "all signals")
+        assert attempt.outcomes == []
+        attempt.write(ENDED | {"result": Stop(mode=mode).result})
+    (outcome,) = wait_for(lambda: attempt.outcomes, "the end")
+    assert (outcome.result, outcome.code) == (Stop(mode=mode).result, None)
+    assert reason is None or str(outcome.reason).startswith(reason)
 
 
 @pytest.mark.parametrize("newest", [None, 10])

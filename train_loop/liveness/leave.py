@@ -1,0 +1,12 @@
+"""The request to save and to leave a head or host that ends as planned: it is no fault of the job."""
+
+from train_loop.run_dir import RunDir, Stop
+
+
+def ask_to_leave(run_dir: RunDir, attempt: int, *, reason: str, deadline: float | None = None) -> None:
+    """Ask an attempt to save and end. A request of the service stays, and gets the reason."""
+    stop = run_dir.stop(attempt=attempt)
+    if stop is None:
+        run_dir.write_stop(Stop(mode="pause", deadline=deadline, attempt=attempt, reason=reason))
+    elif stop.reason is None:
+        run_dir.write_stop(stop.model_copy(update={"reason": reason}))
