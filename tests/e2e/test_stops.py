@@ -1,7 +1,8 @@
 """Pause, cancel and resize of a job end within five seconds in every phase of an attempt, on real Ray.
 
-What is lost meanwhile is named, with the newest checkpoint. The service is started with SIGINT ignored, as by `nohup`
-or a script in the background. All its processes inherit that.
+So do planned ends of its head (`leave`) or of its driver (`terminate`), which do not count as failures. What is lost
+meanwhile is named, with the newest checkpoint. The service is started with SIGINT ignored, as by `nohup` or a script
+in the background. All its processes inherit that.
 """
 
 import os
@@ -29,6 +30,9 @@ from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.live import LiveService
 from tests.support.servers.worker_forks import EVALUATING, LOADING, SAVING, SLOW
 from tests.support.waiting import wait_for
+from train_loop.liveness.leave import ask_to_leave
+from train_loop.liveness.planned_end import REASON
+from train_loop.liveness.stops import NOTICE
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_SECONDS = 5.0
@@ -134,31 +138,42 @@ def recovering(service: LiveService) -> Iterator[str]:
 
 Phase = Callable[[LiveService], Iterator[str]]
 PHASES: tuple[Phase, ...] = (starting, preparing, waiting_for_capacity, loading, evaluating, saving, recovering)
-REQUESTS = {"pause": "paused", "cancel": "cancelled", "resize": "resized"}
+REQUESTS = {"pause": "paused", "cancel": "cancelled", "resize": "resized", "leave": "moved", "terminate": "moved"}
 CELLS = [
     (phase, request)
     for place, phase in enumerate(PHASES)
     for other, request in enumerate(REQUESTS)
-    # Without MORE a third of the cells, each phase and each request among them.
-    if "MORE" in os.environ or place % 3 == other
+    # Without MORE a fifth of the cells, each phase and each request among them.
+    if "MORE" in os.environ or place % 5 == other
 ]
 
 
-def send(service: LiveService, job_id: str, request: str) -> None:
+def send(service: LiveService, job_id: str, request: str) -> float:
+    """Send a request, and return the time at which it was sent. Signals and notices need a driver, and come twice."""
+    if request in ("leave", "terminate"):
+        event(service, job_id, "attempt_started")
+    began = time.monotonic()
     if request == "pause":
         service.client.pause(job_id)
     elif request == "cancel":
         service.client.cancel(job_id)
-    else:
+    elif request == "resize":
         scaling = service.client.job(job_id).scaling
         service.client.resume(job_id, scaling=scaling.model_copy(update={"num_workers": 4}))
+    elif request == "leave":
+        for _ in range(2):
+            ask_to_leave(service.run_dir(job_id), 1, reason=REASON)
+    else:
+        driver = service.driver(job_id)
+        for _ in range(2):
+            driver.terminate()
+    return began
 
 
 @pytest.mark.parametrize(("phase", "request_"), CELLS)
 def test_request_ends_the_attempt_within_five_seconds(service: LiveService, phase: Phase, request_: str) -> None:
     with contextmanager(phase)(service) as job_id:
-        began = time.monotonic()
-        send(service, job_id, request_)
+        began = send(service, job_id, request_)
 
         def ended() -> JobOut | None:
             job = service.client.job(job_id)
@@ -171,6 +186,13 @@ def test_request_ends_the_attempt_within_five_seconds(service: LiveService, phas
         service.wait_for_state(job_id, JobState.CANCELLED)
     assert job.attempts[0].result == REQUESTS[request_]
     assert seconds < LIMIT_SECONDS, service.debug_report(job_id)
+    if REQUESTS[request_] == "moved":
+        assert job.reason is not None
+        notice = REASON if request_ == "leave" else NOTICE
+        newest = max(service.run_dir(job_id).manifests(), default=None)
+        resumes = "there is no checkpoint" if newest is None else f"the run resumes from step {newest}"
+        assert job.reason.message == f"{notice}; {resumes}"
+        assert (newest is not None) == (phase in (evaluating, saving))
 
 
 @dataclass(frozen=True)

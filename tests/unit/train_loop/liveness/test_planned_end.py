@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -109,10 +108,14 @@ def test_driver_is_asked_until_it_has_ended() -> None:
 def test_driver_that_starts_while_ray_ends_is_asked(tmp_path: Path) -> None:
     asked = list[Driver]()
     polls = iter([set[Driver](), {Driver("late", 1)}])
-    asker = Asker(lambda: next(polls, set()), asked.append)
+
+    def ask(driver: Driver) -> None:
+        asked.append(driver)
+        (tmp_path / "asked").touch()
+
+    asker = Asker(lambda: next(polls, set()), ask)
     asker.look()
     ray = subprocess.Popen(["sh", "-c", f"until [ -e {tmp_path}/asked ]; do sleep 0.02; done; exit 3"])
-    Thread(target=lambda: (wait_for(lambda: asked, "a request"), (tmp_path / "asked").touch())).start()
     assert await_end(ray, asker) == 3
     assert set(asked) == {Driver("late", 1)}
 
