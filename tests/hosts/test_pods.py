@@ -29,6 +29,8 @@ def pods(shared: Path) -> Iterator[PodSet]:
         pods = place(render(), made.hosts, token=TOKEN, more="--object-store-memory=80000000")
         for name in ("ray-head", "ray-worker-1", "ray-worker-2", "api"):
             pods[name].start()
+        ready = f"http://{made.hosts['api'].address}:8000/readyz"
+        wait_for(partial(answer, made.hosts["test"], ready), "the service", seconds=120)
         yield pods
 
 
@@ -119,8 +121,9 @@ def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
     assert left["state"] == "RECOVERING"
     assert "the head of Ray ends as planned" in left["attempts"][0]["reason"]["message"]
     assert "the run resumes from step" in left["attempts"][0]["reason"]["message"]
+    # Workers end once their head has not answered for 15 s.
     for name in ("ray-head", "ray-worker-1", "ray-worker-2"):
-        pods[name].start()
+        pods[name].restart()
     assert wait_for(lambda: shown()["state"] == "RUNNING", "the next attempt", seconds=120)
     assert [one.get("result") for one in shown()["attempts"]] == ["moved", None]
 

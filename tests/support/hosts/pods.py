@@ -2,6 +2,7 @@
 
 import base64
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ class Pod:
     """Secrets that the chart does not create, such as KubeRay's token."""
     ray_command: str | None = None
     """The command that KubeRay gives the container."""
+    process: "subprocess.Popen[bytes] | None" = None
+    """The container, once it was started."""
 
     @property
     def container(self) -> Object:
@@ -95,7 +98,14 @@ class Pod:
         """Run the init containers, then start the container; it writes to its log in the lab's folder."""
         for one in self.template["spec"].get("initContainers", []):
             run(self.host, Container(f"{self.name}-{one['name']}", tuple(one["args"]), {"HOME": "/tmp"}))
-        start(self.host, Container(self.name, self.command(), self.environment()))
+        self.process = start(self.host, Container(self.name, self.command(), self.environment()))
+
+    def restart(self) -> None:
+        """Start the container again once it has ended, as a kubelet does; all its processes end with it."""
+        assert self.process is not None, f"{self.name} was not started"
+        self.process.wait(timeout=60)
+        self.host.run("pkill", "-KILL", "--uid", str(UID), check=False)
+        self.start()
 
     def end(self) -> None:
         """Run the preStop hook, with which a kubelet ends the pod."""
