@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import yaml
 
 from service.adapters.ray import head as ray_head
 from service.adapters.ray.embedded import EmbeddedRay
@@ -24,6 +26,7 @@ from service.adapters.ray.jobs import RayJobs
 from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import SubmitRequest
+from tests.support.builders.specs import raw_spec
 from tests.support.waiting import wait_for
 from train_loop.system.private_folder import parent_folder
 
@@ -225,6 +228,28 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
 
     assert_stop_leaves_nothing(ray, jobs, tmp_path)
     assert not Path(left.temp_dir).exists()
+
+
+@pytest.mark.skipif("MORE" not in os.environ, reason="a Ray of its own: `make more` runs it")
+def test_ray_of_the_prepare_command_listens_on_loopback_with_tls(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(raw_spec()))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-m", "train_loop.prepare", str(tmp_path / "spec.yaml"), "--cache", str(tmp_path)]
+    before, plain = set(Path(parent_folder()).glob("shed-*/tls.key")), dict[tuple[str, int, str], bool]()
+    with subprocess.Popen(command, env=environment) as process:
+        while process.poll() is None:
+            for one in [psutil.Process(process.pid), *_children(psutil.Process(process.pid))]:
+                with suppress(psutil.Error, OSError):  # it has ended
+                    for found in one.net_connections("tcp"):
+                        place = (found.laddr.ip.removeprefix("::ffff:"), found.laddr.port, one.name())
+                        if found.status == psutil.CONN_LISTEN and place not in plain:
+                            plain[place] = speaks_grpc_without_tls(found.laddr.port)
+            time.sleep(0.2)
+    assert process.returncode == 0
+    assert {"gcs_server", "raylet"} <= {name for _, _, name in plain}
+    assert {address for address, _, _ in plain} == {"127.0.0.1"}
+    assert not any(plain.values()), plain
+    assert not set(Path(parent_folder()).glob("shed-*/tls.key")) - before
 
 
 def test_failed_start_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

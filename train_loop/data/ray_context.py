@@ -4,13 +4,12 @@ import atexit
 import logging
 import os
 import secrets
-import shutil
 
 import ray
 from ray._private import state
 from ray.data import DataContext, ExecutionResources
 
-from train_loop.system.private_folder import make_private_folder
+from train_loop.system.ray_loopback import OWN_RAY_VARIABLE
 
 
 def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResources | None = None) -> None:
@@ -39,21 +38,25 @@ def has_whole_cpu() -> bool:
 
 
 def start_ray() -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start one for the lifetime of this process."""
+    """Connect to the cluster that RAY_ADDRESS names, or start one for the lifetime of this process.
+
+    The command that starts one has set its variables before it imported Ray, which reads them then.
+    """
     if ray.is_initialized():
         return
-    if "RAY_ADDRESS" in os.environ:
+    if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING)
         return
-    folder = make_private_folder()
-    atexit.register(_stop_ray, folder)
-    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        # Without a token, Ray would write one to ~/.ray/auth_token, which later clusters of the user would take.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    folder = os.environ[OWN_RAY_VARIABLE]
+    # A new token: without one, Ray would write one to ~/.ray/auth_token, which later clusters of the user would take.
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    atexit.register(ray.shutdown)
     # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
-
-
-def _stop_ray(folder: str) -> None:
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=f"{folder}/r",
+    )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from train_loop.plan import WORKER_MEMORY_VARIABLE
 from train_loop.run_dir import write_durably
 from train_loop.system.private_folder import make_private_folder
-from train_loop.system.ray_tls import tls_environment
+from train_loop.system.ray_loopback import loopback_environment
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
 _KILL_SECONDS = 2.0
@@ -162,7 +162,7 @@ def _start(home: Path, temp_dir: str, settings: HeadSettings) -> tuple[RayHead, 
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=settings.environment | _own_variables(home, temp_dir) | tls_environment(temp_dir) | memory,
+            env=settings.environment | _own_variables(home, temp_dir) | loopback_environment(temp_dir) | memory,
             start_new_session=True,
         )
     assert child.stdin is not None
@@ -197,10 +197,7 @@ def _command(temp_dir: str, settings: HeadSettings) -> list[str]:
 def _own_variables(home: Path, temp_dir: str) -> dict[str, str]:
     return {
         _MARK: temp_dir,
-        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
-        # Otherwise, Ray on Linux replaces 127.0.0.1 with the machine's external address, and listens on all addresses.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A single node cannot move its work to another node, so a drain need not wait.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "AUTOSCALER_METRIC_PORT": "0",

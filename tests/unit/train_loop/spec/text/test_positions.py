@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 
 from tests.support.builders.specs import raw_spec
-from train_loop import prepare, run
+from train_loop import run
+from train_loop.prepare import command as prepare
 from train_loop.spec import Problem, SpecError, add_positions, parse_text, read_positions
 from train_loop.spec.text import MAX_DEPTH, MAX_NODES, MAX_YAML_BYTES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.system.ray_tls import tls_environment
+from train_loop.system.ray_loopback import loopback_environment
 
 
 def context(variables: dict[str, str], purpose: int) -> ssl.SSLContext:
@@ -42,7 +42,7 @@ def test_processes_of_a_ray_reach_each_other_and_no_other_ray(tmp_path: Path) ->
     one, other = ((tmp_path / name) for name in ("one", "other"))
     one.mkdir()
     other.mkdir()
-    mine, foreign = tls_environment(str(one)), tls_environment(str(other))
+    mine, foreign = loopback_environment(str(one)), loopback_environment(str(other))
     assert exchange(mine, mine) == b"token"
     for server, client in ((mine, foreign), (foreign, mine)):
         with pytest.raises(ssl.SSLError):

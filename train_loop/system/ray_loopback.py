@@ -1,4 +1,4 @@
-"""Mutual TLS between the processes of a Ray that this user starts on loopback.
+"""The environment of a Ray that this user starts on loopback: no other user can join it or receive its token.
 
 Ray's processes send the cluster's token with every call. When one of them ends, as workers often do, another user can
 listen at its port and receive the calls of the others. With TLS they send nothing to a process without the private key.
@@ -19,8 +19,15 @@ _ADDRESS = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2200, 1, 1)
 
 
-def tls_environment(folder: str) -> dict[str, str]:
-    """Create a key and its certificate in a private folder. Return the variables that make Ray's processes use them."""
+OWN_RAY_VARIABLE = "TRAINSHED_OWN_RAY"
+"""Names the private folder of the Ray that this process may start."""
+
+
+def loopback_environment(folder: str) -> dict[str, str]:
+    """Create a key and its certificate in a private folder. Return the variables that make Ray's processes use them.
+
+    Ray reads most of them when it is imported: later changes have no effect in that process.
+    """
     key, certificate = Path(folder, "tls.key"), Path(folder, "tls.crt")
     made = ec.generate_private_key(ec.SECP256R1())
     _write(
@@ -29,6 +36,9 @@ def tls_environment(folder: str) -> dict[str, str]:
     )
     _write(certificate, _sign(made).public_bytes(serialization.Encoding.PEM))
     return {
+        "RAY_AUTH_MODE": "token",
+        # Otherwise, Ray on Linux replaces 127.0.0.1 with the machine's external address, and listens on all addresses.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_KEY": str(key),
         "RAY_TLS_SERVER_CERT": str(certificate),

@@ -1,4 +1,4 @@
-"""`python -m train_loop.prepare SPEC.yaml`: prepare a spec's data with Ray Data, for a run without the service."""
+"""Prepare a spec's data with Ray Data, for a run without the service."""
 
 import argparse
 import sys
