@@ -188,8 +188,15 @@ def _named_faults() -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:
-        raise DataError(f"the tokenizer rejects text: {error}; correct its files or the text") from error
+    except BaseException as error:
+        if not _is_fault(error):
+            raise
+        raise DataError(f"the tokenizer rejects text: {_short(error)}; correct its files or the text") from error
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Return whether a library raised an error: an Exception, or a panic of Rust code, whose class is private."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _load(folder: Path) -> Any:
@@ -198,16 +205,21 @@ def _load(folder: Path) -> Any:
             return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # transformers and tokenizers raise no narrower type
+    except BaseException as error:  # transformers and tokenizers raise no narrower type
+        if not _is_fault(error):
+            raise
         raise DataError(f"the tokenizer in {folder} cannot be read: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return an error of transformers in one line, with the remedy."""
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         return "it needs code from its folder, which is not run; save it as a fast tokenizer"
-    return f"{text[:_LONGEST_REASON]}; save it again with transformers"
+    return f"{_short(error)}; save it again with transformers"
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LONGEST_REASON]
 
 
 def _stripped(text: str, span: tuple[int, int]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from tests.support.tokenizers.chats import write_tokenizer
 from train_loop.data.text.tokenizer import load_tokenizer
@@ -37,3 +37,14 @@ def test_setting_that_can_name_other_files_is_rejected(tmp_path: Path, name: str
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {name: ["../secret/tokenizer.json"]}))
     with pytest.raises(DataError, match=f"tokenizer_config.json in {folder} sets {name}, which can name files outside"):
         load_tokenizer(str(folder))
+
+
+def test_panic_of_the_tokenizer_is_a_fault_of_its_files(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=None)
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    # The library panics when the expression takes too many steps. A panic is no Exception.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?:(?=a+)a+)+b"), "isolated")
+    tokenizer.save(file)
+    with pytest.raises(DataError, match="the tokenizer rejects text: .*retry-limit-in-match over; correct its files"):
+        load_tokenizer(folder).encode(["a" * 400])
