@@ -142,6 +142,8 @@ def test_unreadable_body_is_rejected_with_its_line(client: TestClient, body: str
         (b"a: " + b"[" * 40 + b"]" * 40, "/a" + "/0" * 31, "nested over 32"),
         (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "/a" + "/0" * 31, "nested over 32"),
         (b'{"name": "\\ud800"}', "/name", "lone surrogate"),
+        (b'{"data": {"train": {"path": "/a\\u0000b"}}}', "/data/train/path", "NUL character"),
+        (b'{"labels": {"a\\u0000b": "c"}}', "/labels", "NUL character"),
         (b'{"\\ud800": 1, "\\ud800": 2}', "", "given twice"),
         (b'{"priority": 1e999}', "/priority", "not a JSON number"),
         (b"priority: .inf", "/priority", "not a JSON number"),

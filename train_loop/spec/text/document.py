@@ -256,7 +256,7 @@ def as_pointer(steps: list[str]) -> str:
 
 
 def check_data(data: Any) -> None:
-    """Raise SpecError for data that is too large or too deep, or holds lone surrogates or infinite numbers."""
+    """Raise SpecError for data that is too large or too deep, or holds infinite numbers, lone surrogates or NUL."""
     nodes, depth, level = 0, 0, [(data, list[str]())]
     while level:
         depth, below = depth + 1, []
@@ -291,3 +291,5 @@ def _check_scalar(value: Any, steps: list[str]) -> None:
 def _check_text(text: str, steps: list[str]) -> None:
     if _LONE_SURROGATE.search(text):
         raise _refused(as_pointer(steps), "the text holds half of a character (a lone surrogate); write it whole")
+    if "\0" in text:
+        raise _refused(as_pointer(steps), "the text holds a NUL character, which no path or name may hold; remove it")
