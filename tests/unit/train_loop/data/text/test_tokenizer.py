@@ -46,5 +46,5 @@ def test_panic_of_the_tokenizer_is_a_fault_of_its_files(tmp_path: Path) -> None:
     # The library panics when the expression takes too many steps. A panic is no Exception.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?:(?=a+)a+)+b"), "isolated")
     tokenizer.save(file)
-    with pytest.raises(DataError, match="the tokenizer rejects text: .*retry-limit-in-match over; correct its files"):
+    with pytest.raises(DataError, match=r"the tokenizer rejects text: .*retry-limit-in-match over; correct its files"):
         load_tokenizer(folder).encode(["a" * 400])
