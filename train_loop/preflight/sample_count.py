@@ -33,7 +33,11 @@ def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:
     """Return the samples of a file if no two rows share a sample."""
     assert columns.input_ids is not None
     with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
-        table = plain_table(pq.ParquetFile(opened).read(columns=[columns.input_ids]))
+        parquet = pq.ParquetFile(opened)
+        if not parquet.metadata.num_rows:
+            # Its columns are not checked, as no row is read from them.
+            return 0
+        table = plain_table(parquet.read(columns=[columns.input_ids]))
         lengths = pc.list_value_length(table[columns.input_ids]).drop_null().to_numpy()
     rule = data.long_rows_of(columns)
     if rule == "split":

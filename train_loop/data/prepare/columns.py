@@ -215,6 +215,8 @@ def _check_inner(kind: pa.DataType) -> None:
             raise _UnreadableType(f"a struct in it has two fields {twice!r}")
     if types.is_map(kind) and not _is_text(_storage_of(kind.key_field, inner=True)):
         raise _UnreadableType(f"a map in it has keys of type {_shown(kind.key_field)}, which are not text")
+    if types.is_fixed_size_list(kind) and not kind.list_size:
+        raise _UnreadableType("a list in it has the fixed size 0, which pyarrow cannot read")
     if types.is_dictionary(kind):
         _check_inner(kind.value_type)
     elif not (_is_nested(kind) or _is_text(kind) or _is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):

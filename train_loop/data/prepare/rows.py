@@ -70,7 +70,7 @@ def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
             return [
                 Piece(file, number, number + 1, size)
                 for file, sizes in zip(files, pool.map(_group_sizes, files), strict=True)
-                for number, size in enumerate(sizes)
+                for number, size in sizes.items()
             ]
     return [piece for file in files for piece in _cut(file, size)]
 
@@ -119,10 +119,11 @@ def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
         yield line
 
 
-def _group_sizes(file: SourceFile) -> list[int]:
-    """Return the uncompressed bytes of each row group."""
+def _group_sizes(file: SourceFile) -> dict[int, int]:
+    """Return the uncompressed bytes of each row group that has rows, by its number."""
     footer = _footer(file)
-    return [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
+    groups = {number: footer.row_group(number) for number in range(footer.num_row_groups)}
+    return {number: group.total_byte_size for number, group in groups.items() if group.num_rows}
 
 
 def _footer(file: SourceFile) -> Any:
