@@ -1,6 +1,9 @@
 """JSON of user data, with one meaning only: no key twice in an object, and only finite numbers."""
 
+import json
 import math
+import sys
+from codecs import BOM_UTF8
 from collections import Counter
 from typing import Any
 
@@ -32,9 +35,31 @@ def _read_float(text: str) -> float:
         raise ValueError(f"the number {text:.60} is too large; write a smaller one") from error
 
 
-STRICT: dict[str, Any] = {
-    "object_pairs_hook": unique_keys,
-    "parse_constant": _refuse_constant,
-    "parse_float": _read_float,
-}
-"""Arguments of `json.loads`, which accepts all of these by default."""
+def read_json(text: str) -> Any:
+    """Return the value of JSON text. Raises ValueError, which names the fault and its column."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant, parse_float=_read_float)
+    except json.JSONDecodeError as error:
+        # The error's own text contains a line number, which is always 1.
+        several = text.strip() in ("[", "{")
+        hint = "; write each row as one object in one line, not a list or several lines" if several else ""
+        raise ValueError(f"{error.msg.removesuffix(' at')} at column {error.colno}{hint}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply; write it with fewer levels") from error
+    except ValueError as error:
+        if "sys.set_int_max_str_digits" in str(error):
+            raise ValueError(
+                f"a number has more than {sys.get_int_max_str_digits()} digits; write it as text"
+            ) from error
+        raise
+
+
+def read_line(line: bytes) -> Any:
+    """Return the value of a JSON line, which may begin with a byte order mark. Raises ValueError with the fault."""
+    if b"\0" in line:
+        raise ValueError("the line has null bytes, as UTF-16 has; save the file as UTF-8")
+    try:
+        # As json does: a lone surrogate makes only the value bad that contains it.
+        return read_json(line.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error

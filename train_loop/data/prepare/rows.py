@@ -5,7 +5,6 @@ place, so that errors can name it in terms of the file.
 """
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 from train_loop.data.files import chunks, open_file, report_damage
 from train_loop.data.prepare.columns import BadCell, check_names, check_schema, read_cells
 from train_loop.data.prepare.sources import SourceFile
-from train_loop.data.strict_json import STRICT
+from train_loop.data.strict_json import read_line
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -28,6 +27,8 @@ _PARQUET_ROWS = (32, 1024)
 _BATCH = 64 * 2**20
 READ_AHEAD = 8 * 2**20
 """Bytes of a column that are read at once: a row group may be larger than memory."""
+_NO_COLUMN = "no column"
+"""Beginning of the reason of a JSON line without a column of the spec."""
 _FOOTERS_AT_ONCE = 16
 _FOOTERS_CHECKED = 256
 """Maximum number of Parquet files of a source whose schema is checked before the job runs."""
@@ -161,10 +162,11 @@ def check_columns(files: Sequence[SourceFile], columns: ColumnsSpec, *, skip: bo
         judged = first if skip else first[:1]
         if judged and all(row.wrong for row in judged):
             (where,) = locate([(file, judged[0].place)])
-            remedy = "correct the row, or data.columns"
+            reason = str(judged[0].wrong)
+            remedy = "correct the row" + (", or data.columns" if reason.startswith(_NO_COLUMN) else "")
             if not all(row.wrong for row in first):
                 remedy += ", or set on_bad_rows: skip"
-            raise DataError(f"{where}: {judged[0].wrong}; {remedy}")
+            raise DataError(f"{where}: {reason}; {remedy}")
 
 
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
@@ -220,17 +222,14 @@ def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 
 def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
-        values = json.loads(line, **STRICT)
-    except json.JSONDecodeError as error:
-        # The error's own text contains a line number, which is always 1.
-        return Row(place, {}, f"invalid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
+        values = read_line(line)
+    except ValueError as error:
         return Row(place, {}, f"invalid JSON: {error}")
     if not isinstance(values, dict):
-        return Row(place, {}, "not a JSON object")
+        return Row(place, {}, "not a JSON object; write each row as one object in one line")
     missing = next((name for name in columns.names if name not in values and name != columns.tools), None)
     if missing is not None:
-        return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
+        return Row(place, {}, f"{_NO_COLUMN} {missing!r}; it has {', '.join(values)}")
     return Row(place, values)
 
 

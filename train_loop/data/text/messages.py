@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from train_loop.data.strict_json import STRICT
+from train_loop.data.strict_json import read_json
 from train_loop.errors import DataError
 
 Message = dict[str, Any]
@@ -83,8 +83,8 @@ def read_tools(cell: Any) -> Tools | None:
     tools = cell
     if isinstance(cell, str):
         try:
-            tools = json.loads(cell, **STRICT) if cell.strip() else None
-        except (ValueError, RecursionError) as error:
+            tools = read_json(cell) if cell.strip() else None
+        except ValueError as error:
             raise DataError(f"tools must be a list or its JSON: {error}") from error
     if tools is None:
         return None
@@ -147,8 +147,8 @@ def _with_text(message: Message) -> Message:
 
 def _read_arguments(text: str, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(text, **STRICT) if text.strip() else {}
-    except (ValueError, RecursionError) as error:
+        found = read_json(text) if text.strip() else {}
+    except ValueError as error:
         raise DataError(
             f"messages[{number}] has tool arguments that are not JSON: {error}; write an object or its JSON"
         ) from error

@@ -244,7 +244,11 @@ WEIGHT = ColumnsSpec(text="t", weight="c")
         (IDS, pa.list_(pa.decimal128(5, 0)), "expected lists of integers"),
         (IDS, pa.list_(pa.string()), "expected lists of integers"),
         (IDS, pa.int32(), "int32; expected lists of integers"),
-        (IDS, pa.list_(pa.int32(), 0), "(a list in it has the fixed size 0, which pyarrow cannot read); expected lists"),
+        (
+            IDS,
+            pa.list_(pa.int32(), 0),
+            "(a list in it has the fixed size 0, which pyarrow cannot read); expected lists",
+        ),
         (IDS, pa.fixed_shape_tensor(pa.int32(), [2, 2]), "shape=[2,2]]> (values of the extension type arrow.fixed_sh"),
         (IDS, extension("ray.data.arrow_tensor_v2", pa.large_list(pa.int64()), "[2, 2]"), "ray.data.arrow_tensor"),
         (MESSAGES, pa.string(), "string; expected lists of objects (structs or maps)"),
