@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.own_ray import own_cluster
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
@@ -26,15 +25,11 @@ def two_nodes() -> Iterator[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks(step_seconds=0.05)}.items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        try:
+        with own_cluster(num_cpus=2, include_dashboard=False) as cluster:
             spot = cluster.add_node(num_cpus=1, resources={"spot": 1})
             cluster.wait_for_nodes()
             patch.setenv("RAY_ADDRESS", cluster.address)
             yield cluster.address, spot.node_id
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
 
 
 @pytest.mark.timeout(400)

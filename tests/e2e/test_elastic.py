@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from service.domain.jobs.job import JobState
 from tests.support.clients.command import run
+from tests.support.ranks.own_ray import own_cluster
 from tests.support.servers.live import LiveService
 from tests.support.servers.worker_forks import SLOW, TRAINING, worker_forks
 from tests.support.waiting import wait_for
@@ -29,14 +29,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name, value in {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", **worker_forks()}.items():
         monkeypatch.setenv(name, value)
-    # Another Ray on this machine may use the default ports of the dashboard and of the agent that starts drivers.
-    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": None, "dashboard_agent_listen_port": None}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    with own_cluster(num_cpus=2, include_dashboard=True) as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -17,6 +16,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 
+from tests.support.ranks.own_ray import own_cluster
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
 from train_loop.plan import lay_out, splits
@@ -34,15 +34,12 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="shed-") as folder:
         for name, value in {"RAY_AUTH_MODE": "disabled", **worker_forks()}.items():
             patch.setenv(name, value)
-        head = {"num_cpus": 0, "object_store_memory": 80_000_000, "temp_dir": folder}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        for cpus in SIZES:
-            nodes.add_node(num_cpus=cpus, object_store_memory=80_000_000, wait=False)
-        nodes.wait_for_nodes()
-        ray.init(address=nodes.address, log_to_driver=False, logging_level="WARNING")
-        yield
-        ray.shutdown()
-        nodes.shutdown()
+        with own_cluster(num_cpus=0, object_store_memory=80_000_000, temp_dir=folder) as nodes:
+            for cpus in SIZES:
+                nodes.add_node(num_cpus=cpus, object_store_memory=80_000_000, wait=False)
+            nodes.wait_for_nodes()
+            ray.init(address=nodes.address, log_to_driver=False, logging_level="WARNING")
+            yield
 
 
 class SomeNodes(Placement):

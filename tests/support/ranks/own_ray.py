@@ -1,4 +1,4 @@
-"""A Ray cluster for the tests of one module."""
+"""Ray clusters for the tests of one module."""
 
 import shutil
 import tempfile
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
@@ -41,6 +43,22 @@ def own_ray(
         finally:
             ray.shutdown()
             wait_for(lambda: _removed(folder), f"the processes that still write to {folder} to end")
+
+
+@contextmanager
+def own_cluster(**head: Any) -> Iterator[Cluster]:
+    """Yield a Ray whose head has these arguments, and to which nodes can be added.
+
+    Its dashboard and the agent that starts drivers get free ports. Another Ray on this machine may use the default
+    ports. Ray logs that as an error whose traceback holds an unclosed socket, which fails the next test.
+    """
+    free = {"dashboard_port": None, "dashboard_agent_listen_port": None}
+    cluster = Cluster(initialize_head=True, head_node_args={**free, **head})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def _removed(folder: str) -> bool:
