@@ -248,8 +248,13 @@ def lose_the_driver(attempt: Attempt) -> None:
 def cancel_a_hanging_rank(attempt: Attempt) -> None:
     attempt.wait_for_event("stalled")
     attempt.service.client.pause(attempt.job_id)
-    waits = wait_for(lambda: attempt.service.client.job(attempt.job_id).reason, "what the pause waits for")
-    assert (waits.code, waits.remedy) == ("stalled", "to stop without a new checkpoint: trainshed pause JOB --grace 0")
+    remedy = "to stop without a new checkpoint: trainshed pause JOB --grace 0"
+
+    def waits() -> bool:
+        reason = attempt.service.client.job(attempt.job_id).reason
+        return reason is not None and (reason.code, reason.remedy) == ("stalled", remedy)
+
+    wait_for(waits, "what the pause waits for")
     attempt.service.client.cancel(attempt.job_id)
 
 

@@ -193,7 +193,8 @@ class StopWatch:
             stop = requested
         if stop is not None and self._seen_at is None:
             self._seen_at, self._trained = time.monotonic(), self._activity.trains
-            self._report("stopping", mode=stop.mode, waits_for=waits_for(self._activity, stop))
+            cause = {} if stop.reason is None else {"reason": stop.reason}
+            self._report("stopping", mode=stop.mode, waits_for=waits_for(self._activity, stop), **cause)
         waited = 0.0 if self._seen_at is None else time.monotonic() - self._seen_at
         return end_of(self._activity, StopState(stop, self._signal, self._trained, waited))
 

@@ -7,7 +7,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
     {
         # The driver.
         "attempt_started": "the driver of an attempt has started; `node` is the Kubernetes node of the head, if known",
-        "stopping": "the attempt was asked to stop (`mode`); `waits_for` explains what it waits for",
+        "stopping": "the attempt was asked to stop (`mode`); `waits_for` explains what it waits for. `reason` is the "
+        "planned end of the cluster's head, if that asked",
         "finished": "the attempt has ended; the fields are those of `outcome.json`",
         "moving": "the worker group has stopped to leave `hosts`, and starts again on other hosts",
         "sink_failed": "a metrics sink failed; it is retried, and training continues",

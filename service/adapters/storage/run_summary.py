@@ -35,7 +35,7 @@ class RunSummaryReader:
         self._attempt = 0
         self._of: int | None = None
         self._best, self._best_time = 0, 0.0
-        self._fault = self._lost = self._stops = False
+        self._fault = self._lost = self._stops = self._planned = False
         self._conditions = Conditions()
         self._recent = deque[float](maxlen=_RECENT)
 
@@ -51,7 +51,7 @@ class RunSummaryReader:
                 elif line["event"] == "workers_lost":
                     self._lose(line)
                 elif line["event"] in ("stopping", "moving"):
-                    self._stops = True
+                    self._stops, self._planned = True, self._planned or "reason" in line
                 elif line["event"] == "checkpoint_committed":
                     self._summary = replace(self._summary, checkpoint_at=number(line, "time"))
                 self._conditions.read(line)
@@ -105,7 +105,7 @@ class RunSummaryReader:
             self._best = int(number(line, "resumed_from") or 0)
         fault = self._starts > 1 and not self._ended_on_request(attempt)
         self._fault |= fault
-        self._attempt, self._lost, self._stops = attempt, False, False
+        self._attempt, self._lost, self._stops, self._planned = attempt, False, False, False
         self._recent.clear()
         summary = self._summary
         restarts, lost_steps = summary.restarts + fault, summary.lost_steps + replayed
@@ -125,6 +125,10 @@ class RunSummaryReader:
 
     def _lose(self, line: Line) -> None:
         """Record a loss of workers, and of their hosts if the event names any."""
+        if self._planned:
+            # The cluster ends, and some hosts may end before the head: that is no fault.
+            self._summary = replace(self._summary, hosts=())
+            return
         self._lost = True
         hosts = line.get("hosts")
         names = [str(host) for host in hosts] if isinstance(hosts, list) else []

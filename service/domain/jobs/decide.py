@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from service.domain.jobs.condition import RESUMES
+from service.domain.jobs.condition import RESUMES, clock_time
 from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import Code, Reason, code_of
@@ -271,12 +271,13 @@ def _is_asked(stop: Stop | None, wanted: Stop) -> bool:
 
 
 def _wait_of_stop(stop_request: StopRequest, seen: Observation) -> Reason:
-    """Return the reason of a job whose attempt has not ended yet: the request, or what delays it."""
-    delay = seen.condition
+    """Return the reason of a job whose attempt has not ended yet: the request, or what delays it, and its deadline."""
+    delay, latest = seen.condition, f"until {clock_time(stop_request.deadline)} at the latest"
     if delay is not None and delay.code is Code.STALLED:
         command = "cancel" if stop_request.mode == "cancel" else "pause"
-        return replace(delay, remedy=f"to stop without a new checkpoint: trainshed {command} JOB --grace 0")
-    waits = f"; waits for {seen.waits_for}" if seen.waits_for else ""
+        remedy = f"to stop without a new checkpoint: trainshed {command} JOB --grace 0"
+        return replace(delay, message=f"{delay.message}; the {stop_request.mode} waits {latest}", remedy=remedy)
+    waits = f"; waits for {seen.waits_for}, {latest}" if seen.waits_for else ""
     return delay or replace(stop_request.reason, message=f"{stop_request.reason.message}{waits}")
 
 

@@ -25,8 +25,9 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def event(run_dir: RunDir, name: str, *, attempt: int = 1, replayed: int = 0) -> None:
-    JsonLines(run_dir.attempt(attempt).events, attempt=attempt).append(event=name, replayed=replayed, steps=10)
+def event(run_dir: RunDir, name: str, *, attempt: int = 1, replayed: int = 0, **fields: object) -> None:
+    lines = JsonLines(run_dir.attempt(attempt).events, attempt=attempt)
+    lines.append(event=name, replayed=replayed, steps=10, **fields)
 
 
 def uri(run_dir: RunDir) -> str:
@@ -78,6 +79,19 @@ def test_restarts_count_faults_only(
         run_dir.attempt(1).write_outcome(Outcome(result=outcome))
     event(run_dir, "training_started", attempt=1 if same_attempt else 2)
     assert LocalRunDirs().summary(uri(run_dir)).restarts == restarts
+
+
+def test_loss_during_a_planned_end_of_the_cluster_is_no_fault(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    event(run_dir, "stopping", mode="pause", reason="the head of Ray ends as planned")
+    event(run_dir, "workers_lost", ranks=[1], hosts=["b"], error="rank 1 on b was killed by signal 9 (SIGKILL)")
+    event(run_dir, "training_started", attempt=2)
+    summary = LocalRunDirs().summary(uri(run_dir))
+    assert (summary.restarts, summary.losses) == (0, {})
+    # A later loss is a fault.
+    event(run_dir, "workers_lost", attempt=2, ranks=[1], hosts=["b"], error="rank 1 on b was killed")
+    event(run_dir, "training_started", attempt=2)
+    assert LocalRunDirs().summary(uri(run_dir)).restarts == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
     assert step(job, Observation(ALIVE)).effects == (Effect.ASK_TO_STOP,)
     waits = step(job, Observation(ALIVE, stop=stop, waits_for="the workers since 00:01:40 UTC"))
     assert (waits.effects, waits.job.state) == ((), JobState.CANCELLING)
-    assert reason_message(waits.job) == "a user asked for it; waits for the workers since 00:01:40 UTC"
+    message = "a user asked for it; waits for the workers since 00:01:40 UTC, until 00:03:20 UTC at the latest"
+    assert reason_message(waits.job) == message
     ended = step(job, Observation(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
     assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
 
@@ -45,8 +46,9 @@ def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
 def test_stop_that_waits_for_a_hanging_rank_names_it_and_the_command_that_ends_it(job: Job, command: str) -> None:
     hang = Reason(Code.STALLED, "step 7 has made no progress for 12 s: rank 0 waits for rank 1 on node3")
     waits = step(job, Observation(ALIVE, stop=expected_stop(job), condition=hang)).job
+    message = f"{hang.message}; the {command} waits until 00:03:20 UTC at the latest"
     remedy = f"to stop without a new checkpoint: trainshed {command} JOB --grace 0"
-    assert waits.reason == replace(hang, remedy=remedy)
+    assert waits.reason == replace(hang, message=message, remedy=remedy)
 
 
 def test_cancel_stops_driver_at_deadline() -> None:

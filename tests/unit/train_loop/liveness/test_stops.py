@@ -115,6 +115,14 @@ def test_request_is_reported_once_with_what_it_waits_for(attempt: Attempt) -> No
         attempt.watch.check()
     (event,) = [line for line in read_lines(attempt.attempt.events) if line["event"] == "stopping"]
     assert (event["mode"], event["waits_for"]) == ("pause", "the workers to finish their step and save a checkpoint")
+    assert "reason" not in event
+
+
+def test_planned_end_of_the_cluster_is_named_in_the_event(attempt: Attempt) -> None:
+    attempt.run_dir.write_stop(Stop(mode="pause", attempt=1, reason="the head of Ray ends as planned"))
+    attempt.watch.check()
+    (event,) = [line for line in read_lines(attempt.attempt.events) if line["event"] == "stopping"]
+    assert event["reason"] == "the head of Ray ends as planned"
 
 
 def test_request_for_another_attempt_is_ignored(attempt: Attempt) -> None:
