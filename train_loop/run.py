@@ -43,7 +43,7 @@ from train_loop.system.retry import retry_storage
 from train_loop.telemetry.logs import log_to
 from train_loop.train import train
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("train_loop.run")
 
 
 def main() -> None:

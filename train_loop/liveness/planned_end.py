@@ -23,7 +23,7 @@ from train_loop.liveness.leave import ask_to_leave
 from train_loop.run_dir import RunDir
 from train_loop.system.signals import SignalPipe
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("train_loop.liveness.planned_end")
 REASON = "the head of Ray ends as planned: it is upgraded, restarted or stopped, or its node is drained"
 _DRIVER = "train_loop.ray_train.driver"
 _POLL_SECONDS = 0.2

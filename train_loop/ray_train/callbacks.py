@@ -20,9 +20,10 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from train_loop.errors import RunEndedError, TooLittleMemoryError
-from train_loop.faults.failure import killed_for_memory, reason
+from train_loop.faults.failure import killed_for_memory, message, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
 from train_loop.liveness.fencing import NewestEpoch, begin_group
+from train_loop.ray_train.group_failure import describe_death
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
 from train_loop.ray_train.rank_setup import RankSettings, set_up_rank
@@ -93,7 +94,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         dead, actor_id = dict[int, str](), getattr(error.__cause__ or error, "actor_id", None)
         for rank, actor in self._actors.items():
             if actor_id is not None and actor._actor_id.hex() == actor_id:
-                dead[rank] = reason(error.__cause__ or error)
+                dead[rank] = describe_death(message(error.__cause__ or error))
         died = self._monitor.died(_DEATH_SECONDS) or bool(dead)
         if died:
             self._failed = True
@@ -158,10 +159,11 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         if not errors or self._failed or self._monitor is None:
             return
         self._failed = True
-        dead = {rank: reason(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
-        for rank, why in dead.items():
+        died = {rank: message(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
+        for rank, why in died.items():
             if killed_for_memory(why):
-                self._report(OUT_OF_MEMORY, rank=rank, memory="host", error=why)
+                self._report(OUT_OF_MEMORY, rank=rank, memory="host", error=reason(errors[rank]))
+        dead = {rank: describe_death(why) for rank, why in died.items()}
         alive = {rank: reason(error) for rank, error in errors.items() if rank not in dead}
         self._monitor.failed(alive, dead, **self._stacks())
 
@@ -169,7 +171,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """Report a group that Ray Train stops at the deadline of a preemption."""
         if self._preempted and not self._failed and self._monitor is not None:
             self._failed = True
-            self._monitor.failed({}, dict.fromkeys(self._preempted, "its host was preempted"))
+            self._monitor.failed({}, dict.fromkeys(self._preempted, "died: its host was preempted"))
 
     @contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
@@ -187,6 +189,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
     async def before_controller_shutdown(self) -> None:
         """Report the failure of the last group before the controller ends."""
         if self._monitor is not None:
+            self._monitor.await_cause(_LAST_BEAT_SECONDS)
             self._monitor.finish()
 
     def after_controller_finish(self, result: Any) -> None:

@@ -45,7 +45,7 @@ from train_loop.system.signals import SignalPipe
 from train_loop.telemetry.event_log import EventLog, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.telemetry.logs import log_to
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("train_loop.ray_train.driver")
 _SHUTDOWN_SECONDS, _STOP_SECONDS = 10.0, 2.0
 _CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
 
@@ -161,9 +161,10 @@ def run_attempt(
             # The workers had finished: only cleanup failed.
             log.warning("cleanup failed after training had ended: %s", reason(error))
             return outcome
+        outcome = _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
         # The log of a rank contains the traceback of its error.
-        log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
-        return _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
+        log.error("the attempt failed: %s", outcome.reason, exc_info=None if from_ranks(error) else error)
+        return outcome
     finally:
         _disconnect(_SHUTDOWN_SECONDS)
 

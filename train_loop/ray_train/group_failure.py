@@ -1,9 +1,15 @@
 """Diagnosis of a failed worker group: which ranks died, on which hosts and why. Pure functions."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from train_loop.plan import list_ranks
+
+_RAYS_CAUSE = re.compile(r"The actor is dead because (.+?)\.(?=\s|$)")
+_RAYS_CLASS = re.compile(r"^(?:[\w.]+\.)?\w*Error: ")
+_TERMINATED = "was terminated by signal 15 (SIGTERM)"
+"""End of a rank that got SIGTERM. Ray's workers turn that into exit code 1, which does not show it."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class Evidence:
     out_of_memory: Collection[int] = ()
     """Ended ranks that the kernel killed for lack of memory."""
     unreachable: Mapping[int, str] = field(default_factory=dict)
-    """Ranks that Ray reports as dead, with its message."""
+    """Ranks that Ray reports as dead, with their ends: "died: its node has died"."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Errors of ranks that are alive, one line each."""
     cut_off: str | None = None
@@ -68,6 +74,15 @@ def explain(evidence: Evidence) -> Loss:
     return Loss(ranks, hosts, kind, "; ".join(_causes(evidence)), _survivors(evidence, dead))
 
 
+def describe_death(report: str) -> str:
+    """Return the end of a rank from Ray's report of it, as the predicate of a sentence without Ray's own advice."""
+    if "receives a SIGTERM" in report:
+        return _TERMINATED
+    first = _RAYS_CLASS.sub("", report.partition("\n")[0])
+    found = _RAYS_CAUSE.search(report)
+    return f"died: {first if found is None else found[1]}"
+
+
 def _causes(evidence: Evidence) -> list[str]:
     found = list[str]()
     for host, how in evidence.lost_hosts.items():
@@ -77,7 +92,8 @@ def _causes(evidence: Evidence) -> list[str]:
         host = evidence.hosts.get(rank, "an unknown host")
         if host in evidence.lost_hosts:
             continue
-        how = evidence.ended.get(rank) or f"died: {evidence.unreachable[rank]}"
+        by_ray = evidence.unreachable.get(rank)
+        how = by_ray if by_ray == _TERMINATED else evidence.ended.get(rank) or by_ray
         found.append(f"rank {rank} on {host} {how}")
     return found
 

@@ -21,7 +21,7 @@ class GroupFailure:
     errors: Mapping[int, str]
     """Errors of ranks that are alive."""
     unreachable: Mapping[int, str]
-    """Ranks that Ray reports as dead, with its message."""
+    """Ranks that Ray reports as dead, with their ends."""
     extra: Mapping[str, Any]
     """More fields for the event."""
 

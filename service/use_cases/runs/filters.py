@@ -19,8 +19,13 @@ _RECORD = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+Z? +\[?[A-Za-z]+")
 """Start of a log record: its time and level."""
 _TRACEBACK = re.compile(r"(Traceback \(most recent call last\):|ray\.exceptions\.\w+|ray::)")
 """Start of a traceback below a record."""
-_RAYS_REPORT = re.compile(r"open an issue on|Full stack trace|abbreviated stack trace")
+_RAYS_REPORT = re.compile(
+    r"open an issue on|Full stack trace|abbreviated stack trace"
+    r"|set DataContext\.max_errored_blocks|Dataset \S+ execution failed"
+)
 """Text in records in which Ray reports an error that the driver reports, too."""
+_RAYS_DAEMON = re.compile(r"\((raylet|gcs_server|autoscaler)\b[^)]*\) ")
+"""Start of a line that Ray's daemons send to the driver: a dead worker, and advice about Ray's own settings."""
 Filter = Callable[[str], bool]
 
 
@@ -46,7 +51,10 @@ class AtLeast:
 
 @dataclass
 class WithoutTracebacks:
-    """Filter that leaves out tracebacks, and Ray's reports about its own code, up to the next log record."""
+    """Filter that leaves out tracebacks, and Ray's reports about its own code, up to the next log record.
+
+    Lines of Ray's daemons are left out, too.
+    """
 
     _hides: bool = False
 
@@ -55,7 +63,7 @@ class WithoutTracebacks:
             self._hides = _RAYS_REPORT.search(line) is not None
         elif _TRACEBACK.match(line):
             self._hides = True
-        return not self._hides
+        return not self._hides and _RAYS_DAEMON.match(line) is None
 
 
 class _Part:
