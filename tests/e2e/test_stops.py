@@ -293,7 +293,10 @@ def test_losses_before_and_during_a_stop_are_named_with_the_newest_checkpoint(se
 @pytest.mark.parametrize(
     ("script", "end"),
     [
-        ("exit 3", "it ended with exit code 3"),
+        (
+            "echo \"ModuleNotFoundError: No module named 'train_loop'\"; exit 1",
+            "it ended with exit code 1 (ModuleNotFoundError: No module named 'train_loop')",
+        ),
         ("kill -KILL $$", "it was killed by signal 9 (SIGKILL), exit code "),
         ("kill -TERM $$", "it was killed by signal 15 (SIGTERM), exit code "),
     ],

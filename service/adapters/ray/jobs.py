@@ -1,5 +1,6 @@
 """Drivers as Ray jobs: the client of Ray's dashboard."""
 
+import re
 import shlex
 import threading
 import time
@@ -34,6 +35,13 @@ USABLE_MEMORY = 0.95
 """Part of a host's memory above which Ray kills workers, unless RAY_memory_usage_threshold differs there."""
 _MOST_CHARACTERS = 300
 """Maximum length of Ray's explanation of an end."""
+_ERROR_AT_START = re.compile(
+    r"^(?:\w+\.)*("
+    r"(?:(?:ModuleNotFound|Import|OS|FileNotFound|NotADirectory|Permission)Error|StorageUnavailable): .+"
+    r"|\S.*: (?:command )?not found)$",
+    re.MULTILINE,
+)
+"""Line of a driver's log with an error that ends it before it can report an outcome. Such errors hold no secrets."""
 _RUNNING_SECONDS = 2.0
 """Seconds for which the status RUNNING is cached: each request to the dashboard takes CPU time from training."""
 # Errors of Ray's client if Ray cannot be reached or gives an unexpected answer.
@@ -149,7 +157,9 @@ class RayJobs:
         except _FAULTS:
             return None
         if info.driver_exit_code is not None:
-            return describe_exit(info.driver_exit_code)
+            end, errors = describe_exit(info.driver_exit_code), _ERROR_AT_START.findall(info.message or "")
+            # Ray appends the end of the log. What precedes a signal is not its cause.
+            return f"{end} ({errors[-1][:_MOST_CHARACTERS]})" if errors and "signal" not in end else end
         # Ray appends tracebacks and lines of the log.
         line = (info.message or "").strip().partition("\n")[0]
         return f"Ray reports: {line[:_MOST_CHARACTERS]}" if line else None

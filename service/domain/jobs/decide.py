@@ -231,9 +231,7 @@ def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
     """Return why the job is not retried, with the message of each failure."""
     each = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
     message = f"{len(failures)} of {len(failures)} attempts failed without progress: {each}"
-    return Reason(
-        Code.CRASH_LOOP, message, "fix the error in the logs and clone the job, or raise failure.max_attempts"
-    )
+    return Reason(Code.CRASH_LOOP, message, "fix the cause and clone the job, or raise failure.max_attempts")
 
 
 def _last_failure(job: Job) -> Reason | None:

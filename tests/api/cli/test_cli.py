@@ -92,7 +92,7 @@ def test_logs_of_a_failed_job_begin_with_the_reason_and_leave_out_tracebacks(hom
     shown = run("logs", job_id)
     reason = f"{job_id} FAILED: data_error: bad.jsonl, line 7: invalid JSON"
     assert shown.stdout.splitlines() == [reason, "", *records]
-    assert f"tracebacks of the driver: trainshed logs {job_id} --raw" in shown.stderr
+    assert f"tracebacks of the driver: trainshed logs {job_id} --raw; of a rank: --rank N" in shown.stderr
     assert run("logs", job_id, "--follow").stdout.splitlines() == [reason, "", *records]
     assert run("logs", job_id, "--rank", "0").stdout.splitlines() == [reason, "", *lines]
     # As the driver has written it.

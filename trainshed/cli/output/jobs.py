@@ -55,7 +55,7 @@ def show_failure(job: JobOut) -> None:
     if job.reason.remedy:
         show_text(f"what helps: {job.reason.remedy}")
     show_text("")
-    show_note(f"tracebacks of the driver: trainshed logs {job.id} --raw")
+    show_note(f"tracebacks of the driver: trainshed logs {job.id} --raw; of a rank: --rank N")
 
 
 def show_jobs(jobs: Sequence[JobOut]) -> None:

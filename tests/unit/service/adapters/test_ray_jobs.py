@@ -118,6 +118,25 @@ def test_submission_metadata_names_job_attempt_project_and_labels(monkeypatch: p
             "it was killed by signal 9 (SIGKILL), exit code -9",
         ),
         (1, "Job entrypoint command failed with exit code 1, last …", "it ended with exit code 1"),
+        (
+            1,
+            "Job entrypoint command failed with exit code 1, last available logs (truncated to 20,000 chars):\n"
+            "Traceback (most recent call last):\nModuleNotFoundError: No module named 'train_loop'\n",
+            "it ended with exit code 1 (ModuleNotFoundError: No module named 'train_loop')",
+        ),
+        (
+            1,
+            "failed:\nOSError: first\nThe above was the cause\ntrain_loop.run_dir.StorageUnavailable: /mnt: gone",
+            "it ended with exit code 1 (StorageUnavailable: /mnt: gone)",
+        ),
+        (
+            127,
+            "failed with exit code 127, last available logs:\nbash: line 1: python: command not found",
+            "it ended with exit code 127 (bash: line 1: python: command not found)",
+        ),
+        (1, "failed:\nValueError: token=secret", "it ended with exit code 1"),
+        (137, "failed:\nOSError: first", "it was killed by signal 9 (SIGKILL), exit code 137"),
+        (-9, "failed:\nOSError: first", "it was killed by signal 9 (SIGKILL), exit code -9"),
         (None, "The node died.\nTraceback (most recent call last):", "Ray reports: The node died."),
         (None, None, None),
     ],
