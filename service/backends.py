@@ -122,7 +122,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
         return RayJobs(
             embedded.address,
             python=sys.executable,
-            room=NodeRoom({"CPU": float(settings.ray_cpus)}, settings.embedded_memory_bytes),
+            room=NodeRoom({"CPU": float(settings.ray_cpus)}, settings.embedded_memory_bytes, limited=True),
             shown_at=settings.dashboard_url,
             environment=environment,
             read_policy=settings.read_policy,

@@ -123,3 +123,31 @@ def test_plan_warns_of_more_tasks_of_preparation_than_a_node_holds(service: Fake
         "preparation runs up to 8 tasks of about 1.8 GiB on a node with 8.0 GiB for workers, and Ray ends and repeats "
         "tasks that do not fit; give Ray fewer CPUs there"
     )
+
+
+def test_second_job_waits_for_memory_that_the_first_has_reserved(service: FakeService, client: TestClient) -> None:
+    total = 5 * GIB
+    service.cluster.total, service.cluster.memory, service.cluster.limited = {"CPU": 64.0, "memory": total}, total, True
+    first, second = (client.post("/jobs", content=spec_body(name=name)).json()["id"] for name in ("first", "second"))
+    service.reconciler().run_once()
+    service.reconciler().run_once()
+    held = sum(attempt["workers"] for attempt in client.get(f"/jobs/{first}").json()["attempts"])
+    waits = client.get(f"/jobs/{second}").json()
+    assert (held, waits["state"], waits["reason"]["code"]) == (2, "QUEUED", "capacity")
+    assert waits["reason"]["message"] == (
+        "next in the queue; waits for 3.9 GiB of memory (3.9 GiB of the cluster's 5.0 GiB are reserved)"
+    )
+    service.cluster.total = {"CPU": 64.0, "memory": 2.0 * total}
+    service.reconciler().run_once()
+    assert client.get(f"/jobs/{second}").json()["state"] != "QUEUED"
+
+
+def test_memory_below_the_need_of_a_limited_worker_is_refused(service: FakeService, client: TestClient) -> None:
+    service.cluster.memory, service.cluster.limited = 8 * GIB, True
+    resources = {"CPU": 1.0, "memory": 1 << 20}
+    body = spec_body(scaling={"num_workers": 1, "resources_per_worker": resources})
+    (problem,) = client.post("/jobs/plan", content=body).json()["errors"]
+    assert problem["pointer"] == "/scaling/resources_per_worker"
+    assert problem["message"].startswith("memory: 1048576 is the limit of each worker on embedded Ray, and each needs")
+    service.cluster.limited = False
+    assert client.post("/jobs/plan", content=body).status_code == 200

@@ -274,27 +274,39 @@ def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> No
     assert len(service.events(job_id, "training_started")) == 2
 
 
-def test_rank_beyond_the_limit_of_embedded_ray_fails_and_the_service_answers(service: LiveService) -> None:
+def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_another_job_waits(
+    service: LiveService,
+) -> None:
     # The logits of a step are one allocation of 3.3 GB, which the plan estimates and does not refuse.
-    vocabulary, batch = 400_000, 64
+    vocabulary, batch, alone = 400_000, 64, {"num_workers": 1, "resources_per_worker": {"CPU": 0.5}}
     job_id = service.submit(
         model={"config": TINY | {"vocab_size": vocabulary, "tie_word_embeddings": True}},
         training={"max_steps": 2, "chunked_loss": False, "optimizer": "adafactor"}
         | {"global_batch_size": batch, "per_device_train_batch_size": batch},
         strategy={"ulysses_size": 1, "async_save_ckpt": False},
-        scaling={"num_workers": 1},
+        scaling=alone,
     )
+    other = service.submit(training={"max_steps": 2}, strategy={"ulysses_size": 1}, scaling=alone)
+    waits = service.client.job(other).reason
     while not (job := service.client.job(job_id)).state.terminal:
         assert httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
+        waits = service.client.job(other).reason or waits
+        assert service.client.job(other).attempts == [] or service.client.job(job_id).state.terminal
         time.sleep(0.2)
+    assert waits is not None
+    assert waits.code == "capacity"
+    assert waits.message.startswith("next in the queue; waits for "), waits
+    assert waits.message.endswith(" of memory (3.0 GiB of the cluster's 3.0 GiB are reserved)"), waits
     assert job.reason is not None
     assert (job.state, job.reason.code) == (JobState.FAILED, "out_of_memory"), service.debug_report(job_id)
     assert "ran out of host memory" in job.reason.message
     reports = service.events(job_id, "out_of_memory")
     assert [(event["memory"], event["again"]) for event in reports] == [("host", False), ("host", True)]
     assert all("you tried to allocate" in event["error"] for event in reports), reports
+    assert all("limit 3.0 GiB, which memory in scaling.resources_per_worker raises" in one["error"] for one in reports)
     (end,) = service.events(job_id, "training_ended")
     assert end["code"] == "out_of_memory"
+    service.wait_for_state(other, JobState.SUCCEEDED)
 
 
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:

@@ -1,13 +1,17 @@
 """The Ray of this process, its options for Ray Data, and the check for a free CPU."""
 
 import atexit
+import functools
 import logging
 import os
 import secrets
+from typing import Any
 
+import pyarrow as pa
 import ray
 from ray._private import state
-from ray.data import DataContext, ExecutionResources
+from ray.data import DataContext, Dataset, Datasource, ExecutionResources, ReadTask
+from ray.data.block import BlockMetadata
 
 from train_loop.system.ray_loopback import OWN_RAY_VARIABLE
 
@@ -30,6 +34,35 @@ def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResou
     context.target_max_block_size = block_bytes
     # A DataError must reach the driver as itself, not wrapped in an error of Ray Data.
     context.raise_original_map_exception = True
+
+
+def numbers(count: int, **options: Any) -> Dataset:
+    """Return the numbers 0, 1, 2 …, one block each, with Ray's options of the tasks that make them.
+
+    Ray Data joins these tasks and those of a map with the same options; `ray.data.range` takes no options.
+    """
+    return ray.data.read_datasource(_Numbers(count), override_num_blocks=count, **options)
+
+
+class _Numbers(Datasource):  # type: ignore[misc]
+    """The numbers 0, 1, 2 …, one block each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
+        """Return one task per number."""
+        metadata = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
+        return [ReadTask(functools.partial(_number, k), metadata) for k in range(self.count)]
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Return the size of all numbers in bytes."""
+        return 8 * self.count
+
+
+def _number(k: int) -> list[pa.Table]:
+    return [pa.table({"id": [k]})]
 
 
 def has_whole_cpu() -> bool:

@@ -1,6 +1,7 @@
 """Handling of a rank that runs out of memory: its report, and one retry of the run."""
 
 import logging
+import os
 import resource
 import socket
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from train_loop.model.folder import model_shape
 from train_loop.plan import format_bytes, memory_advice, memory_terms
 from train_loop.plan.memory import Place
 from train_loop.run_dir import make_folder, storage_may_fail
-from train_loop.spec import JobSpec
+from train_loop.spec import MEMORY, JobSpec
+from train_loop.system.memory_limit import is_limited
 from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.timers import RSS_UNIT
@@ -42,8 +44,8 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
     host, committed = socket.gethostname(), max(session.run_dir.checkpoint_folders(), default=None)
     terms = memory_terms(spec, model_shape(spec.model), place)
     message = (
-        f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {format_bytes(_peak(place))})"
-        f"; {memory_advice(spec, terms, place)}"
+        f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {format_bytes(_peak(place))}"
+        f"{_limit(spec)}); {memory_advice(spec, terms, place)}"
     )
     # Other ranks of this group may have run out, too.
     others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}
@@ -63,6 +65,14 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
     with storage_may_fail(partial(log.error, "the lack of memory could not be reported: %s")):
         retry_storage(session.journal.flush, seconds=session.patience)
     return TooLittleMemoryError(message) if again else MemoryRanOutError(message)
+
+
+def _limit(spec: JobSpec) -> str:
+    """Return the limit of a rank's memory and the setting that raises it, as the end of a parenthesis."""
+    each = spec.scaling.resources_per_worker
+    if not is_limited(os.environ) or MEMORY not in each or each.get("GPU"):
+        return ""
+    return f"; limit {format_bytes(int(each[MEMORY]))}, which memory in scaling.resources_per_worker raises"
 
 
 def _peak(place: Place) -> int:

@@ -29,8 +29,17 @@ from train_loop.plan.layout import (
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
-from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
-from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
+from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
+from train_loop.plan.reserve import reservation_problem, reservations
+from train_loop.plan.resources import (
+    DATA_CPUS,
+    data_starves,
+    describe_amount,
+    format_amount,
+    format_bytes,
+    needed,
+    too_big,
+)
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
 from train_loop.plan.shape import NEEDED, ModelShape, ParameterCounts, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
@@ -62,11 +71,13 @@ __all__ = [
     "chunk_rows",
     "crowded_preparation",
     "data_starves",
+    "describe_amount",
     "describe_terms",
     "device_problems",
     "estimated_need",
     "fits",
     "forgotten_gpu",
+    "format_amount",
     "format_bytes",
     "groups_across_hosts",
     "lay_out",
@@ -89,6 +100,8 @@ __all__ = [
     "plan_steps",
     "plans_that_fit",
     "read_shape",
+    "reservation_problem",
+    "reservations",
     "shards_of",
     "splits",
     "task_bytes",

@@ -35,6 +35,8 @@ class NodeRoom:
     """Memory of each GPU."""
     object_store: int = 0
     """Part of the host memory that Ray's objects may take."""
+    limited: bool = False
+    """Whether each worker may use only the host memory that it reserves."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,9 @@ def task_bytes(spec: JobSpec, largest: LargestRead | None = None) -> int:
 
 def crowded_preparation(task: int, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
     """Return tasks and host memory of the first node on which preparation may lack memory; None if there is none."""
-    known = ((int(node.resources.get("CPU", 0.0)), node.host) for node in nodes if node.host is not None)
-    return next(((tasks, host) for tasks, host in known if tasks * task > host), None)
+    # Tasks reserve their memory on nodes that limit their workers.
+    known = ((int(node.resources.get("CPU", 0.0)), node.host) for node in nodes if not node.limited)
+    return next(((tasks, host) for tasks, host in known if host is not None and tasks * task > host), None)
 
 
 def no_preparation(task: int, nodes: Sequence[NodeRoom]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from train_loop.plan.arrange import Arrangement, arrange, count_splits
 from train_loop.plan.mesh import divisors
-from train_loop.plan.resources import DATA_CPUS
+from train_loop.plan.resources import DATA_CPUS, describe_worker
 from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
@@ -68,7 +68,7 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
 
 def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
     """Return the room that nodes without space for a worker group lack, as a phrase for a message."""
-    each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
+    each = describe_worker(scaling)
     places = sorted((count_places(scaling, node) for node in nodes), reverse=True)
     if scaling.placement_strategy == "STRICT_PACK":
         most = max(places, default=0)
@@ -84,7 +84,7 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
         return None
     if _arranged(scaling, nodes, group) is not None:
         return None
-    each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
+    each = describe_worker(scaling)
     most, strategy = max(count_places(scaling, node) for node in nodes), scaling.placement_strategy
     if not most:
         return f"a worker needs {each}, which no single node of the cluster has; add larger nodes, or ask for less"

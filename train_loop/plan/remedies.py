@@ -2,6 +2,7 @@
 
 from train_loop.plan.memory import MemoryTerm, Place
 from train_loop.plan.plan import plan_job
+from train_loop.plan.resources import format_bytes
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
@@ -22,11 +23,6 @@ def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
     remedies = "; ".join(memory_remedies(spec, place)[:_REMEDIES])
     total = format_bytes(sum(term.bytes for term in terms))
     return f"the plan estimates {total} per rank: {sizes}; remedies, cheapest first: {remedies}"
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes in MiB or GiB."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def memory_remedies(spec: JobSpec, place: Place) -> list[str]:

@@ -2,10 +2,32 @@
 
 from collections.abc import Mapping
 
-from train_loop.spec import Problem, ScalingSpec
+from train_loop.spec import MEMORY, Problem, ScalingSpec
 
 DATA_CPUS = 1.0
 """CPUs that Ray Data needs in addition to the workers: with one, tasks are slow; with none, the job hangs silently."""
+
+
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in MiB or GiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def describe_amount(name: str, amount: float) -> str:
+    """Return an amount of a resource in words: "2 CPU", "1.5 GiB of memory"."""
+    return f"{format_amount(name, amount)} of memory" if name == MEMORY else f"{amount:g} {name}"
+
+
+def format_amount(name: str, amount: float) -> str:
+    """Format an amount of a resource without its name; memory has a unit."""
+    return format_bytes(int(amount)) if name == MEMORY else f"{amount:g}"
+
+
+def describe_worker(scaling: ScalingSpec) -> str:
+    """Return the resources of a worker in words."""
+    return " and ".join(
+        describe_amount(name, amount) for name, amount in scaling.resources_per_worker.items() if amount
+    )
 
 
 def needed(scaling: ScalingSpec) -> dict[str, float]:
@@ -16,7 +38,7 @@ def needed(scaling: ScalingSpec) -> dict[str, float]:
 def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
     """Return the reason why the cluster can never hold the workers, as a sentence; None if it can."""
     short = [
-        f"{amount:g} {name} (the cluster has {total.get(name, 0):g})"
+        f"{describe_amount(name, amount)} (the cluster has {format_amount(name, total.get(name, 0))})"
         for name, amount in needed(scaling).items()
         if amount > total.get(name, 0) + 1e-9
     ]

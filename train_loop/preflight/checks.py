@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.export.tensors import saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.data.files import storage_patience
+from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, check_plain, list_files
 from train_loop.data.text.chat import check_chat_template
@@ -39,7 +40,6 @@ from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
-from train_loop.preflight.largest_read import largest_read
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable

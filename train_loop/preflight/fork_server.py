@@ -18,7 +18,7 @@ from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
 from typing import Any
 
-from train_loop.system.memory_limit import reserved_bytes
+from train_loop.system.memory_limit import mapped_bytes
 
 Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
@@ -148,7 +148,7 @@ def _limit(question: dict[str, Any]) -> None:
         # The fork has used no CPU time yet; threads of libraries count, too.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu), math.ceil(cpu) + 1))
     if memory := question.get("memory_bytes"):
-        most = reserved_bytes() + memory
+        most = mapped_bytes() + memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 

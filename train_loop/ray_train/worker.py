@@ -23,7 +23,7 @@ from train_loop.ray_train.inputs import read_inputs
 from train_loop.ray_train.prestart import Standby
 from train_loop.ray_train.raylet import room_that_stays, this_node
 from train_loop.run_dir import Fence, RunDir, StorageUnavailable, expect_run_dir, read_whole
-from train_loop.spec import JobSpec
+from train_loop.spec import MEMORY, JobSpec
 from train_loop.system.memory_limit import limit_rank
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import last_word
@@ -46,8 +46,8 @@ def _train(run_dir: RunDir, token: Fence) -> None:
     whole = retry_storage(run_dir.spec)
     spec = retry_storage(lambda: attempt.spec(whole))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
-    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
-    limit_rank(os.environ, ranks=context.get_local_world_size(), on_gpu=on_gpu)
+    each, ranks = spec.scaling.resources_per_worker, context.get_local_world_size()
+    limit_rank(os.environ, ranks=ranks, on_gpu=bool(each.get("GPU")), reserved=each.get(MEMORY))
     held = _ranks_by_node()
     session = Session(
         rank=context.get_world_rank(),

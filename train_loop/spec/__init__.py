@@ -8,13 +8,14 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
 from train_loop.spec.printable import refuse_hidden, show, show_json
-from train_loop.spec.scaling import MOST_WORKERS, ScalingSpec, WorkerRange
+from train_loop.spec.scaling import MEMORY, MOST_WORKERS, ScalingSpec, WorkerRange
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, add_positions, as_pointer, describe, locate, read_positions, read_yaml
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 
 __all__ = [
+    "MEMORY",
     "MOST_WORKERS",
     "SCHEMA_ID",
     "CheckpointSpec",

@@ -7,6 +7,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from train_loop.spec.base import SpecModel
 
 MOST_WORKERS = 4096
+MEMORY = "memory"
+"""Ray's name of host memory in bytes."""
 
 
 class WorkerRange(SpecModel):

@@ -8,26 +8,42 @@ from pathlib import Path
 from train_loop.plan import WORKER_MEMORY_VARIABLE
 
 
-def limit_rank(environment: Mapping[str, str], *, ranks: int, on_gpu: bool) -> None:
-    """Limit the memory that this rank may allocate to its share of the job's memory, if the variable is set.
+def is_limited(environment: Mapping[str, str]) -> bool:
+    """Return whether this process runs under an embedded Ray, whose jobs have memory limits."""
+    return WORKER_MEMORY_VARIABLE in environment
 
-    An allocation beyond it fails in this rank, before the host runs out of memory. CUDA maps more than it uses, so that
-    a rank with a GPU only gets back what the head's limit took.
+
+def limit_rank(environment: Mapping[str, str], *, ranks: int, on_gpu: bool, reserved: float | None = None) -> None:
+    """Limit the memory that this rank may allocate under an embedded Ray.
+
+    The limit is the memory that the rank has reserved, or its share of the job's memory. An allocation beyond it fails
+    in this rank, before the host runs out of memory. CUDA maps more than it uses, so that a rank with a GPU only gets
+    back what the head's limit took.
     """
-    if (memory := environment.get(WORKER_MEMORY_VARIABLE)) is None:
+    if not is_limited(environment):
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = hard if on_gpu else reserved_bytes() + int(memory) // ranks
+    most = hard if on_gpu else _most(int(environment[WORKER_MEMORY_VARIABLE]) // ranks, reserved)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def reserved_bytes() -> int:
+def _most(share: int, reserved: float | None) -> int:
+    """Return the limit of the writable private memory, of which the process has mapped more than it uses."""
+    more = share if reserved is None else max(int(reserved) - _status("RssAnon"), 0)
+    return mapped_bytes() + more
+
+
+def mapped_bytes() -> int:
     """Return the writable private memory of this process, which RLIMIT_DATA counts; 0 if unknown.
 
     Stacks of threads and arenas count although most of their pages are never used.
     """
+    return _status("VmData")
+
+
+def _status(name: str) -> int:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmData:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0

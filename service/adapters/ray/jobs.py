@@ -207,7 +207,9 @@ class RayJobs:
         if self._room is None:
             return found
         # Its ranks have a lower limit than the host.
-        return tuple(replace(node, host=self._room.host, object_store=0) for node in found) or (self._room,)
+        return tuple(replace(node, host=self._room.host, object_store=0, limited=True) for node in found) or (
+            self._room,
+        )
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """Return a submission's dashboard URL for users, or the cluster's address if `submission_id` is None.

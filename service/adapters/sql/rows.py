@@ -18,6 +18,7 @@ _stop_request = TypeAdapter(StopRequest)
 _reason = TypeAdapter(Reason)
 _lineage = TypeAdapter(Lineage)
 _sizes = TypeAdapter(tuple[int, ...])
+_memory = TypeAdapter(dict[int, int])
 
 
 def to_row(job: Job) -> dict[str, Value]:
@@ -43,6 +44,7 @@ def to_row(job: Job) -> dict[str, Value]:
         "scaling": job.scaling.model_dump_json() if job.scaling else None,
         "parent": _lineage.dump_json(job.parent).decode() if job.parent else None,
         "sizes": _sizes.dump_json(job.sizes).decode(),
+        "memory": _memory.dump_json(dict(job.memory)).decode(),
         "granted": job.granted,
         "size": entry.scaling.model_dump_json(),
         "holds": int(entry.holds),
@@ -71,6 +73,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
         stop_request=_stop_request.validate_json(row.wish) if row.wish else None,
         scaling=_scaling(row.scaling) if row.scaling else None,
         sizes=_sizes.validate_json(row.sizes),
+        memory=_memory.validate_json(row.memory),
         granted=row.granted,
         parent=_lineage.validate_json(row.parent) if row.parent else None,
         version=row.version,
@@ -90,6 +93,7 @@ def queue_entry_of(row: Any) -> QueueEntry:
         sizes=_sizes.validate_json(row.sizes),
         since=row.since,
         group=row.ulysses,
+        memory=_memory.validate_json(row.memory),
     )
 
 

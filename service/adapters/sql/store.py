@@ -50,6 +50,7 @@ _ENTRY = (
     jobs.c.sizes,
     jobs.c.since,
     jobs.c.ulysses,
+    jobs.c.memory,
     jobs.c.version,
 )
 _NAMED = 1000

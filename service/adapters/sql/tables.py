@@ -26,6 +26,7 @@ jobs = Table(
     Column("scaling", Text),
     Column("parent", Text),
     Column("sizes", Text, nullable=False),
+    Column("memory", Text, nullable=False, server_default="{}"),
     Column("granted", Integer),
     Column("size", Text, nullable=False),
     Column("holds", Integer, nullable=False),

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.job import Job, JobState, StopRequest
+from service.domain.jobs.job import Job, JobSize, JobState, StopRequest
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resume
 from service.errors import IllegalState
-from train_loop.spec import ScalingSpec
 
 _CANCELLED = Reason(Code.USER, "cancelled by a user")
 _RESIZED = Reason(Code.RESIZED, "resumes at the size that a user requested, once there is capacity")
@@ -46,20 +45,17 @@ def request_pause(job: Job, *, deadline: float, now: float) -> Job:
     return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), stop_request=stop_request)
 
 
-def request_resume(
-    job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float
-) -> Job:
-    """Return the job after a resume request, at another size if `scaling` is given.
+def request_resume(job: Job, size: JobSize | None, *, deadline: float, now: float) -> Job:
+    """Return the job after a resume request, at another size if `size` is given.
 
-    `sizes` are the possible numbers of workers of an elastic job. A pausing job resumes after the pause. A running job
-    that gets another size saves, and is queued again.
+    A pausing job resumes after the pause. A running job that gets another size saves, and is queued again.
     """
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train from a checkpoint")
     sized = job
-    if scaling is not None and scaling != job.requested_scaling:
+    if size is not None and size.scaling != job.requested_scaling:
         # The attempt has the size that the job holds now. `granted` belongs to the previous size.
-        sized = replace(job, scaling=scaling, sizes=sizes, granted=None)
+        sized = replace(job, scaling=size.scaling, sizes=size.sizes, memory=size.memory, granted=None)
     if job.state is JobState.PAUSED:
         return resume(sized, now=now)
     if sized is not job and job.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):

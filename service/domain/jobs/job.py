@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Literal
 
 from service.domain.jobs.reason import WAITS, Code, Reason
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import MEMORY, JobSpec, ScalingSpec
 
 
 class JobState(StrEnum):
@@ -93,6 +93,24 @@ class Lineage:
 
 
 @dataclass(frozen=True)
+class JobSize:
+    """The size that a user requests for a job, and what its checks have found about it."""
+
+    scaling: ScalingSpec
+    sizes: tuple[int, ...] = ()
+    """Possible numbers of workers of an elastic job, smallest first; empty if the size is fixed."""
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
+
+
+def reserve_memory(scaling: ScalingSpec, memory: Mapping[int, int]) -> ScalingSpec:
+    """Return a size at which each worker reserves its memory."""
+    each = memory.get(scaling.world)
+    resources = {name: amount for name, amount in scaling.resources_per_worker.items() if name != MEMORY}
+    return scaling if each is None else scaling.model_copy(update={"resources_per_worker": {**resources, MEMORY: each}})
+
+
+@dataclass(frozen=True)
 class Job:
     """One training job. Times are Unix seconds."""
 
@@ -114,6 +132,8 @@ class Job:
     """Size from a resize; None means the size in the spec."""
     sizes: tuple[int, ...] = ()
     """Possible numbers of workers of an elastic job, smallest first; empty if the size is fixed."""
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
     granted: int | None = None
     """Number of workers that an elastic job was given when it was last admitted."""
     parent: Lineage | None = None
@@ -153,7 +173,8 @@ class Job:
     @property
     def size(self) -> ScalingSpec:
         """Return the size of the next attempt. An elastic job that is not admitted has its smallest size."""
-        return self.requested_scaling.at(self.granted or self.sizes[0]) if self.sizes else self.requested_scaling
+        size = self.requested_scaling.at(self.granted or self.sizes[0]) if self.sizes else self.requested_scaling
+        return reserve_memory(size, self.memory)
 
     @property
     def waits_for(self) -> Reason | None:

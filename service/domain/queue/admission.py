@@ -17,7 +17,7 @@ from service.domain.queue.preemption import choose_victims
 from service.domain.queue.resources import NOISE, Resources, add_up, shortage, subtract
 from service.domain.queue.snapshot import Admission
 from train_loop.plan import Capacity, data_starves, no_place, too_big
-from train_loop.spec import ScalingSpec
+from train_loop.spec import MEMORY, ScalingSpec
 
 
 def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1) -> str | None:
@@ -41,6 +41,8 @@ def admit(
 
     `unreachable` is the reason of waiting jobs if the cluster has not answered for some time.
     """
+    if cluster is not None and MEMORY not in cluster.total:
+        entries = [entry.without_memory() for entry in entries]
     ordered = sorted(entries, key=queue_order)
     waiting = [entry for entry in ordered if entry.waits]
     if cluster is None:
@@ -137,7 +139,9 @@ class _AdmissionPass:
 
     def _most_workers(self, entry: QueueEntry) -> float:
         """Return an upper limit for the number of workers that fit. This is cheaper than a check of every size."""
-        each = ((name, amount) for name, amount in entry.scaling.resources_per_worker.items() if amount)
+        # Memory of a worker depends on the number of workers.
+        named = entry.scaling.resources_per_worker.items()
+        each = ((name, amount) for name, amount in named if amount and name != MEMORY)
         free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + NOISE, amount) for name, amount in each)
         return min((left / amount for left, amount in free), default=math.inf)
 

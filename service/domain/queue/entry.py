@@ -1,14 +1,14 @@
 """Queue entries: the resources that jobs hold or wait for. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.job import Job, JobState, reserve_memory
 from service.domain.jobs.reason import Code
 from service.domain.queue.resources import Resources, add_up
 from train_loop.plan import DATA_CPUS, needed
-from train_loop.spec import ScalingSpec
+from train_loop.spec import MEMORY, ScalingSpec
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class QueueEntry:
     """Start of the newest attempt (Unix seconds)."""
     group: int = 1
     """Ulysses size: this many consecutive workers should share a node."""
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
 
     @cached_property
     def needs(self) -> Resources:
@@ -38,7 +40,14 @@ class QueueEntry:
 
     def at(self, workers: int) -> "QueueEntry":
         """Return the entry with another number of workers."""
-        return replace(self, scaling=self.scaling.at(workers))
+        return replace(self, scaling=reserve_memory(self.scaling.at(workers), self.memory))
+
+    def without_memory(self) -> "QueueEntry":
+        """Return the entry for a cluster that does not count memory, as after a change from embedded Ray to another."""
+        if not self.memory:
+            return self
+        resources = {name: amount for name, amount in self.scaling.resources_per_worker.items() if name != MEMORY}
+        return replace(self, memory={}, scaling=self.scaling.model_copy(update={"resources_per_worker": resources}))
 
     def named_to(self, project: str) -> str:
         """Return the job's name in the reasons of a project's jobs. The ids of other projects' jobs are not shown."""
@@ -63,6 +72,7 @@ class QueueEntry:
             sizes=job.sizes,
             since=job.attempt.started_at if job.attempt else 0.0,
             group=job.spec.strategy.ulysses_size,
+            memory=job.memory,
         )
 
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
+from train_loop.plan import describe_amount, format_amount
+from train_loop.spec import MEMORY
+
 Resources = Mapping[str, float]
 NOISE = 1e-9
 """Tolerance of comparisons: sums of fractions are not exact."""
@@ -25,7 +28,8 @@ def subtract(whole: Resources, parts: Iterable[Resources]) -> Resources:
 def shortage(needs: Resources, total: Resources, held: Resources) -> str | None:
     """Return which needed resources are not free, with the numbers; None if all are."""
     short = [
-        f"{amount:g} {name} ({held.get(name, 0):g} of the cluster's {total.get(name, 0):g} are in use)"
+        f"{describe_amount(name, amount)} ({format_amount(name, held.get(name, 0))} of the cluster's "
+        f"{format_amount(name, total.get(name, 0))} are {'reserved' if name == MEMORY else 'in use'})"
         for name, amount in needs.items()
         if amount > total.get(name, 0) - held.get(name, 0) + NOISE
     ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.resources import NOISE
-from train_loop.plan import DATA_CPUS, Capacity
+from train_loop.plan import DATA_CPUS, Capacity, describe_amount
 from train_loop.spec import ScalingSpec
 
 
@@ -49,7 +49,7 @@ def _without(cluster: Capacity, node: Mapping[str, float]) -> Capacity:
 
 def _amounts(scaling: ScalingSpec, node: Mapping[str, float]) -> str:
     needed = (name for name, amount in scaling.resources_per_worker.items() if amount)
-    return " and ".join(f"{node.get(name, 0.0):g} {name}" for name in needed)
+    return " and ".join(describe_amount(name, node.get(name, 0.0)) for name in needed)
 
 
 def _arithmetic(scaling: ScalingSpec, rest: Capacity) -> str:
@@ -58,6 +58,6 @@ def _arithmetic(scaling: ScalingSpec, rest: Capacity) -> str:
         data, have = (DATA_CPUS if name == "CPU" else 0.0), rest.total.get(name, 0.0)
         if amount and scaling.world * amount + data > have + NOISE:
             extra = f" + {data:g} CPU for Ray Data" if data else ""
-            need = f"{scaling.world} x {amount:g} {name}{extra}"
-            return f"its smallest size needs {need} > {have:g} {name} on the other nodes"
+            need = f"{scaling.world} x {describe_amount(name, amount)}{extra}"
+            return f"its smallest size needs {need} > {describe_amount(name, have)} on the other nodes"
     return (never_fits(scaling, rest) or "").partition("; ")[0]

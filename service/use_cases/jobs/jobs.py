@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from service.domain.access.permissions import require_role
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.commands import request_cancel, request_pause, request_resume
-from service.domain.jobs.job import Job
+from service.domain.jobs.job import Job, JobSize
 from service.domain.jobs.reason import Reason, storage_unavailable
 from service.domain.jobs.usage import UsageByDay, begin_of, day_of, merge_usage, usage_by_day
 from service.domain.queue.entry import QueueEntry
@@ -111,16 +111,17 @@ class Jobs:
 
     def resume(self, caller: Principal, job_id: str, scaling: ScalingSpec | None) -> JobView:
         """Resume a job, at another size if `scaling` is given. Raises IllegalState, InvalidSpec, JobNotFound."""
-        sizes: tuple[int, ...] = ()
+        size: JobSize | None = None
         if scaling is not None:
             spec = resize_spec(self.find(caller, job_id, Role.EDITOR).spec, scaling)
-            sizes = sizes_of(spec, self.planner.check(spec).plans)
+            checked = self.planner.check(spec)
+            size = JobSize(scaling, sizes_of(spec, checked.plans), checked.memory)
         grace = self.grace.pause
         return self._change(
             caller,
             job_id,
             "resume",
-            lambda job, now: request_resume(job, scaling, sizes, deadline=now + grace, now=now),
+            lambda job, now: request_resume(job, size, deadline=now + grace, now=now),
         )
 
     def delete(self, caller: Principal, job_id: str) -> None:

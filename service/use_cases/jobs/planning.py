@@ -1,7 +1,7 @@
 """Checking and planning of a spec on the current cluster: its plans, or all rules that it breaks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
@@ -21,6 +21,8 @@ from train_loop.plan import (
     memory_problem,
     plan_sizes,
     plans_that_fit,
+    reservation_problem,
+    reservations,
     why_no_data_cpu,
     why_split,
 )
@@ -37,6 +39,8 @@ class CheckedSpec:
 
     plans: Plans
     notes: tuple[str, ...]
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,10 @@ class Planner:
     def _checked(self, spec: JobSpec, found: PreflightReport) -> CheckedSpec:
         plans = self._plans(spec, found)
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
-        memory = memory_warnings(spec.at(most), plans[most], found.largest, self.cluster.rooms())
-        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes))
+        nodes = self.cluster.rooms()
+        memory = memory_warnings(spec.at(most), plans[most], found.largest, nodes)
+        reserved = reservations(spec, plans, found.largest, nodes)
+        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved)
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
         plans, broken = _planned(spec, found.shape)
@@ -95,7 +101,10 @@ class Planner:
     def _fitting(self, spec: JobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None) -> Plans:
         """Return the plans that fit the memory of the nodes. Raises InvalidSpec if none does."""
         nodes = self.cluster.rooms()
-        lacks = (memory_problem(spec, plans, shape, nodes), preparation_problem(spec, largest, nodes))
+        lacks = (
+            memory_problem(spec, plans, shape, nodes) or reservation_problem(spec, plans, nodes),
+            preparation_problem(spec, largest, nodes),
+        )
         if problems := list(filter(None, lacks)):
             raise InvalidSpec(problems)
         return plans_that_fit(spec, plans, nodes)

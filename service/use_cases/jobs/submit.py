@@ -14,7 +14,7 @@ from service.ports import Cancellation, IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
-from service.use_cases.jobs.planning import Plans, PlanView, sizes_of
+from service.use_cases.jobs.planning import CheckedSpec, PlanView, sizes_of
 from service.use_cases.jobs.specs import apply_overrides, parse_spec
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec
@@ -65,7 +65,7 @@ class Submitter:
         def new_job() -> _CheckedJob:
             spec = self._parse(request.caller, request.body)
             checked = self.jobs.planner.check(spec)
-            new = self._new_job(request.caller, request.key, self._build(spec, checked.plans))
+            new = self._new_job(request.caller, request.key, self._build(spec, checked))
             return _CheckedJob(new, checked.notes)
 
         return self._store_once(request.caller, request.key, new_job)
@@ -140,13 +140,14 @@ class Submitter:
             return None
         if checked is None:
             return None
-        return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked.plans)), checked.notes)
+        return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked)), checked.notes)
 
-    def _build(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
+    def _build(self, spec: JobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
         job_id, now = self.new_id(), self.jobs.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
-        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes_of(spec, plans))
+        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)
+        job = replace(job, sizes=sizes_of(spec, checked.plans), memory=checked.memory)
         if parent is None:
             return job
         if not self.jobs.run_dirs.link_parent(run_dir, parent):
@@ -161,7 +162,7 @@ class Submitter:
                 raise InvalidSpec(problems)
             parent = parent_of(origin, manifest, spec)
         checked = self.jobs.planner.check(spec, parent)
-        return self._build(spec, checked.plans, parent), checked.notes
+        return self._build(spec, checked, parent), checked.notes
 
     def _checkpoint_to_clone(self, job: Job, step: int | None) -> Manifest | None:
         """Return the checkpoint from which a clone starts; None for a start from scratch."""

@@ -253,6 +253,8 @@ class MemoryCluster:
     known_nodes: list[Node] = field(default_factory=list)
     memory: int | None = 1 << 50
     """Host memory of each node in bytes."""
+    limited: bool = False
+    """Whether the nodes limit workers to the memory that they reserve, as embedded Ray does."""
     submissions: dict[str, SubmissionStatus] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     launches: list[SubmitRequest] = field(default_factory=list)
@@ -294,7 +296,10 @@ class MemoryCluster:
     def rooms(self) -> tuple[NodeRoom, ...]:
         """Return the live nodes, or one that has all resources, with the memory that a test set."""
         nodes = self.nodes_total or ((self.total,) if self.total is not None else ())
-        return tuple(NodeRoom(node, self.memory, (1 << 50,) * int(node.get("GPU", 0))) for node in nodes)
+        devices = ((1 << 50,) * int(node.get("GPU", 0)) for node in nodes)
+        return tuple(
+            NodeRoom(node, self.memory, gpus, limited=self.limited) for node, gpus in zip(nodes, devices, strict=True)
+        )
 
     def nodes(self) -> list[Node] | None:
         """Return the nodes that a test set; None if the cluster does not answer."""

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from service.domain.jobs.commands import request_cancel, request_pause, request_resume
-from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.job import TRANSITIONS, Job, JobSize, JobState
 from service.domain.jobs.observation import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import Quota
@@ -17,7 +17,7 @@ from tests.support.fakes.service import a_spec
 from tests.support.fakes.stores import MemoryJobStore
 from train_loop.plan import Capacity, NodeRoom
 from train_loop.run_dir import Outcome, Stop
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import JobSpec
 from train_loop.spec.scaling import WorkerRange
 
 CPUS = 8.0
@@ -254,7 +254,7 @@ class World:
         wishes: list[Callable[[], Job]] = [
             lambda: request_pause(job, deadline=now + 10, now=now),
             lambda: request_resume(job, None, deadline=now + 10, now=now),
-            lambda: request_resume(job, *self._another_size(job), deadline=now + 10, now=now),
+            lambda: request_resume(job, self._another_size(job), deadline=now + 10, now=now),
             lambda: request_cancel(job, deadline=now + 10, checkpoint=True, now=now),
         ]
         try:
@@ -264,12 +264,13 @@ class World:
         if wanted != job:
             self.save(wanted)
 
-    def _another_size(self, job: Job) -> tuple[ScalingSpec, tuple[int, ...]]:
+    def _another_size(self, job: Job) -> JobSize:
         most = self.chance.randint(1, 6)
         if self.chance.random() < 0.5:
             workers = WorkerRange(min=1, max=most)
-            return job.requested_scaling.model_copy(update={"num_workers": workers}), tuple(range(1, most + 1))
-        return job.requested_scaling.at(most), ()
+            scaling = job.requested_scaling.model_copy(update={"num_workers": workers})
+            return JobSize(scaling, tuple(range(1, most + 1)))
+        return JobSize(job.requested_scaling.at(most))
 
     # ----------------------------------------------------------------------------------------------- what must hold
 

@@ -33,18 +33,21 @@ from train_loop.data.prepare.cache import (
 from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows, is_text
 from train_loop.data.prepare.fit import Fit, explain_cut
 from train_loop.data.prepare.judge import check_rows
+from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
 from train_loop.data.prepare.rows import Piece, Row, cut, read_piece
 from train_loop.data.prepare.sources import list_files
-from train_loop.data.ray_context import configure_ray_data, start_ray
+from train_loop.data.ray_context import configure_ray_data, numbers, start_ray
 from train_loop.data.shards import write_part
 from train_loop.data.text.chat import load_chat_templates
 from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
+from train_loop.plan import task_bytes
 from train_loop.run_dir import write_durably
-from train_loop.spec import ColumnsSpec, JobSpec
+from train_loop.spec import MEMORY, ColumnsSpec, JobSpec
+from train_loop.system.memory_limit import is_limited
 
 _TASK_BYTES = (2**20, 32 * 2**20)
 """Approximate minimum and maximum size that a task reads, in bytes."""
@@ -103,7 +106,7 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
 def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
     tasks = _tasks(source)
     progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
-    documents = _documents(tasks, spec, source.columns, tokenizer, progress)
+    documents = _documents(tasks, spec, source, tokenizer, progress)
     boundaries = None
     if not source.columns.tokenised and tokenizer is not None:
         boundaries = Boundaries(load_tokenizer(str(tokenizer)))
@@ -154,20 +157,27 @@ def _tasks(source: Source) -> list[list[Piece]]:
     return tasks
 
 
+def _reserved(spec: JobSpec, source: Source) -> dict[str, int]:
+    """Return the memory that each task reserves under an embedded Ray, so that other jobs keep theirs."""
+    if not is_limited(os.environ):
+        return {}
+    return {MEMORY: task_bytes(spec, largest_read([("", source.spec, source.columns)]))}
+
+
 def _documents(
-    tasks: list[list[Piece]], spec: JobSpec, columns: ColumnsSpec, tokenizer: Path | None, progress: Progress
+    tasks: list[list[Piece]], spec: JobSpec, source: Source, tokenizer: Path | None, progress: Progress
 ) -> Iterator[Document]:
     """Yield all documents in the order of the files, read and tokenised by Ray Data."""
     if not tasks:
         return
+    columns = source.columns
     configure_ray_data(block_bytes=_BLOCK_BYTES)
     rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer)
     encode = partial(encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules)
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
     options |= {"fit": Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)}
-    blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
-        _encode_task, batch_size=None, fn_kwargs=options
-    )
+    reserved = _reserved(spec, source)
+    blocks = numbers(len(tasks), **reserved).map_batches(_encode_task, batch_size=None, fn_kwargs=options, **reserved)
     for table in blocks.iter_batches(batch_format="pyarrow", batch_size=None):
         yield from _from_table(table.combine_chunks(), tasks, progress)
 

@@ -5,7 +5,6 @@ A plan of equal blocks, assigned to data ranks in turn, is thus an ordered strea
 carries its sample id, and the loop checks the id against the order: a change of Ray Data's rule is noticed.
 """
 
-import functools
 import itertools
 import logging
 import math
@@ -21,12 +20,11 @@ import pyarrow as pa
 import ray
 import torch.distributed as dist
 from numpy.typing import NDArray
-from ray.data import DataIterator, Datasource, ExecutionResources, ReadTask
-from ray.data.block import BlockMetadata
+from ray.data import DataIterator, ExecutionResources
 from ray.exceptions import ActorUnschedulableError
 
 from train_loop.data.dataset import Rows
-from train_loop.data.ray_context import configure_ray_data, has_whole_cpu
+from train_loop.data.ray_context import configure_ray_data, has_whole_cpu, numbers
 from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
 from train_loop.plan import MeshPlan
 from train_loop.system.ray_env import task_environment
@@ -149,8 +147,7 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     configure_ray_data(limits=ExecutionResources(cpu=free, object_store_memory=queued))
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
     environment = task_environment()
-    numbers = ray.data.read_datasource(_Numbers(blocks), override_num_blocks=blocks, runtime_env=environment)
-    data = numbers.map_batches(
+    data = numbers(blocks, runtime_env=environment).map_batches(
         _read_block,
         batch_size=None,
         fn_kwargs={"plan": plan, "start": start, "steps": block_steps(plan)},
@@ -158,27 +155,6 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     )
     splits: list[DataIterator] = data.streaming_split(plan.order.dp, equal=False)
     return splits
-
-
-class _Numbers(Datasource):  # type: ignore[misc]
-    """The numbers 0, 1, 2 …, one block each: a `ray.data.range` that takes a runtime environment."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
-        """Return one task per number."""
-        metadata = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
-        return [ReadTask(functools.partial(_number, k), metadata) for k in range(self.count)]
-
-    def estimate_inmemory_data_size(self) -> int:
-        """Return the size of all numbers in bytes."""
-        return 8 * self.count
-
-
-def _number(k: int) -> list[pa.Table]:
-    return [pa.table({"id": [k]})]
 
 
 def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: int, steps: int) -> pa.Table:

@@ -221,3 +221,30 @@ def test_backfilled_job_never_delays_the_first(held: list[int], first: int, smal
         return
     for left in itertools.chain.from_iterable(itertools.combinations(held, n) for n in range(len(held) + 1)):
         assert (sum(left) + first <= 8) == (sum(left) + first + small <= 8)
+
+
+memory = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+
+
+@given(memory, memory, st.integers(6, 12))
+def test_reserved_memory_never_exceeds_that_of_the_node(held: list[int], requested: list[int], total: int) -> None:
+    running = [active(replace(a_job(f"job-{place}"), memory={2: each})) for place, each in enumerate(held)]
+    queued = [replace(a_job(f"job-x{place}"), memory={2: each}) for place, each in enumerate(requested)]
+    cluster = Capacity({"CPU": 999.0, "memory": float(total)}, ({"CPU": 999.0, "memory": float(total)},))
+    found = admit(map(QueueEntry.of, [*running, *queued]), cluster, QueuePolicy())
+    started = sum(2 * requested[int(job_id.removeprefix("job-x"))] for job_id in found.starts)
+    assert not found.starts or 2 * sum(held) + started <= total
+    for job in queued:
+        assert 2 * job.memory[2] <= total or found.waits[job.id].code is Code.UNSCHEDULABLE
+    # A cluster that does not count memory starts them all, as after a change from embedded Ray to another.
+    others = admit(map(QueueEntry.of, [*running, *queued]), Capacity({"CPU": 999.0}), QueuePolicy())
+    assert len(others.starts) == len(queued)
+
+
+def test_elastic_job_starts_with_the_workers_whose_memory_is_free() -> None:
+    elastic = a_job(scaling={"num_workers": {"min": 1, "max": 4}}, training={"global_batch_size": 4})
+    job = replace(elastic, sizes=(1, 2, 4), memory={1: 8, 2: 4, 4: 3})
+    for free, workers in ((12.0, 4), (11.0, 2)):
+        found = admit([QueueEntry.of(job)], Capacity({"CPU": 9.0, "memory": free}), QueuePolicy())
+        assert found.workers == {"job-1": workers}
+        assert QueueEntry.of(job).at(workers).needs["memory"] == workers * job.memory[workers]

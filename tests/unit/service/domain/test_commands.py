@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.domain.jobs.commands import request_cancel, request_pause, request_resume
-from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.job import Job, JobSize, JobState
 from service.domain.jobs.reason import Code
 from service.domain.jobs.transitions import preempt, start
 from service.domain.queue.entry import QueueEntry
@@ -43,7 +43,7 @@ def pause(job: Job, *, grace: float = 600.0) -> Job:
 
 
 def resume(job: Job, scaling: ScalingSpec | None = None) -> Job:
-    return request_resume(job, scaling, deadline=NOW + 600.0, now=NOW)
+    return request_resume(job, None if scaling is None else JobSize(scaling), deadline=NOW + 600.0, now=NOW)
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service.domain.jobs.commands import request_pause, request_resume
 from service.domain.jobs.decide import Retry, decide
-from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.job import Job, JobSize, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resize, start
@@ -183,12 +183,13 @@ def test_retried_attempt_keeps_its_size() -> None:
 
 
 def test_resume_with_other_scaling_resizes_running_job() -> None:
-    job, requested = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
+    job = running(fixed("job-1", 2), 2)
+    requested = JobSize(ScalingSpec(num_workers=4, resources_per_worker=GPU))
     resized = request_resume(job, requested, deadline=90.0, now=50.0)
     assert (resized.state, resized.stop_request and resized.stop_request.mode) == (JobState.PAUSING, "resize")
     assert QueueEntry.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
     assert request_resume(resized, requested, deadline=99.0, now=51.0) == resized
-    assert request_resume(job, job.requested_scaling, deadline=90.0, now=50.0) == job
+    assert request_resume(job, JobSize(job.requested_scaling), deadline=90.0, now=50.0) == job
     seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)

@@ -8,9 +8,10 @@ import pytest
 RANK = """
 import resource, sys
 from train_loop.plan import WORKER_MEMORY_VARIABLE
-from train_loop.system.memory_limit import limit_rank, reserved_bytes
-before = reserved_bytes()
-limit_rank({WORKER_MEMORY_VARIABLE: str(512 << 20)}, ranks=2, on_gpu=len(sys.argv) > 1)
+from train_loop.system.memory_limit import limit_rank, mapped_bytes
+before = mapped_bytes()
+reserved = int(sys.argv[1]) << 20 if sys.argv[1:] else None
+limit_rank({WORKER_MEMORY_VARIABLE: str(512 << 20)}, ranks=2, on_gpu="gpu" in sys.argv, reserved=reserved)
 held = []
 try:
     while len(held) < 96:
@@ -21,7 +22,10 @@ print(len(held) * 4)
 """
 
 
-@pytest.mark.parametrize(("arguments", "mebibytes"), [([], range(200, 257)), (["gpu"], range(384, 385))])
+@pytest.mark.parametrize(
+    ("arguments", "mebibytes"),
+    [([], range(200, 257)), (["192"], range(100, 193)), (["16"], range(32)), (["192", "gpu"], range(384, 385))],
+)
 def test_rank_allocates_its_share_of_the_memory_and_no_more(arguments: list[str], mebibytes: range) -> None:
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, resource.RLIM_INFINITY)){RANK}"
     result = subprocess.run(

@@ -1,0 +1,45 @@
+"""The host memory that workers reserve where a node limits them to it."""
+
+import random
+from dataclasses import replace
+
+from tests.support.builders.searches import seeds
+from tests.support.builders.specs import raw_spec
+from tests.unit.train_loop.plan.test_fit import GIB, TINY, a_case, planned
+from train_loop.plan import (
+    NodeRoom,
+    certain_needs,
+    estimated_need,
+    lay_out,
+    plan_sizes,
+    plans_that_fit,
+    read_shape,
+    reservations,
+)
+from train_loop.spec import parse
+
+
+def test_reservation_holds_what_is_certain_and_a_job_alone_always_fits() -> None:
+    compared = 0
+    for seed in range(seeds(200)):
+        rng = random.Random(seed)
+        spec, shape, _ = a_case(rng)
+        memory = rng.choice([1, 2, 8, 64, 1024]) * GIB
+        node = NodeRoom({"CPU": 64.0, "GPU": 8.0}, memory, (1 << 50,) * 8, limited=True)
+        plans = plans_that_fit(spec, planned(spec, shape), [node])
+        assert reservations(spec, plans, None, [replace(node, limited=False)]) == {}
+        for workers, each in reservations(spec, plans, None, [node]).items():
+            certain = max(need.host_bytes for need in certain_needs(spec.at(workers), plans[workers]))
+            assert certain <= each, seed
+            assert workers * each <= memory or lay_out(spec.scaling.at(workers), [node.resources]) is None, seed
+            # The whole estimate is reserved, unless a job alone would not fit with it.
+            estimate = estimated_need(spec.at(workers), plans[workers]).host_bytes
+            assert each >= min(estimate, memory // workers), seed
+            compared += 1
+    assert compared > seeds(200) // 4
+
+
+def test_memory_of_the_spec_is_reserved() -> None:
+    spec = parse(raw_spec(scaling={"num_workers": 2, "resources_per_worker": {"CPU": 1.0, "memory": 3 * GIB}}))
+    node = NodeRoom({"CPU": 8.0}, 64 * GIB, limited=True)
+    assert reservations(spec, plan_sizes(spec, read_shape(TINY)), None, [node]) == {2: 3 * GIB}

@@ -1,0 +1,66 @@
+"""The host memory that each worker reserves where its node limits it to that: on an embedded Ray. Pure.
+
+The reservations of all jobs together stay below the memory of the node, so that no number of jobs takes it down.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from train_loop.plan.data_facts import LargestRead
+from train_loop.plan.fit import PROCESS_BYTES, NodeRoom, certain_needs, estimated_need, task_bytes
+from train_loop.plan.plan import Plan
+from train_loop.plan.resources import format_bytes
+from train_loop.spec import MEMORY, JobSpec, Problem
+
+_HELPER_BYTES = 1536 * 2**20
+"""Memory of a job's other processes: driver, controller, and tasks of Ray Data."""
+_MARGIN = 2
+"""Factor of the estimated terms, which depend on the model's code and on kernels."""
+_UNIT = 64 * 2**20
+"""Reservations are multiples of it."""
+
+
+def reservations(
+    spec: JobSpec, plans: Mapping[int, Plan], largest: LargestRead | None, nodes: Sequence[NodeRoom]
+) -> dict[int, int]:
+    """Return the bytes that each worker reserves, by number of workers; empty if no node limits its workers."""
+    memory = max((node.host for node in nodes if node.limited and node.host is not None), default=None)
+    if memory is None:
+        return {}
+    return {workers: _reservation(spec.at(workers), plan, largest, memory) for workers, plan in plans.items()}
+
+
+def _reservation(spec: JobSpec, plan: Plan, largest: LargestRead | None, memory: int) -> int:
+    """Return the bytes that each worker reserves: those of the spec, or the need, at most a share of the node."""
+    if given := spec.scaling.resources_per_worker.get(MEMORY):
+        return int(given)
+    world, least = spec.scaling.world, certain_bytes(spec, plan)
+    estimated = estimated_need(spec, plan).host_bytes - certain_needs(spec, plan)[0].host_bytes
+    wanted = least + _MARGIN * estimated + (_HELPER_BYTES + _spare_bytes(spec)) // world
+    # The tasks of a job that prepares data run before its ranks.
+    wanted = max(wanted, -(-task_bytes(spec, largest) // world))
+    # A job that is alone always starts.
+    return max(least, min(-(-wanted // _UNIT) * _UNIT, memory // world))
+
+
+def _spare_bytes(spec: JobSpec) -> int:
+    return (spec.scaling.world + 1) * PROCESS_BYTES if spec.failure.spare_workers else 0
+
+
+def certain_bytes(spec: JobSpec, plan: Plan) -> int:
+    """Return the host memory that a worker needs for certain."""
+    return max(need.host_bytes for need in certain_needs(spec, plan))
+
+
+def reservation_problem(spec: JobSpec, plans: Mapping[int, Plan], nodes: Sequence[NodeRoom]) -> Problem | None:
+    """Return the problem of a spec whose `memory` is less than its workers need on nodes that limit them to it."""
+    given = spec.scaling.resources_per_worker.get(MEMORY)
+    if not given or not plans or not any(node.limited for node in nodes):
+        return None
+    least = min(certain_bytes(spec.at(workers), plan) for workers, plan in plans.items())
+    if given >= least:
+        return None
+    return Problem(
+        "/scaling/resources_per_worker",
+        f"memory: {given:.0f} is the limit of each worker on embedded Ray, and each needs at least {least} bytes "
+        f"({format_bytes(least)}); raise it, or leave it out",
+    )
