@@ -151,3 +151,25 @@ def test_memory_below_the_need_of_a_limited_worker_is_refused(service: FakeServi
     assert problem["message"].startswith("memory: 1048576 is the limit of each worker on embedded Ray, and each needs")
     service.cluster.limited = False
     assert client.post("/jobs/plan", content=body).status_code == 200
+
+
+def test_plan_warns_of_lines_that_were_not_read_and_of_the_training_of_a_tokenizer(
+    service: FakeService, client: TestClient
+) -> None:
+    service.cluster.memory = 8 * GIB
+    text = {"columns": {"text": "text"}}
+
+    def warnings(**fields: Any) -> list[str]:
+        service.preflight.largest = a_read(format="jsonl", row=1 << 10, **fields)
+        found: list[str] = client.post("/jobs/plan", content=spec_body(data=text)).json()["warnings"]
+        return found
+
+    assert warnings(corpus=1 << 20, unseen=40 << 20) == []
+    assert warnings(corpus=1 << 20, unseen=80 << 20) == [
+        "not all JSON lines were read: one of 80.0 MiB would need about 11.2 GiB of host memory in preparation, and no "
+        "node has as much for workers"
+    ]
+    assert warnings(corpus=1 << 40) == [
+        "training of a tokenizer takes about 952.0 MiB of host memory, and up to 9.3 GiB if words hardly repeat; no "
+        "node has as much for workers: name a tokenizer in model.tokenizer"
+    ]

@@ -21,8 +21,12 @@ class Ema:
 
     def update(self) -> None:
         """Move the averages towards the weights: decay x average + (1 - decay) x weight."""
-        weights = [weight.detach().float() for weight in self._weights.values()]
-        self._average(list(self.averages.values()), weights, 0)
+        same = all(weight.dtype == torch.float32 for weight in self._weights.values())
+        # Copies in fp32 of all weights at once would take the memory of another model.
+        groups = [list(self._weights)] if same else [[name] for name in self._weights]
+        for names in groups:
+            weights = [self._weights[name].detach().float() for name in names]
+            self._average([self.averages[name] for name in names], weights, 0)
 
     def begin(self, names: Iterable[str]) -> None:
         """Restart averages at the current weights."""

@@ -4,6 +4,7 @@ from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan
 from train_loop.plan.data_facts import LargestRead, Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
+    TOKENIZER_TEXT,
     WORKER_MEMORY_VARIABLE,
     NodeRoom,
     certain_needs,
@@ -13,6 +14,7 @@ from train_loop.plan.fit import (
     no_preparation,
     overfull_node,
     task_bytes,
+    tokenizer_bytes,
     unknown_memory,
 )
 from train_loop.plan.layout import (
@@ -50,6 +52,7 @@ __all__ = [
     "MASK_BYTES",
     "NEEDED",
     "START",
+    "TOKENIZER_TEXT",
     "WORKER_MEMORY_VARIABLE",
     "BatchPlan",
     "Capacity",
@@ -105,6 +108,7 @@ __all__ = [
     "shards_of",
     "splits",
     "task_bytes",
+    "tokenizer_bytes",
     "too_big",
     "unknown_memory",
     "why_no_data_cpu",

@@ -35,6 +35,10 @@ class LargestRead:
     """Bytes of its longest known row: a text file, the first JSON line, or the mean row of a Parquet row group."""
     text: bool
     """Whether its rows must be tokenised."""
+    corpus: int = 0
+    """Bytes of all files of the data."""
+    unseen: int = 0
+    """Bytes that a JSON line of any file may have, where not all of the file was read; 0 if all lines are known."""
 
     @property
     def group_bytes(self) -> int:
@@ -44,7 +48,16 @@ class LargestRead:
     @property
     def row_bytes(self) -> int:
         """Return the memory of its longest row while that is parsed and tokenised."""
-        return (_ENCODED if self.text else _PARSED if self.format == "jsonl" else 0) * self.row
+        return self._bytes_per_byte * self.row
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Return the memory of the longest line that may exist unseen."""
+        return (_ENCODED if self.text else _PARSED) * self.unseen
+
+    @property
+    def _bytes_per_byte(self) -> int:
+        return _ENCODED if self.text else _PARSED if self.format == "jsonl" else 0
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,11 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
     momentum = 0 if spec.training.momentum == 0 else 1
     size, formula = {
         "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
-        "adamw_8bit": (2 * total, "2 Adam moments x 1 byte x trained parameters / fsdp"),
+        # torchao keeps the moments of tensors below 4096 values, and of odd sizes, in the master dtype.
+        "adamw_8bit": (
+            2 * total + total // 32,
+            "2 Adam moments x (1 byte + 4 bytes / 256) x trained parameters / fsdp",
+        ),
         "sgd": (momentum * master * total, f"{momentum} momentum x {master} bytes x trained parameters / fsdp"),
         "muon": (
             master * (2 * total - matrices),

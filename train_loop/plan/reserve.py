@@ -6,7 +6,7 @@ The reservations of all jobs together stay below the memory of the node, so that
 from collections.abc import Mapping, Sequence
 
 from train_loop.plan.data_facts import LargestRead
-from train_loop.plan.fit import PROCESS_BYTES, NodeRoom, certain_needs, estimated_need, task_bytes
+from train_loop.plan.fit import PROCESS_BYTES, NodeRoom, certain_needs, estimated_need, task_bytes, tokenizer_bytes
 from train_loop.plan.plan import Plan
 from train_loop.plan.resources import format_bytes
 from train_loop.spec import MEMORY, JobSpec, Problem
@@ -36,8 +36,9 @@ def _reservation(spec: JobSpec, plan: Plan, largest: LargestRead | None, memory:
     world, least = spec.scaling.world, certain_bytes(spec, plan)
     estimated = estimated_need(spec, plan).host_bytes - certain_needs(spec, plan)[0].host_bytes
     wanted = least + _MARGIN * estimated + (_HELPER_BYTES + _spare_bytes(spec)) // world
-    # The tasks of a job that prepares data run before its ranks.
-    wanted = max(wanted, -(-task_bytes(spec, largest) // world))
+    # The preparation of a job runs before its ranks.
+    preparation = max(task_bytes(spec, largest), tokenizer_bytes(spec, largest)[0])
+    wanted = max(wanted, -(-preparation // world))
     # A job that is alone always starts.
     return max(least, min(-(-wanted // _UNIT) * _UNIT, memory // world))
 

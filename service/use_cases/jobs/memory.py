@@ -17,6 +17,7 @@ from train_loop.plan import (
     no_preparation,
     overfull_node,
     task_bytes,
+    tokenizer_bytes,
     unknown_memory,
 )
 from train_loop.spec import JobSpec, Problem
@@ -64,7 +65,8 @@ def memory_warnings(spec: JobSpec, plan: Plan, largest: LargestRead | None, node
             "the memory of the nodes is not known, so the model may not fit: each worker needs at least "
             f"{' and '.join(sizes)}"
         ]
-    return [*_likely(spec, plan, nodes), *_crowded(task_bytes(spec, largest), nodes)]
+    crowded = _crowded(task_bytes(spec, largest), nodes)
+    return [*_likely(spec, plan, nodes), *crowded, *_unseen(largest, nodes), *_tokenizer(spec, largest, nodes)]
 
 
 def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
@@ -87,6 +89,27 @@ def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
         f"the layout puts {workers} workers with about {format_bytes(need.host_bytes)} each on a node with "
         f"{format_bytes(host)}, although the cluster has enough; add memory: {need.host_bytes} to "
         "scaling.resources_per_worker, so that they are placed by memory"
+    ]
+
+
+def _unseen(largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> list[str]:
+    """Return a warning if the files may have JSON lines, as yet unseen, for which no node has enough memory."""
+    if largest is None or not no_preparation(largest.unseen_bytes, nodes):
+        return []
+    return [
+        f"not all JSON lines were read: one of {format_bytes(largest.unseen)} would need about "
+        f"{format_bytes(largest.unseen_bytes)} of host memory in preparation, and no node has as much for workers"
+    ]
+
+
+def _tokenizer(spec: JobSpec, largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> list[str]:
+    """Return a warning if no node may have enough memory to train a tokenizer."""
+    about, most = tokenizer_bytes(spec, largest)
+    if not no_preparation(most, nodes):
+        return []
+    return [
+        f"training of a tokenizer takes about {format_bytes(about)} of host memory, and up to {format_bytes(most)} if "
+        "words hardly repeat; no node has as much for workers: name a tokenizer in model.tokenizer"
     ]
 
 

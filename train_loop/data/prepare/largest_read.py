@@ -1,8 +1,14 @@
 """The largest part of the data that one task of preparation reads at once, from sizes of files, groups and lines."""
 
+import io
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_loop.data.files import open_file, report_damage
@@ -14,7 +20,12 @@ from train_loop.spec import ColumnsSpec, SourceSpec
 _FILES = 8
 """Number of a source's largest files that are opened."""
 _LONGEST_LINE = 64 * 2**20
-"""Maximum bytes that are read in search of the end of a file's first line."""
+"""Maximum bytes that are read in search of the end of a line."""
+_PLACES, _PLACE_BYTES = 32, 2**16
+"""Number of places of a file of JSON lines that are looked at, and the bytes that are read at each."""
+_PLACES_AT_ONCE = 16
+_UNPACKED = 16 * 2**20
+"""Maximum bytes of a compressed file that are unpacked."""
 
 Placed = tuple[str, SourceSpec, ColumnsSpec]
 """JSON pointer, source, and columns."""
@@ -23,29 +34,60 @@ Placed = tuple[str, SourceSpec, ColumnsSpec]
 def largest_read(sources: Iterable[Placed]) -> LargestRead | None:
     """Return the read that needs most memory; None without files. Raises DataError and OSError for unreadable files.
 
-    The largest files of each source are opened. Lines after a file's first one, and the uncompressed size of compressed
-    files, are not known.
+    The largest files of each source are opened. Of JSON lines, evenly spaced places are looked at, and the beginning of
+    compressed files.
     """
-    reads = (read for placed in sources for read in _reads(*placed))
-    return max(reads, key=lambda read: read.group_bytes + read.row_bytes, default=None)
+    listed = [(pointer, columns, list_files(source)) for pointer, source, columns in sources]
+    reads = [read for one in listed for read in _reads(*one)]
+    largest = max(reads, key=lambda read: read.group_bytes + read.row_bytes, default=None)
+    if largest is None:
+        return None
+    corpus = sum(file.size for _, _, files in listed for file in files)
+    return replace(largest, corpus=corpus, unseen=max(read.unseen for read in reads))
 
 
-def _reads(pointer: str, source: SourceSpec, columns: ColumnsSpec) -> Iterator[LargestRead]:
-    largest = sorted(list_files(source), key=lambda file: -file.size)[:_FILES]
+def _reads(pointer: str, columns: ColumnsSpec, files: list[SourceFile]) -> Iterator[LargestRead]:
+    largest = sorted(files, key=lambda file: -file.size)[:_FILES]
     for file in (file for file in largest if file.size):
-        sizes = _parquet_sizes(file, columns) if file.format == "parquet" else [(0, 0, _row_bytes(file))]
-        for packed, batch, row in sizes:
-            yield LargestRead(f"{pointer}/path", file.uri, file.format, packed, batch, row, text=not columns.tokenised)
+        of_file = partial(LargestRead, f"{pointer}/path", file.uri, file.format, text=not columns.tokenised)
+        if file.format == "parquet":
+            yield from (of_file(packed, batch, row) for packed, batch, row in _parquet_sizes(file, columns))
+        else:
+            row, unseen = (file.size, 0) if file.format == "text" else _line_bytes(file)
+            yield of_file(0, 0, row, unseen=unseen)
 
 
-def _row_bytes(file: SourceFile) -> int:
-    """Return the bytes of a text file, which is one row, or of the first JSON line; 0 for compressed lines."""
-    if file.format == "text":
-        return file.size
-    if file.codec:
-        return 0
-    with report_damage(file.uri, file.format), open_file(file) as opened:
-        return len(opened.readline(_LONGEST_LINE))
+def _line_bytes(file: SourceFile) -> tuple[int, int]:
+    """Return the bytes of the longest JSON line that is found, and those that a line may have beyond it unseen."""
+    with report_damage(file.uri, file.format):
+        if file.codec:
+            return _packed_line_bytes(file)
+        step = -(-file.size // _PLACES)
+        if step <= _PLACE_BYTES:
+            return _longest(file, 0, file.size), 0
+        starts = range(0, file.size, step)
+        # Threads read by the policy and the timeouts of this one.
+        reads = [partial(copy_context().run, _longest, file, start, _PLACE_BYTES) for start in starts]
+        with ThreadPoolExecutor(_PLACES_AT_ONCE) as pool:
+            # Of a line of two steps or more, one place lies at least a step before its end.
+            return max(pool.map(lambda read: read(), reads)), 2 * step
+
+
+def _longest(file: SourceFile, start: int, size: int) -> int:
+    """Return the bytes of the longest line or part of a line that begins in some bytes of a file."""
+    with open_file(file, buffer=_PLACE_BYTES) as opened:
+        opened.seek(start)
+        lines = opened.read(size).split(b"\n")
+        last = len(lines[-1]) + len(opened.readline(_LONGEST_LINE))
+    return max(last, *(len(line) + 1 for line in lines[:-1]), 0)
+
+
+def _packed_line_bytes(file: SourceFile) -> tuple[int, int]:
+    """Return the bytes of the longest line in the beginning of a compressed file, and at least those of the rest."""
+    with open_file(file) as opened, pa.CompressedInputStream(opened, file.codec) as stream:
+        beginning = io.BytesIO(stream.read(_UNPACKED))
+        rest = 0 if len(beginning.getbuffer()) < _UNPACKED else file.size
+    return max(map(len, beginning), default=0), rest
 
 
 def _parquet_sizes(file: SourceFile, columns: ColumnsSpec) -> Iterator[tuple[int, int, int]]:

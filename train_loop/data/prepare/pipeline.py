@@ -44,7 +44,7 @@ from train_loop.data.text.chat import load_chat_templates
 from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
-from train_loop.plan import task_bytes
+from train_loop.plan import TOKENIZER_TEXT, task_bytes
 from train_loop.run_dir import write_durably
 from train_loop.spec import MEMORY, ColumnsSpec, JobSpec
 from train_loop.system.memory_limit import is_limited
@@ -53,8 +53,6 @@ _TASK_BYTES = (2**20, 32 * 2**20)
 """Approximate minimum and maximum size that a task reads, in bytes."""
 _BLOCK_BYTES = 32 * 2**20
 """Size of the blocks that a task returns, in bytes, however much it reads."""
-_TOKENIZER_TEXT = 64 * 2**20
-"""Maximum characters to train a tokenizer on: more takes much longer and hardly changes its merges."""
 
 
 def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
@@ -275,7 +273,7 @@ def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report
 def _some_text(sources: list[Source]) -> Iterator[str]:
     """Yield text of each source, with the same maximum of characters per source."""
     for source in sources:
-        left = _TOKENIZER_TEXT // len(sources)
+        left = TOKENIZER_TEXT // len(sources)
         for text in _texts(source):
             yield text[:left]
             left -= len(text)

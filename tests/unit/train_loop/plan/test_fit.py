@@ -15,6 +15,7 @@ from train_loop.plan import (
     Plan,
     certain_needs,
     cheapest_change,
+    estimated_need,
     fits,
     lay_out,
     memory_problem,
@@ -199,3 +200,20 @@ def test_only_nodes_that_can_run_a_worker_count(free: tuple[float, float], fit: 
     (plan,) = plan_sizes(spec, shape).values()
     nodes = (NodeRoom({"CPU": free[0]}, GIB), NodeRoom({"CPU": free[1]}, 9999 * GIB))
     assert fits(spec, certain_needs(spec, plan)[0], nodes) is fit
+
+
+def test_host_memory_of_a_rank_with_a_gpu_is_near_a_measured_one() -> None:
+    """Peaks of Qwen3-0.6B on an H200, from `benchmarks/results/2026-11-26-gpu-*.json`, with and without saves."""
+    config = TINY | SIZES["0.6B"] | {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config |= {"tie_word_embeddings": True}
+    gpu = {"num_workers": 1, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+    spec, shape = parse(raw_spec(model={"config": config, "dtype": "bf16"}, scaling=gpu)), read_shape(config)
+    (plan,) = plan_sizes(spec, shape).values()
+    need = estimated_need(spec, plan)
+    saves = sum(term.bytes for term in need.host if term.name == "checkpoint_staging")
+    cuda = sum(term.bytes for term in need.host if term.name == "cuda")
+    assert need.host_bytes == pytest.approx(10_021_810_176, rel=0.1)
+    drawn = 4 * shape.largest_module
+    assert need.host_bytes - saves - saves // 4 + drawn == pytest.approx(2_225_516_544, rel=0.1)
+    assert cuda - saves // 4 == 1200 << 20
+    assert certain_needs(spec, plan)[0].host_bytes == need.host_bytes - cuda

@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 
 from tests.support.builders.searches import seeds
-from tests.support.builders.specs import raw_spec
-from tests.unit.train_loop.plan.test_fit import GIB, TINY, a_case, planned
+from tests.support.builders.specs import TINY, raw_spec
+from tests.unit.train_loop.plan.test_fit import GIB, a_case, planned
 from train_loop.plan import (
     NodeRoom,
     certain_needs,

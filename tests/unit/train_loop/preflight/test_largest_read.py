@@ -1,6 +1,7 @@
 """The part of the data for which preparation needs most memory, found before the job runs."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.builders.searches import seeds
 from tests.support.builders.specs import may_read, raw_spec
+from train_loop.data.prepare.largest_read import largest_read
 from train_loop.plan import LargestRead
 from train_loop.preflight.checks import answer
+from train_loop.spec import parse
 
 KIB = 1024
 
@@ -33,7 +37,7 @@ def test_text_file_is_one_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("column", "factor"), [("text", 143), ("input_ids", 9)])
-def test_first_json_line_is_a_row(tmp_path: Path, column: str, factor: int) -> None:
+def test_longest_json_line_is_a_row(tmp_path: Path, column: str, factor: int) -> None:
     rows = [{column: "word " * 9 if column == "text" else [1, 2, 3]}] * 50
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -60,7 +64,29 @@ def test_row_group_is_held_with_a_batch_of_its_rows(tmp_path: Path) -> None:
     assert tokens.group_bytes == 7 * tokens.batch
 
 
-def test_compressed_lines_are_unknown(tmp_path: Path) -> None:
-    with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.gz"), "gzip") as stream:
-        stream.write(json.dumps({"text": "word " * KIB}).encode())
-    assert found(tmp_path, "a.jsonl.gz").row == 0
+def test_long_line_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """Small files are read whole, and large ones at some places."""
+    path, rng = tmp_path / "a.jsonl", random.Random(0)
+    data = parse(raw_spec(data={"train": {"path": str(path)}})).data
+    (source,) = data.sources
+    short = b"x" * 512 + b"\n"
+    for lines in (10, 8_000):
+        for _ in range(seeds(20)):
+            long = b"y" * (len(short) * lines // 5) + b"\n"
+            place = rng.randrange(lines)
+            path.write_bytes(short * place + long + short * (lines - place))
+            size = path.stat().st_size
+            largest = largest_read([("", source, data.columns_of(source))])
+            assert largest is not None
+            assert (largest.corpus, largest.unseen == 0) == (size, size < 1 << 21)
+            assert len(long) - size // 16 <= largest.row <= len(long), (lines, place)
+            assert largest.unseen <= size // 15
+
+
+def test_compressed_lines_are_read_at_their_beginning(tmp_path: Path) -> None:
+    line = json.dumps({"text": "word " * KIB}).encode() + b"\n"
+    for count, all_seen in ((3, True), (4_000, False)):
+        with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.gz"), "gzip") as stream:
+            stream.write(line * count)
+        largest = found(tmp_path, "a.jsonl.gz")
+        assert (largest.row, largest.unseen == 0) == (len(line), all_seen)
