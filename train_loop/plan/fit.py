@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
-from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm
+from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm, saves_between_steps
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
 
@@ -28,6 +28,7 @@ _TRAINER_BYTES, _TRAINER_RATES = 440 * 2**20, (8, 142)
 repeat. From 6.7 (64 MiB) to 15 (4 MiB), and from 110 (8 MiB) to 142 (2 MiB) were measured."""
 TOKENIZER_TEXT = 64 * 2**20
 """Maximum characters to train a tokenizer on: more takes much longer and hardly changes its merges."""
+_STATE = ("parameters", "optimizer", "ema", "gradients")
 _HOST = "memory of the host"
 _UNKNOWN = 1 << 62
 
@@ -67,9 +68,27 @@ class MemoryNeed:
 
 
 def certain_needs(spec: JobSpec, plan: Plan) -> tuple[MemoryNeed, ...]:
-    """Return what a run needs for certain: in a step, and while its weights are initialised."""
+    """Return what a run needs for certain: in a step, at its end, and while its weights are initialised."""
     terms = [term for term in plan.memory if not term.estimated]
-    return _need(spec, "in a step", terms), _initialisation(spec, plan)
+    return _need(spec, "in a step", terms), _update(spec, plan), _initialisation(spec, plan)
+
+
+def _update(spec: JobSpec, plan: Plan) -> MemoryNeed:
+    """Return the need while the optimizer updates the weights, after gathered parameters have been freed."""
+    held = (*_STATE, "checkpoint_staging") if saves_between_steps(spec) else _STATE
+    terms = {term.name: term for term in plan.memory if term.name in held}
+    training, gradients = spec.training, terms["gradients"]
+    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU")) and not spec.strategy.offload_policy
+    part = 0.0
+    if training.optimizer == "sgd" and training.weight_decay:
+        part = 1.0
+    elif training.optimizer in ("adamw", "muon") and training.reproducible == "any_size" and not on_gpu:
+        # Muon updates matrices one after another, and AdamW the rest.
+        matrices = plan.shape.trained_matrices if training.optimizer == "muon" else 0
+        part = 1 - matrices / plan.shape.trained
+    formula = "a copy that torch makes of all gradients or moments that it updates together"
+    copied = replace(gradients, name="optimizer_step", bytes=int(part * gradients.bytes), formula=formula)
+    return _need(spec, "while the optimizer updates the weights", [*terms.values(), copied])
 
 
 def estimated_need(spec: JobSpec, plan: Plan) -> MemoryNeed:

@@ -59,12 +59,16 @@ def estimate_memory(
             home,
         ),
     )
-    return (
-        *state,
+    step = (
         MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_partial_sums(shape, mesh, tree, trained),
-        _staging(spec, -(-sum(term.bytes for term in state) // mesh.ddp), beside),
+    )
+    staged = -(-sum(term.bytes for term in state) // mesh.ddp)
+    return (
+        *state,
+        *step,
+        _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
@@ -115,11 +119,22 @@ def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None,
     return (MemoryTerm("partial_sums", 4 * kept * shard + exchanged, formula),)
 
 
-def _staging(spec: JobSpec, state: int, beside: Place) -> MemoryTerm:
-    """Estimate checkpoint staging; replicas of a shard divide it among them."""
+def _staging(spec: JobSpec, state: int, *, freed: int, beside: Place) -> MemoryTerm:
+    """Estimate checkpoint staging; replicas of a shard divide it among them.
+
+    `freed` are the bytes that a step needs and a save at the end of training does not.
+    """
     copied = spec.strategy.save_mode != "sync" or beside == "host"
     formula = "(parameters + optimizer + ema) / ddp, copied while a checkpoint is written"
+    if copied and not saves_between_steps(spec):
+        state, formula = max(state - freed, 0), f"{formula} after the last step, beyond what a step needs"
     return MemoryTerm("checkpoint_staging", state if copied else 0, formula, beside)
+
+
+def saves_between_steps(spec: JobSpec) -> bool:
+    """Return whether training may continue while a checkpoint is written. Pauses save when training has ended."""
+    every, last = spec.checkpoint.every_steps, spec.training.max_steps
+    return spec.checkpoint.every_seconds is not None or (every is not None and (last is None or every < last))
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:

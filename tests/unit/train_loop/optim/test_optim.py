@@ -1,20 +1,24 @@
 """Optimizers per parameter group, checked against reference implementations."""
 
 import sys
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.optimization import Adafactor as WholeAdafactor
 
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import UserError
 from train_loop.model.build import build_model
+from train_loop.model.folder import model_shape
 from train_loop.model.freeze import freeze
 from train_loop.optim import Ema, build_optimizers, describe_groups
 from train_loop.optim.adafactor import Adafactor
-from train_loop.plan import plan_job
+from train_loop.plan import certain_needs, plan_job
 from train_loop.preflight.checks import check_model
 from train_loop.spec import SpecError, parse
 
@@ -133,3 +137,44 @@ def test_planned_bytes_equal_those_of_a_real_step(
     }
     for name, tensors in real.items():
         assert planned[name] == sum(tensor.nbytes for tensor in tensors), name
+
+
+class LargestCopies(TorchDispatchMode):
+    """The peak bytes of tensors that operations make, while they exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result, given = function(*arguments, **(options or {})), tree_leaves((arguments, options))
+        known = {one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in known:
+                self.bytes += made.untyped_storage().nbytes()
+                weakref.finalize(made.untyped_storage(), self._freed, made.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def _freed(self, count: int) -> None:
+        self.bytes -= count
+
+
+@pytest.mark.parametrize("reproducible", ["same_size", "any_size"])
+@pytest.mark.parametrize(
+    "training", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "sgd", "weight_decay": 0.1}], ids=str
+)
+def test_planned_bytes_hold_the_copies_of_a_real_update(training: dict[str, Any], reproducible: str) -> None:
+    config = TINY | {"num_hidden_layers": 8}
+    job = spec(model={"config": config}, training={"global_batch_size": 8, "reproducible": reproducible} | training)
+    model = build_model(job.model).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+        parameter.grad = torch.ones_like(parameter)
+    (optimizer,) = build_optimizers(model, job.training)
+    optimizer.step()
+    with LargestCopies() as copies:
+        optimizer.step()
+    _, update, _ = certain_needs(job, plan_job(job, model_shape(job.model)))
+    planned = sum(term.bytes for term in update.host if term.name == "optimizer_step")
+    assert planned == pytest.approx(copies.peak, rel=0.1, abs=20_000)

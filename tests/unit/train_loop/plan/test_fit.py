@@ -178,7 +178,7 @@ def test_frozen_parameters_need_neither_gradients_nor_optimizer_state() -> None:
 def test_each_rank_draws_the_largest_module_on_its_host() -> None:
     gpus = {"num_workers": 8, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
     spec, shape = a_large_spec(scaling=gpus, training={"global_batch_size": 8})
-    step, weights = certain_needs(spec, plan_sizes(spec, shape)[8])
+    step, _, weights = certain_needs(spec, plan_sizes(spec, shape)[8])
     drawn = next(term for term in weights.host if term.name == "random_module")
     assert drawn.bytes == 4 * 152064 * 8192 < weights.host_bytes < step.host_bytes
     assert "random_module" not in {term.name for term in step.host}

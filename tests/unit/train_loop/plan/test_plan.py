@@ -59,7 +59,8 @@ def test_mesh_holds_every_rank_once_or_is_rejected(world: int, fsdp_size: int, u
 
 
 def a_plan(**parts: dict[str, Any]) -> Plan:
-    job = parse(raw_spec(**parts))
+    """Return the plan of a spec that saves after each step, unless `parts` say otherwise."""
+    job = parse(raw_spec(**{"checkpoint": {"every_steps": 1}} | parts))
     return plan_job(job, model_shape(job.model))
 
 
@@ -254,6 +255,27 @@ def test_ray_data_is_not_starved_without_a_known_cluster_or_cpu_request() -> Non
     problem = data_starves(gpu_only, {"GPU": 2.0})
     assert problem is not None
     assert "2 workers x 0 CPU take 0 of the cluster's 0 CPUs" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "last", "between"),
+    [
+        ({"every_steps": 10}, 20, True),
+        ({"every_steps": 20}, 20, False),
+        ({"every_steps": None}, 20, False),
+        ({"every_steps": None, "every_seconds": 60}, 20, True),
+    ],
+    ids=str,
+)
+def test_save_after_the_last_step_takes_the_place_of_gradients(
+    checkpoint: dict[str, Any], last: int, between: bool
+) -> None:
+    for scaling, sums in (({"num_workers": 1}, True), (ON_GPU, False)):
+        plan = a_plan(checkpoint=checkpoint, training={"max_steps": last, "optimizer": "adamw"}, scaling=scaling)
+        terms = {term.name: term.bytes for term in plan.memory}
+        state, step = terms["parameters"] + terms["optimizer"], terms["gathered_parameters"] + terms["gradients"]
+        # On a GPU's host nothing else is freed.
+        assert terms["checkpoint_staging"] == (state if between or not sums else max(state - step, 0))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
