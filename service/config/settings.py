@@ -119,7 +119,7 @@ class Settings(BaseSettings):
     ray_memory_bytes: int | None = Field(
         default=None,
         ge=_LEAST_MEMORY,
-        description="memory that the ranks of a job on embedded Ray may use together; default: 85 % of the memory of "
+        description="memory that all jobs on embedded Ray may reserve together; default: 85 % of the memory of "
         "the host or its container, without the object store",
     )
     reconcile_seconds: float = Field(default=0.5, gt=0)
@@ -307,7 +307,7 @@ class Settings(BaseSettings):
 
     @property
     def embedded_memory_bytes(self) -> int:
-        """Return the memory that the ranks of a job on embedded Ray may use together, in bytes."""
+        """Return the memory that all jobs on embedded Ray may reserve together, in bytes."""
         default = int(_RANKS_PART * host_memory()) - self.ray_object_store_bytes
         return self.ray_memory_bytes or max(default, _LEAST_MEMORY)
 

@@ -14,7 +14,7 @@ from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
 
 WORKER_MEMORY_VARIABLE = "TRAINSHED_WORKER_MEMORY_BYTES"
-"""Environment variable with the memory of all ranks of a job on a host; the service sets it for an embedded Ray."""
+"""Environment variable with the memory of all workers on a host; the service sets it for an embedded Ray."""
 PROCESS_BYTES = 480 * 2**20
 """Resident memory of a rank's process without a model, measured with torch 2.13 on Linux."""
 _CUDA_BYTES = 1200 * 2**20

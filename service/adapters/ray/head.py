@@ -124,7 +124,7 @@ class HeadSettings(BaseModel):
     cpus: int
     object_store_bytes: int
     memory_bytes: int
-    """Memory that the ranks of a job may use together, beside the object store."""
+    """Memory that all jobs may reserve together, beside the object store."""
     environment: dict[str, str]
 
 
@@ -145,7 +145,7 @@ def start_head(home: Path, settings: HeadSettings) -> tuple[RayHead, subprocess.
 
 def _start(home: Path, temp_dir: str, settings: HeadSettings) -> tuple[RayHead, subprocess.Popen[bytes]]:
     command = _command(f"{temp_dir}/r", settings)
-    # No process of Ray may allocate more than all ranks together. A soft limit, which a rank with a GPU raises.
+    # No process of Ray may allocate more than all jobs together. A soft limit, which a rank with a GPU raises.
     kilobytes = (settings.memory_bytes + _RESERVED_BYTES) // 1024
     memory = {WORKER_MEMORY_VARIABLE: str(settings.memory_bytes)}
     with (home / "ray.log").open("ab") as log:

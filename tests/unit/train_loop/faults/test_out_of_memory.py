@@ -100,7 +100,9 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
 
 def test_killed_rank_is_reported_with_sizes_and_remedies(tmp_path: Path) -> None:
     RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
-    event = describe_killed({"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec(checkpoint={"every_steps": 1}))
+    event = describe_killed(
+        {"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec(checkpoint={"every_steps": 1})
+    )
     assert (event["rank"], event["committed"]) == (1, 10)
     assert event["error"].startswith(
         "rank 1 on a was killed; the plan estimates 1.4 MiB per rank: checkpoint_staging 0.5 MiB"

@@ -139,11 +139,11 @@ def test_planned_bytes_equal_those_of_a_real_step(
         assert planned[name] == sum(tensor.nbytes for tensor in tensors), name
 
 
-class LargestCopies(TorchDispatchMode):
+class LargestCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The peak bytes of tensors that operations make, while they exist."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
