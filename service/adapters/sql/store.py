@@ -30,7 +30,7 @@ from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, queue_entry_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.domain.access.roles import AuditEntry
-from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.job import ACTIVE, Job
 from service.domain.jobs.usage import Usage, UsageByDay
 from service.domain.queue.entry import QueueEntry
 from service.errors import IdempotencyMismatch
@@ -38,7 +38,6 @@ from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, Lease, NewJ
 
 _QUEUE = "queue"
 _PROBE = "probe"
-_ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
 _ENTRY = (
     jobs.c.id,
     jobs.c.project,
@@ -179,7 +178,7 @@ class SqlJobStore:
     def active(self) -> list[str]:
         """Return the ids of the jobs to reconcile: all except waiting, paused and finished jobs."""
         with self._engine.connect() as connection:
-            return list(connection.execute(select(jobs.c.id).where(jobs.c.state.in_(_ACTIVE))).scalars())
+            return list(connection.execute(select(jobs.c.id).where(jobs.c.state.in_(ACTIVE))).scalars())
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """Lease a job to this owner until the lease ends, and return it; None if another owner has it.

@@ -248,7 +248,8 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
     """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
     attempt, stop_request = job.attempt, job.stop_request
     if attempt is None or attempt.ended_at is not None or stop_request is None:
-        return Decision(_finish_stop(job, now))
+        # Without the reason of an effect that failed in between.
+        return Decision(_finish_stop(_with_reason(job, _stop_reason(job, None)), now))
     if seen.outcome is not None:
         return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
     late = now >= stop_request.deadline

@@ -45,6 +45,8 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     _S.FAILED: frozenset(),
 }
 LIVE = tuple(state for state in JobState if not state.terminal)
+ACTIVE = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.PAUSING, _S.CANCELLING)
+"""States of jobs that may have a live attempt. Only they are observed."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from service.domain.jobs.decide import Decision, Retry, decide
-from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.job import ACTIVE, Job, JobState
 from service.domain.jobs.observation import Observation
 from service.domain.jobs.reason import Code, Reason, storage_unavailable
 from service.domain.jobs.transitions import preempt, resize, start, stop_with_service
@@ -198,6 +198,9 @@ class Reconciler:
             job = self.store.claim(job_id, self._lease())
             if job is None:
                 self._learn_head(job_id)
+                return
+            if job.state not in ACTIVE:
+                # An error of its storage would replace the reason for its end.
                 return
             seen = self._observe(job)
             decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.timings.retry)

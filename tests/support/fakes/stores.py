@@ -9,7 +9,7 @@ from datetime import date
 
 from service.domain.access.oidc_claims import Claims
 from service.domain.access.roles import AuditEntry, Key
-from service.domain.jobs.job import LIVE, Job, JobState
+from service.domain.jobs.job import ACTIVE, Job, JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.usage import Usage, UsageByDay, merge_usage
 from service.domain.queue.entry import QueueEntry
@@ -32,7 +32,6 @@ from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
 _QUEUE = "queue"
-_AT_REST = (JobState.QUEUED, JobState.PAUSED)
 
 
 @dataclass
@@ -128,7 +127,7 @@ class MemoryJobStore:
     def active(self) -> list[str]:
         """Return the ids of the jobs to reconcile: all except waiting, paused and finished jobs."""
         with self.lock:
-            return [job.id for job in self.jobs.values() if job.state in LIVE and job.state not in _AT_REST]
+            return [job.id for job in self.jobs.values() if job.state in ACTIVE]
 
     def counts(self) -> Counts:
         """Return the number of jobs by state and project."""

@@ -15,6 +15,7 @@ from service.errors import ClusterError, IllegalState, StaleAttempt
 from service.ports import AttemptObservation, Node, SubmitRequest
 from tests.support.fakes.service import a_spec
 from tests.support.fakes.stores import MemoryJobStore
+from tests.support.faults.true_reasons import contradiction
 from train_loop.plan import Capacity, NodeRoom
 from train_loop.run_dir import Outcome, Stop
 from train_loop.spec import JobSpec
@@ -281,6 +282,8 @@ class World:
             return False
         hold(job.state in _reachable(before.state), f"{job.id}: {before.state} → {job.state}")
         hold(sum(attempt.ended_at is None for attempt in job.attempts) <= 1, f"{job.id} has two attempts")
+        committed = self.disks[job.id].committed if job.id in self.disks else 0
+        hold((false := contradiction(job, committed=committed)) is None, f"{job.id}: {false}")
         if job.state is JobState.SUCCEEDED:
             hold(self.disks[job.id].committed >= STEPS, f"{job.id} succeeded without all of its steps")
         if job.state is JobState.PAUSED:
