@@ -157,7 +157,7 @@ def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
         return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is SubmissionStatus.UNKNOWN:
         return Decision(job)
-    return Decision(_with_reason(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
+    return Decision(_with_reason(job.mark_submitted(now=now), _last_end(job)), (Effect.SUBMIT,))
 
 
 def hangs(job: Job, idle_seconds: float) -> bool:
@@ -184,7 +184,7 @@ def _live_reason(job: Job, seen: Observation) -> Reason | None:
         return seen.loss_reason or Reason(
             Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint"
         )
-    return _last_failure(job)
+    return _last_end(job)
 
 
 def _with_outage(job: Job, seen: Observation) -> Job:
@@ -203,8 +203,8 @@ def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now:
         return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
     if outcome.result == "moved":
         # The next attempt starts at once, and this one does not count as a failure.
-        job = job.end_attempt("moved", now=now, step=committed)
         moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts will be removed'}")
+        job = job.end_attempt("moved", now=now, reason=moved, step=committed)
         job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
         return replace(job, reason=moved, next_attempt_at=now)
     if outcome.result != "failed":
@@ -224,7 +224,7 @@ def _fail_attempt(job: Job, reason: Reason, *, committed: int | None, now: float
         return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
     if job.state is JobState.RUNNING:
         job = job.move(JobState.RECOVERING, now=now)
-    return replace(_with_reason(job, _last_failure(job)), next_attempt_at=now + retry.delay(job))
+    return replace(_with_reason(job, _last_end(job)), next_attempt_at=now + retry.delay(job))
 
 
 def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
@@ -234,11 +234,13 @@ def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
     return Reason(Code.CRASH_LOOP, message, "fix the cause and clone the job, or raise failure.max_attempts")
 
 
-def _last_failure(job: Job) -> Reason | None:
-    """Return the failure of the newest ended attempt, with the count and limit of failures; None if it did not fail."""
+def _last_end(job: Job) -> Reason | None:
+    """Return why the newest ended attempt failed, with the count and limit of failures, or why it moved; else None."""
     over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
-    if not over or over[-1].result != "failed" or over[-1].reason is None:
+    if not over or over[-1].result not in ("failed", "moved") or over[-1].reason is None:
         return None
+    if over[-1].result == "moved":
+        return over[-1].reason
     counts = over[-1] in job.failures
     tries = f" ({len(job.failures)} of {job.spec.failure.max_attempts})" if counts else ""
     return replace(over[-1].reason, message=f"attempt {over[-1].number} failed{tries}: {over[-1].reason.message}")

@@ -249,6 +249,17 @@ class World:
         self.disks[driver.job_id].outcomes[driver.attempt] = outcome
         driver.ends_as = SubmissionStatus.FAILED if outcome.result == "failed" else SubmissionStatus.SUCCEEDED
 
+    def end_head(self) -> None:
+        """Ask all drivers to save, as a head does that ends as planned; some end before they have saved."""
+        for driver in self.drivers.values():
+            disk = self.disks[driver.job_id]
+            if not driver.state.alive or driver.ends_as is not None:
+                continue
+            if disk.stop is None or disk.stop.attempt != driver.attempt:
+                disk.stop = Stop(mode="pause", attempt=driver.attempt, reason="the head ends")
+            if self.chance.random() < 0.3:
+                driver.state = SubmissionStatus.FAILED
+
     def user(self, job_id: str) -> None:
         """Request a random change of a job: pause, resume or cancel."""
         job, now = self.store.jobs[job_id], self.now
@@ -282,8 +293,9 @@ class World:
             return False
         hold(job.state in _reachable(before.state), f"{job.id}: {before.state} → {job.state}")
         hold(sum(attempt.ended_at is None for attempt in job.attempts) <= 1, f"{job.id} has two attempts")
-        committed = self.disks[job.id].committed if job.id in self.disks else 0
-        hold((false := contradiction(job, committed=committed)) is None, f"{job.id}: {false}")
+        disk = self.disks.get(job.id, Disk())
+        false = contradiction(job, committed=disk.committed, outcomes=disk.outcomes)
+        hold(false is None, f"{job.id}: {false}")
         if job.state is JobState.SUCCEEDED:
             hold(self.disks[job.id].committed >= STEPS, f"{job.id} succeeded without all of its steps")
         if job.state is JobState.PAUSED:

@@ -162,6 +162,8 @@ def _happen(world: World) -> None:
         world.silent_until = world.now + world.chance.random() * 20
     if world.roll(0.01):
         world.cpus = world.chance.choice((3.0, 5.0, CPUS, CPUS))
+    if world.roll(0.005):
+        world.end_head()
     if world.roll(0.003):
         # The cluster is replaced: the new one has no submissions, and pending requests are lost.
         world.drivers.clear()

@@ -1,9 +1,11 @@
 """What the reason of a simulated job must agree with: its state, its attempts, its drivers and its checkpoints."""
 
 import re
+from collections.abc import Mapping
 
-from service.domain.jobs.job import Job, JobState
-from service.domain.jobs.reason import WAITS, Code
+from service.domain.jobs.job import Attempt, Job, JobState
+from service.domain.jobs.reason import WAITS, Code, code_of
+from train_loop.run_dir import Outcome
 
 _TROUBLE = WAITS | {Code.EFFECT_FAILED, Code.CLUSTER_UNREACHABLE}
 """Codes of outages, which any job with an attempt may have."""
@@ -12,8 +14,28 @@ _ASKED = frozenset({Code.USER, Code.PREEMPTED, Code.RESIZED, Code.SERVICE_STOPPE
 _NEWEST = re.compile(r"the newest checkpoint is of step (\d+)|there is no checkpoint")
 
 
-def contradiction(job: Job, *, committed: int) -> str | None:
-    """Return what contradicts the reason of a job whose newest committed step is known; None if it is true."""
+def contradiction(job: Job, *, committed: int, outcomes: Mapping[int, Outcome]) -> str | None:
+    """Return what contradicts the reasons of a job and its attempts; None if they are true."""
+    for attempt in job.attempts:
+        if (false := _contradiction(attempt, outcomes.get(attempt.number))) is not None:
+            return f"attempt {attempt.number} {false}"
+    return _contradiction_of_state(job, committed)
+
+
+def _contradiction(attempt: Attempt, outcome: Outcome | None) -> str | None:
+    """Return what contradicts the result and reason of an attempt whose driver has left this outcome."""
+    code = attempt.reason.code if attempt.reason is not None else None
+    if attempt.result != "moved" and (code is None) == (attempt.result == "failed"):
+        return f"ended as {attempt.result} for the reason {attempt.reason}"
+    if code is Code.DRIVER_LOST and outcome is not None:
+        return f"has the outcome {outcome} and the reason {attempt.reason}"
+    if code is not None and outcome is not None and outcome.result == "failed" and code_of(outcome.code) is not code:
+        return f"failed with {outcome}, not {attempt.reason}"
+    return None
+
+
+def _contradiction_of_state(job: Job, committed: int) -> str | None:
+    """Return what contradicts the reason of a job in its state, with its newest committed step."""
     code = job.reason.code if job.reason is not None else None
     message = job.reason.message if job.reason is not None else ""
     allowed = _ALLOWED.get(job.state)
@@ -29,7 +51,10 @@ def contradiction(job: Job, *, committed: int) -> str | None:
     return None
 
 
+_FAILURES = frozenset({Code.DRIVER_LOST, Code.WORKER_FAILURE, Code.WORKERS_LOST, Code.FENCED, Code.HUNG})
 _ALLOWED = {
+    JobState.STARTING: frozenset({None}) | _TROUBLE | _FAILURES,
+    JobState.RECOVERING: _TROUBLE | _FAILURES,
     JobState.RUNNING: frozenset({None, *_TROUBLE}),
     JobState.PAUSING: _ASKED | _TROUBLE,
     JobState.PAUSED: _ASKED,

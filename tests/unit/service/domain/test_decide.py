@@ -290,7 +290,12 @@ def test_planned_end_of_the_head_is_named_and_no_failure(state: JobState, outcom
     # The old head may still answer for some seconds.
     assert job.next_attempt_at is not None
     assert job.next_attempt_at > NOW
-    assert len(step(job, Observation(SubmissionStatus.MISSING), now=job.next_attempt_at).job.attempts) == 2
+    again = step(job, Observation(SubmissionStatus.MISSING), now=job.next_attempt_at).job
+    assert len(again.attempts) == 2
+    # The reason stays until the next attempt trains.
+    begun = step(again, Observation(SubmissionStatus.MISSING)).job
+    assert step(begun, Observation(ALIVE)).job.reason == job.reason
+    assert step(begun, Observation(ALIVE, WorkerStatus.YES)).job.reason is None
 
 
 @pytest.mark.parametrize("job", [live(JobState.STARTING), live(JobState.RECOVERING, attempt=3)])

@@ -23,6 +23,25 @@ def service(tmp_path: Path) -> FakeService:
     return FakeService(tmp_path)
 
 
+def test_storage_that_fails_after_the_end_does_not_replace_the_reason(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, ends = started(service), Outcome(result="failed", code="data_error", reason="no rows")
+    service.end(job.id, ends)
+    reconciler, observe = service.reconciler(), LocalRunDirs.observe
+
+    def fail_after_end(*arguments: Any) -> Any:
+        if service.get(job.id).state.terminal:
+            raise OSError("the disk failed")
+        return observe(*arguments)
+
+    monkeypatch.setattr(LocalRunDirs, "observe", fail_after_end)
+    reconciler.run_once()
+    reason = service.get(job.id).reason
+    assert reason is not None
+    assert (reason.code, reason.message) == (Code.DATA_ERROR, "no rows")
+
+
 def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(service: FakeService) -> None:
     job, reconciler = started(service), service.reconciler()
     before, total, service.cluster.total = service.get(job.id), service.cluster.total, None
