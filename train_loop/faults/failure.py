@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, UserError, VersionSkewError
+from train_loop.faults.ray_reports import shorten_report
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, storage_may_fail
 from train_loop.spec import SpecError
@@ -79,7 +80,7 @@ def failed(error: BaseException) -> Outcome:
         return _named(found)
     if killed_for_memory(message(error)):
         return Outcome(result="failed", code=MemoryRanOutError.code, reason=message(error), retryable=True)
-    return Outcome(result="failed", code="worker_failure", reason=message(error), retryable=True)
+    return Outcome(result="failed", code="worker_failure", reason=shorten_report(message(error)), retryable=True)
 
 
 def _named(

@@ -22,8 +22,8 @@ from ray.train.v2._internal.execution.callback import ControllerCallback
 from train_loop.errors import RunEndedError, TooLittleMemoryError
 from train_loop.faults.failure import killed_for_memory, message, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
+from train_loop.faults.ray_reports import describe_death
 from train_loop.liveness.fencing import NewestEpoch, begin_group
-from train_loop.ray_train.group_failure import describe_death
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
 from train_loop.ray_train.rank_setup import RankSettings, set_up_rank

@@ -1,15 +1,10 @@
 """Diagnosis of a failed worker group: which ranks died, on which hosts and why. Pure functions."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from train_loop.faults.ray_reports import TERMINATED
 from train_loop.plan import list_ranks
-
-_RAYS_CAUSE = re.compile(r"The actor is dead because (.+?)\.(?=\s|$)")
-_RAYS_CLASS = re.compile(r"^(?:[\w.]+\.)?\w*Error: ")
-_TERMINATED = "was terminated by signal 15 (SIGTERM)"
-"""End of a rank that got SIGTERM. Ray's workers turn that into exit code 1, which does not show it."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +69,6 @@ def explain(evidence: Evidence) -> Loss:
     return Loss(ranks, hosts, kind, "; ".join(_causes(evidence)), _survivors(evidence, dead))
 
 
-def describe_death(report: str) -> str:
-    """Return the end of a rank from Ray's report of it, as the predicate of a sentence without Ray's own advice."""
-    if "receives a SIGTERM" in report:
-        return _TERMINATED
-    first = _RAYS_CLASS.sub("", report.partition("\n")[0])
-    found = _RAYS_CAUSE.search(report)
-    return f"died: {first if found is None else found[1]}"
-
-
 def _causes(evidence: Evidence) -> list[str]:
     found = list[str]()
     for host, how in evidence.lost_hosts.items():
@@ -93,7 +79,7 @@ def _causes(evidence: Evidence) -> list[str]:
         if host in evidence.lost_hosts:
             continue
         by_ray = evidence.unreachable.get(rank)
-        how = by_ray if by_ray == _TERMINATED else evidence.ended.get(rank) or by_ray
+        how = by_ray if by_ray == TERMINATED else evidence.ended.get(rank) or by_ray
         found.append(f"rank {rank} on {host} {how}")
     return found
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from train_loop.faults.ray_reports import TERMINATED
 from train_loop.liveness.group import Liveness, how_ended
 from train_loop.liveness.heartbeat import Beat, Phase
-from train_loop.ray_train.group_failure import Evidence, describe_death, explain
+from train_loop.ray_train.group_failure import Evidence, explain
 
 HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
 
@@ -140,36 +141,8 @@ def test_explain_names_the_killed_rank_and_its_signal() -> None:
     assert loss.cause == "rank 2 on node2 was killed by signal 9 (SIGKILL)"
 
 
-RAYS_DEATH = """\
-ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
-\tclass_name: RayTrainWorker
-\tpid: 28100
-The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: """
-
-
-@pytest.mark.parametrize(
-    ("report", "end"),
-    [
-        (
-            f"{RAYS_DEATH}Worker exits unexpectedly by a signal. Exit code: 1. The process receives a SIGTERM.",
-            "was terminated by signal 15 (SIGTERM)",
-        ),
-        (
-            f"{RAYS_DEATH}Worker unexpectedly exits with a connection error code 2. Some common causes include: x",
-            "died: its worker process has died",
-        ),
-        ("ray.exceptions.ActorUnavailableError: The actor is unavailable: x", "died: The actor is unavailable: x"),
-        ("ray.exceptions.OutOfMemoryError: Task was killed.\nx", "died: Task was killed."),
-    ],
-)
-def test_death_reported_by_ray_is_described_without_its_advice(report: str, end: str) -> None:
-    assert describe_death(report) == end
-
-
 def test_explain_names_the_signal_that_a_worker_of_ray_turns_into_an_exit_code() -> None:
-    loss = explain(
-        Evidence(HOSTS, ended={2: "exited with code 1"}, unreachable={2: describe_death("receives a SIGTERM")})
-    )
+    loss = explain(Evidence(HOSTS, ended={2: "exited with code 1"}, unreachable={2: TERMINATED}))
     assert loss.cause == "rank 2 on node2 was terminated by signal 15 (SIGTERM)"
 
 

@@ -1,0 +1,24 @@
+"""Ray's reports of dead actors, in words of their own. Pure functions."""
+
+import re
+
+TERMINATED = "was terminated by signal 15 (SIGTERM)"
+"""End of an actor that got SIGTERM. Ray's workers turn that into exit code 1, which does not show it."""
+_CAUSE = re.compile(r"The actor is dead because (.+?)\.(?=\s|$)")
+_ACTOR = re.compile(r"^\s*class_name: (\w+)", re.MULTILINE)
+_CLASS = re.compile(r"^(?:\w+\.)*\w*Error: ")
+
+
+def describe_death(report: str) -> str:
+    """Return the end of an actor from Ray's report of it, as the predicate of a sentence without Ray's advice."""
+    if "receives a SIGTERM" in report:
+        return TERMINATED
+    first = _CLASS.sub("", report.partition("\n")[0])
+    found = _CAUSE.search(report)
+    return f"died: {first if found is None else found[1]}"
+
+
+def shorten_report(text: str) -> str:
+    """Return an error's text, or one sentence if it is Ray's report of a dead actor, whose ids help nobody."""
+    actor = _ACTOR.search(text)
+    return text if actor is None else f"Ray's actor {actor[1]} {describe_death(text)}"
