@@ -79,8 +79,8 @@ def _causes(evidence: Evidence) -> list[str]:
         if host in evidence.lost_hosts:
             continue
         by_ray = evidence.unreachable.get(rank)
-        how = by_ray if by_ray == TERMINATED else evidence.ended.get(rank) or by_ray
-        found.append(f"rank {rank} on {host} {how}")
+        end = by_ray if by_ray == TERMINATED else evidence.ended.get(rank) or by_ray
+        found.append(f"rank {rank} on {host} {end}")
     return found
 
 
