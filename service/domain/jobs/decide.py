@@ -22,6 +22,10 @@ _HEAD_END_SECONDS = 10.0
 _OWN_END_SECONDS = 5.0
 """Seconds that a driver without workers has to end by itself."""
 _NEVER_RAN = "the head of Ray has ended before the driver had started"
+_UNREAD = Reason(Code.STORAGE_UNAVAILABLE, "its storage cannot be read, so its last outcome is not known")
+"""Reason of an attempt that ended after the deadline of its stop request, while nothing could be read of it."""
+_NO_FAILURE = (SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED)
+"""Ends of a driver that was stopped, or whose outcome is no failure although it cannot be read."""
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
@@ -316,10 +320,10 @@ def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     elif _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
         result = "service_stopped"
-    elif _notice(seen, attempt) or seen.submission is SubmissionStatus.STOPPED or not _began(attempt, seen):
+    elif _notice(seen, attempt) or seen.submission in _NO_FAILURE or not _began(attempt, seen):
         result = wanted_stop(request, attempt).result
     else:
-        result, failure = "failed", _driver_loss(seen)
+        result, failure = "failed", _driver_loss(seen) if seen.observed else _UNREAD
     message = _unsaved(seen, attempt, late=now >= request.deadline) if _began(attempt, seen) else None
     job = job.end_attempt(result, now=now, reason=failure, step=seen.committed)
     return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
@@ -331,6 +335,8 @@ def _began(attempt: Attempt, seen: Observation) -> bool:
 
 def _unsaved(seen: Observation, attempt: Attempt, *, late: bool) -> str:
     """Return why an attempt ended before it saved, and the newest checkpoint."""
+    if not seen.observed:
+        return f"{_UNREAD.message}, nor is its newest checkpoint"
     if (notice := _notice(seen, attempt)) is not None:
         cause = f"{notice}; the driver was ended before it had saved"
     elif seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
@@ -341,7 +347,7 @@ def _unsaved(seen: Observation, attempt: Attempt, *, late: bool) -> str:
         cause = "stopped before its driver had started"
     else:
         cause = f"stopped {'at the deadline ' if late else ''}before it saved"
-    return f"{cause}; {_newest(seen.committed) if seen.observed else 'its newest checkpoint is not known'}"
+    return f"{cause}; {_newest(seen.committed)}"
 
 
 def _newest(step: int | None) -> str:

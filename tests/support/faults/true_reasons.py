@@ -29,7 +29,10 @@ def _contradiction(attempt: Attempt, outcome: Outcome | None) -> str | None:
         return f"ended as {attempt.result} for the reason {attempt.reason}"
     if code is Code.DRIVER_LOST and outcome is not None:
         return f"has the outcome {outcome} and the reason {attempt.reason}"
-    if code is not None and outcome is not None and outcome.result == "failed" and code_of(outcome.code) is not code:
+    # Of an outcome that cannot be read, or after a planned end of the cluster, the code is another.
+    if code in (None, Code.STORAGE_UNAVAILABLE, Code.MOVING) or outcome is None or outcome.result != "failed":
+        return None
+    if code_of(outcome.code) is not code:
         return f"failed with {outcome}, not {attempt.reason}"
     return None
 

@@ -142,6 +142,28 @@ def test_planned_end_of_the_head_during_a_stop_is_named_and_no_failure(
     assert step(job, Observation(ALIVE, stop=own)).effects == (Effect.ASK_TO_STOP,)
 
 
+@pytest.mark.parametrize(
+    ("submission", "result"),
+    [
+        (SubmissionStatus.SUCCEEDED, "paused"),
+        (SubmissionStatus.STOPPED, "paused"),
+        (SubmissionStatus.FAILED, "failed"),
+        (SubmissionStatus.MISSING, "failed"),
+    ],
+)
+def test_stop_whose_storage_cannot_be_read_claims_nothing_about_its_end(
+    submission: SubmissionStatus, result: str
+) -> None:
+    job = pausing()
+    assert job.stop_request is not None
+    done = step(job, Observation(submission), now=job.stop_request.deadline).job
+    unread = "its storage cannot be read, so its last outcome is not known"
+    assert (done.state, done.attempts[-1].result) == (JobState.PAUSED, result)
+    assert reason_message(done) == f"paused ({unread}, nor is its newest checkpoint)"
+    failure = done.attempts[-1].reason
+    assert (failure and failure.message) == (unread if result == "failed" else None)
+
+
 def test_failure_reported_during_a_stop_names_the_newest_checkpoint() -> None:
     lost = Outcome(result="failed", code="worker_failure", reason="rank 1 was killed", retryable=True)
     done = step(pausing(), Observation(ALIVE, outcome=lost, committed=10)).job
