@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -48,6 +49,7 @@ from train_loop.telemetry.logs import log_to
 log = logging.getLogger("train_loop.ray_train.driver")
 _SHUTDOWN_SECONDS, _STOP_SECONDS = 10.0, 2.0
 _CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
+_END_SECONDS, _SIGNAL_SECONDS = 30.0, 0.1
 
 # Ray Train detects a dead worker within about this many seconds; its default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
@@ -175,10 +177,7 @@ def _prepare_and_train(
     if (early := retry_storage(partial(_early_outcome, run_dir, attempt))) is not None:
         return early
     expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
-    # Each rank has its own log file; the driver's log need not repeat it.
-    home = {"env_vars": a_home()}
-    ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
-    connected()
+    connect(connected)
     spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
     environment = _environment(spec)
     if environment:
@@ -201,6 +200,24 @@ def _prepare_and_train(
         left = sorted({hosts[str(rank)] for rank in ranks if str(rank) in hosts})
         journal.event("moving", ranks=ranks, hosts=left)
     raise AssertionError("unreachable")
+
+
+def connect(connected: Callable[[], None]) -> None:
+    """Connect to Ray, and call `connected`. Raises SystemExit if the stop watch does not end the process on SIGTERM."""
+    # Each rank has its own log file; the driver's log need not repeat it.
+    home = {"env_vars": a_home()}
+    try:
+        ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
+    except SystemExit:
+        # Ray's own handler raised it. The stop watch has got the signal, too.
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            # Until Ray's handler is replaced, another signal may raise again.
+            with suppress(SystemExit):
+                connected()
+                time.sleep(_SIGNAL_SECONDS)
+        raise
+    connected()
 
 
 def _fit(fit: Callable[[], object]) -> None:

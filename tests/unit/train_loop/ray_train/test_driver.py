@@ -86,6 +86,29 @@ def test_driver_of_another_version_exits_before_reading_the_spec(
         assert f"the service runs Trainshed 9.9.9 and the cluster {own_version()}" in str(outcome.reason)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_sigterm_while_ray_connects_leaves_the_end_to_the_stop_watch(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    raised = iter([SystemExit(15)])
+    waited = list[float]()
+
+    def init(**_: object) -> None:
+        raise SystemExit(15)
+
+    def install() -> None:
+        # A second signal comes before Ray's handler is replaced.
+        for error in raised:
+            raise error
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(driver, "_END_SECONDS", seconds)
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(SystemExit):
+        driver.connect(install)
+    assert bool(waited) is (seconds > 0)
+
+
 def test_outcome_is_retried_while_storage_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, outcome = (
         RunDir(tmp_path / "run").attempt(1),
