@@ -48,8 +48,7 @@ from train_loop.telemetry.logs import log_to
 
 log = logging.getLogger("train_loop.ray_train.driver")
 _SHUTDOWN_SECONDS, _STOP_SECONDS = 10.0, 2.0
-_CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
-_END_SECONDS, _SIGNAL_SECONDS = 30.0, 0.1
+_CATCH_UP_SECONDS, _CLOSE_SECONDS, _END_SECONDS, _SIGNAL_SECONDS = 2.0, 30.0, 30.0, 0.1
 
 # Ray Train detects a dead worker within about this many seconds; its default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
