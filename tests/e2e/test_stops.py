@@ -254,7 +254,7 @@ def cancel_a_hanging_rank(attempt: Attempt) -> None:
         reason = attempt.service.client.job(attempt.job_id).reason
         return reason is not None and (reason.code, reason.remedy) == ("stalled", remedy)
 
-    wait_for(waits, "what the pause waits for")
+    wait_for(waits, "the hang as reason of the pause")
     attempt.service.client.cancel(attempt.job_id)
 
 

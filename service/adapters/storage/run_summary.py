@@ -126,7 +126,7 @@ class RunSummaryReader:
     def _lose(self, line: Line) -> None:
         """Record a loss of workers, and of their hosts if the event names any."""
         if self._planned:
-            # The cluster ends, and some hosts may end before the head: that is no fault.
+            # The cluster ends, and some hosts may end before the head: that is not a fault.
             self._summary = replace(self._summary, hosts=())
             return
         self._lost = True

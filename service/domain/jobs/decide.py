@@ -25,7 +25,7 @@ _NEVER_RAN = "the head of Ray has ended before the driver had started"
 _UNREAD = Reason(Code.STORAGE_UNAVAILABLE, "its storage cannot be read, so its last outcome is not known")
 """Reason of an attempt that ended after the deadline of its stop request, while nothing could be read of it."""
 _NO_FAILURE = (SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED)
-"""Ends of a driver that was stopped, or whose outcome is no failure although it cannot be read."""
+"""Ends of a driver that was stopped, or whose outcome is not a failure although it cannot be read."""
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
@@ -131,7 +131,7 @@ def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
     if seen.outcome is None:
         ended = seen.submission is not SubmissionStatus.UNKNOWN and not seen.submission.alive
         return f"{notice}; the driver was ended before it had saved; {resumes}" if ended else None
-    # Ranks whose pods end first are lost: that is no fault either.
+    # Ranks whose pods end first are lost: that is not a fault either.
     left = seen.outcome.result in ("paused", "moved") or (seen.outcome.result == "failed" and seen.outcome.retryable)
     return f"{notice}; {resumes}" if left else None
 
