@@ -34,11 +34,12 @@ def locked(settings: Settings) -> Iterator[None]:
 def close_to_others(home: Path) -> None:
     """Make the home private if all users may enter it: it contains the database, logs and samples. Log the change.
 
-    Permissions for the home's group are the operator's choice and stay.
+    Permissions for the home's group are the operator's choice and stay. Another user who owns the home can replace its
+    files: log that, too.
     """
     found = home.stat()
     mode = stat.S_IMODE(found.st_mode)
-    if not mode & 0o007:
+    if not mode & 0o007 and found.st_uid in (os.geteuid(), 0):
         return
     if found.st_uid == os.geteuid() and not mode & stat.S_ISVTX and str(home) not in (os.path.expanduser("~"), "/"):
         home.chmod(0o700)

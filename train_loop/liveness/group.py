@@ -56,9 +56,12 @@ class Liveness:
         self._ranks = {rank: _Rank(host) for rank, host in self.hosts.items()}
 
     def record(self, beat: Beat, now: float) -> None:
-        """Record a heartbeat. Ignore those of other groups."""
+        """Record a heartbeat. Ignore those of other groups, and those that are not newer than the last."""
         rank = self._ranks.get(beat.rank)
         if rank is None or beat.epoch != self.epoch:
+            return
+        # Another host of the network may repeat datagrams that it has seen.
+        if rank.beat is not None and 0 < beat.sent <= rank.beat.sent:
             return
         if rank.beat is None or (rank.beat.step, rank.beat.phase) != (beat.step, beat.phase):
             rank.moved = now

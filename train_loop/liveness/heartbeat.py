@@ -76,6 +76,8 @@ class Beat(NamedTuple):
     """Seconds for which the run's storage has failed on this rank's host."""
     storage_errno: int = 0
     """Error number of the storage failure; 0 if storage does not answer."""
+    sent: float = 0.0
+    """Monotonic time of the rank's host, by which a repeated or late datagram is recognised; 0 if it is not known."""
 
 
 class Target(NamedTuple):
@@ -239,6 +241,7 @@ class _Sender:
             max(now - since, 0.0),
             storage_seconds=self._failed_seconds,
             storage_errno=errno,
+            sent=now,
             **fields,
         )
         # A failed network may work again at the next heartbeat.

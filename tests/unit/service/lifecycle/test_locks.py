@@ -1,5 +1,6 @@
 """Locks of the home and the SQLite database: one process at a time, and errors for unusable paths."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_shared_folder_as_home_keeps_its_mode_with_a_warning(
     monkeypatch.setenv("HOME", str(tmp_path) if shared == "home of the user" else "/nowhere")
     with locked(Settings(home=tmp_path)):
         assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+    assert "home_open_to_others" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_home_of_another_user_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    with locked(Settings(home=tmp_path)):
+        pass
     assert "home_open_to_others" in capsys.readouterr().out
 
 

@@ -155,3 +155,15 @@ def test_explain_uses_the_report_of_ray_without_heartbeats() -> None:
 def test_explain_without_a_death_returns_the_error() -> None:
     loss = explain(Evidence(HOSTS, errors={3: "ValueError: no", 2: "ValueError: no"}))
     assert (loss.ranks, loss.cause) == ((2, 3), "rank 2: ValueError: no")
+
+
+def test_repeated_and_late_datagrams_do_not_hide_a_silent_host() -> None:
+    group = Liveness(1, {0: "a"})
+    first, second = (beat(0)._replace(sent=sent) for sent in (5.0, 6.0))
+    group.record(first, 100.0)
+    group.record(second, 101.0)
+    for now, again in ((110.0, first), (111.0, second)):
+        group.record(again, now)
+    assert group.silence(111.0) == {"a": 10.0}
+    group.record(second._replace(sent=6.1), 112.0)
+    assert group.silence(112.0) == {"a": 0.0}

@@ -18,6 +18,10 @@ def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
         "SMTP_PASS": "letmein",
         "AZURE_STORAGE_KEY": "azure+storage",
         "NPM_AUTHTOKEN": "npm_123456",
+        "REPLICA_URL": "postgresql://shed:with/slash@db/jobs",
+        "INDEX_URL": "https://ghp_abcdefghijklmnopqrst@index/simple",
+        "DATABASE": "host=db user=shed password=in-words dbname=jobs",
+        "MIRROR": "http://mirror:8080/pkg/@scope",
         "HOME": "/home/somebody",
         "KEYBOARD": "qwertyuiop",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path),
@@ -30,7 +34,8 @@ def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
     text = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein azure+storage"
     assert redactor(environment)(text) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
     assert redactor(environment)("npm_123456") == "***"
-    harmless = f"/home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
+    assert redactor(environment)("with/slash ghp_abcdefghijklmnopqrst in-words") == "*** *** ***"
+    harmless = f"http://mirror:8080/pkg/@scope /home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
     assert redactor(environment)(harmless) == harmless
 
 

@@ -20,6 +20,13 @@ SERVICE = {
     "SMTP_PASSWORD": "p",
     "GITHUB_TOKEN": "t",
     "DB_PASSWORD_FILE": "/run/secrets/db",
+    "GITHUB_PAT": "p",
+    "LDAP_BINDPW": "p",
+    "FERNET_KEYS": "k,l",
+    "SERVICE_JWT": "j",
+    "PIP_INDEX_URL": "https://ghp_abcdefghijklmnopqrst@index/simple",
+    "REPLICA": "postgresql://shed:with/slash@db/jobs",
+    "CONNECTION": "host=db password=p",
 }
 NEEDED = {
     "PATH": "/bin",
@@ -33,6 +40,9 @@ NEEDED = {
     "HTTPS_PROXY": "http://user:password@proxy:3128",
     "TRAINSHED_TEST_FORKS": "1",
     "PYTHONPATH": "/src",
+    "LD_LIBRARY_PATH": "/lib",
+    "SORT_KEYS": "name",
+    "HF_ENDPOINT": "http://mirror:8080/hf",
 }
 PROVIDERS = [
     ({"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_PROFILE": "p", "FSSPEC_S3_SECRET": "s"}, "s3://b/"),
