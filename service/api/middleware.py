@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
 from service.api.problems import fault, problem
-from service.errors import HostRefused, InvalidRequest
+from service.errors import HostRefused, InvalidRequest, ServiceError
 from service.ports import Metrics
 from train_loop.spec import Problem
 
@@ -63,7 +63,7 @@ class RequestIds:
 
 
 class HostCheck:
-    """Middleware that rejects unknown Host headers and URLs that contain NUL (ASGI).
+    """Middleware that rejects unknown Host headers, URLs that contain NUL, and bodies of two lengths (ASGI).
 
     The Host check blocks web pages that make a browser call loopback.
     """
@@ -74,18 +74,28 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or answer it with a problem."""
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
-        if host is not None and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
-            # No resource name contains NUL, and some databases reject it.
-            await problem(InvalidRequest([Problem("", "the address holds a NUL character; leave it out")]))(
-                scope, receive, send
-            )
-            return
-        if host is None or _name(host) in self.hosts or _is_own_address(_name(host), scope):
+        refusal = self._refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        if refusal is None:
             await self.app(scope, receive, send)
             return
-        refused = HostRefused(f"Host {host!r} is not allowed; use localhost, or add it to TRAINSHED_ALLOWED_HOSTS")
-        await problem(refused)(scope, receive, send)
+        answer = problem(refusal)
+        # What follows in the connection may be the rest of this request.
+        answer.headers["connection"] = "close"
+        await answer(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ServiceError | None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may believe the other length, and take a part of the body for another client's request.
+            return InvalidRequest(
+                [Problem("", "Transfer-Encoding and Content-Length are both given; send one of them")]
+            )
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            # No resource name contains NUL, and some databases reject it.
+            return InvalidRequest([Problem("", "the address holds a NUL character; leave it out")])
+        host = headers.get("host", "")
+        if _name(host) in self.hosts or _is_own_address(_name(host), scope):
+            return None
+        return HostRefused(f"Host {host!r} is not allowed; use localhost, or add it to TRAINSHED_ALLOWED_HOSTS")
 
 
 def _is_own_address(name: str, scope: Scope) -> bool:

@@ -98,6 +98,17 @@ def test_slow_head_is_closed_after_its_timeout(service: Served) -> None:
         assert time.monotonic() - begun < 15
 
 
+def test_request_with_two_lengths_is_refused_and_ends_the_connection(service: Served) -> None:
+    inside = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(service) as connection:
+        head = b"POST /jobs HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % (5 + len(inside)) + b"0\r\n\r\n" + inside)
+        connection.settimeout(10)
+        answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answers.startswith(b"HTTP/1.1 422 ")
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
 def test_idle_connection_is_kept_for_the_next_request(service: Served) -> None:
     url = service.client.base_url
     with closing(HTTPConnection(url.host, url.port or 80)) as kept:
