@@ -5,10 +5,11 @@ import fcntl
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from train_loop.run_dir.durable import make_folder
 from train_loop.run_dir.remote import is_remote, read_whole, size_of
@@ -108,7 +109,7 @@ def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
     elif size_of(path) is not None:
-        with path.open("rb") as file:
+        with _open_regular(path) as file:
             yield from filter(None, map(_parse_line, file))
 
 
@@ -137,7 +138,7 @@ def size_appended(path: Path) -> int:
 def read_appended(path: Path, start: int, length: int) -> bytes:
     """Return up to `length` bytes of an append-only file from `start` on."""
     if not is_remote(path):
-        with path.open("rb") as file:
+        with _open_regular(path) as file:
             file.seek(start)
             return file.read(length)
     found = bytearray()
@@ -147,6 +148,18 @@ def read_appended(path: Path, start: int, length: int) -> bytes:
             found += read_whole(part)[start : start + length - len(found)]
         start = max(start - size, 0)
     return bytes(found)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a local log for reading. Raises OSError for a link, a FIFO or a device in its place.
+
+    The API shows logs: whoever can write in the folder could show files that only the service may read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "only regular files are read", str(path))
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

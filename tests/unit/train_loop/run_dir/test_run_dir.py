@@ -1,12 +1,25 @@
 """The run directory: round trips of its files, and skipped torn writes."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.builders.specs import spec
-from train_loop.run_dir import CACHE_VARIABLE, NO_FENCE, Fence, JsonLines, Outcome, RunDir, Stop, local_path, read_lines
+from train_loop.run_dir import (
+    CACHE_VARIABLE,
+    NO_FENCE,
+    Fence,
+    JsonLines,
+    Outcome,
+    RunDir,
+    Stop,
+    local_path,
+    read_all_lines,
+    read_appended,
+    read_lines,
+)
 
 
 def test_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
@@ -105,3 +118,16 @@ def test_file_uri_equals_its_local_path(uri: str) -> None:
 def test_file_uri_of_another_host_is_rejected(uri: str) -> None:
     with pytest.raises(ValueError, match=f"{uri} names a host or a relative path; write file:///"):
         local_path(uri)
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_link_or_fifo_in_the_place_of_a_log_is_not_read(tmp_path: Path, kind: str) -> None:
+    log = tmp_path / "events.jsonl"
+    if kind == "link":
+        (tmp_path / "secret").write_text('{"secret": 1}\n')
+        log.symlink_to(tmp_path / "secret")
+    else:
+        os.mkfifo(log)
+    for read in (lambda: read_appended(log, 0, 100), lambda: list(read_all_lines(log))):
+        with pytest.raises(OSError, match=r"Too many levels|only regular files"):
+            read()
