@@ -287,6 +287,21 @@ def test_invalid_parameter_is_rejected_with_its_pointer(client: TestClient, path
     assert (answer["code"], [error["pointer"] for error in answer["errors"]]) == ("invalid_request", [pointer])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/keys", b'{"name": "x", "roles": {"a": "viewer", "a": "admin"}}'),
+        ("/jobs/{id}/clone", b'{"overrides": {"priority": 1, "priority": 2}}'),
+        ("/webhooks", b'{"project": "a", "project": "b", "url": "https://hooks.example/x"}'),
+    ],
+)
+def test_name_that_is_given_twice_is_rejected(client: TestClient, path: str, body: bytes) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    answer = client.post(path.format(id=job_id), content=body)
+    assert answer.status_code == 422
+    assert "is given twice in one object; remove one" in answer.json()["errors"][0]["message"]
+
+
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan", "/keys", "/jobs/{id}/cancel", "/jobs/{id}/clone"])
 @pytest.mark.parametrize(
     "body", [b"\xff\xfe", b'{"name": "\\ud800"}', b'{"project": "\\u0000", "name": "a\\u0000"}', b"\0"]
