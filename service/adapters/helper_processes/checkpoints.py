@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import TypeAdapter
 
+from service.adapters.ray.environment import environment_of_helpers
 from service.domain.jobs.job import Job
 from service.errors import Busy, VerifyFailed
 from service.ports import Cancellation, Digests
@@ -59,7 +60,9 @@ class HelperTools:
         command = [*self._python, "-m", f"train_loop.checkpoint.{tool}", run_dir, "--step", str(step)]
         pipe = subprocess.PIPE
         with (
-            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
+            subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, env=environment_of_helpers(os.environ)
+            ) as process,
             cancellation.ending(process.kill),
         ):
             out, err = self._wait(process)
@@ -98,7 +101,7 @@ class HelperTools:
             raise Busy(f"{own + others} exports are running, the maximum; retry when one has finished")
 
     def _run(self, command: Sequence[str], project: str) -> None:
-        nothing, environment = subprocess.DEVNULL, dict(os.environ)
+        nothing, environment = subprocess.DEVNULL, environment_of_helpers(os.environ)
         if self._read_policy is not None:
             # A link in a tokenizer's folder may have changed since submission.
             environment[READ_POLICY_VARIABLE] = self._read_policy(project).without_users().model_dump_json()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from service.adapters.ray.environment import environment_of_helpers
 from service.errors import PreflightFailed, StorageAway
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from train_loop.run_dir import Parent, ReadPolicy
@@ -73,7 +75,9 @@ class HelperPreflight:
                 self._socket.unlink(missing_ok=True)
                 command = [*self._command, str(self._socket)]
                 # With a pipe, the helper does not read the service's standard input.
-                self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+                self._helper = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, start_new_session=True, env=environment_of_helpers(os.environ)
+                )
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now; None if the next one is checked at once.

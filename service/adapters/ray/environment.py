@@ -1,4 +1,4 @@
-"""The environment of an embedded Ray and its jobs: that of the service without the service's secrets."""
+"""Environments of the service's processes: of an embedded Ray and its jobs, and of helpers that read users' files."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -30,6 +30,21 @@ def environment_of_jobs(
     """
     used = {root.partition("://")[0].lower() for root in roots} | {*sinks}
     return {name: value for name, value in environment.items() if _may_reach_jobs(name, value, used)}
+
+
+def environment_of_helpers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that reads users' files: all but secrets of the service and its database.
+
+    It reads any storage that the service may read, so it keeps all credentials of storage.
+    """
+    return {name: value for name, value in environment.items() if not _is_secret_of_the_service(name, value)}
+
+
+def _is_secret_of_the_service(name: str, value: str) -> bool:
+    if not _OF_THE_SERVICE.match(name):
+        return False
+    ours = name.upper().startswith("TRAINSHED_")
+    return not ours or name.upper() == "TRAINSHED_DATABASE_URL" or may_hold_secret(name, value)
 
 
 def _may_reach_jobs(name: str, value: str, used: Collection[str]) -> bool:

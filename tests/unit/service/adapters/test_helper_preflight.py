@@ -172,6 +172,15 @@ def test_check_exceeding_a_limit_is_a_problem_of_its_field(answer: str, rule: st
         assert helper.check(a_spec()).problems[0].pointer == "tiny"
 
 
+def test_helper_has_no_secret_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("TRAINSHED_SECRET_KEY", "TRAINSHED_DATABASE_URL", "PGPASSWORD", "OTEL_EXPORTER_OTLP_HEADERS")
+    for name in (*secrets, "TRAINSHED_CACHE", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    found = "' '.join(sorted(name for name, value in __import__('os').environ.items() if value == 'x'))"
+    with preflight(f"{{'problems': [{{'pointer': '', 'message': {found}}}], 'shape': None}}") as helper:
+        assert helper.check(a_spec()).problems[0].message == "AWS_SECRET_ACCESS_KEY TRAINSHED_CACHE"
+
+
 def test_fork_is_killed_first_if_host_runs_out_of_memory() -> None:
     score = "open('/proc/self/oom_score_adj').read().strip()"
     with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
