@@ -14,9 +14,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
-from train_loop.model.faults import without_advice
+from train_loop.model.config_faults import stated, with_values
 from train_loop.model.folder import model_config
-from train_loop.model.supported import check_attends, check_dense, check_kind, check_layers
+from train_loop.model.supported import check_attends, check_dense, check_kind, check_layers, check_sparse
 from train_loop.model.unset import is_unset, set_own, unset_like
 from train_loop.spec import ModelSpec
 
@@ -31,15 +31,21 @@ _FEW_ELEMENTS = 2**20
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device, without memory and weights. Raises ModelError."""
-    try:
+
+    def build() -> PreTrainedModel:
         hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
         check_kind(hf_config)
-        model = _on_meta(hf_config, DTYPES[spec.master_dtype])
+        return _on_meta(hf_config, DTYPES[spec.master_dtype])
+
+    try:
+        model = build()
     except ModelError:
         raise
     except Exception as error:  # transformers' errors for a config have no common class
-        source = spec.path or "model.config"
-        raise ModelError(f"{source} is not a valid causal language model: {without_advice(error)}") from error
+        reason = stated(error) or f"transformers {transformers.__version__} cannot build it {with_values(error, build)}"
+        raise ModelError(
+            f"{spec.path or 'model.config'} is not a valid causal language model: {reason}; correct the config"
+        ) from error
     check_layers(model)
     model.train()
     return model
@@ -57,8 +63,10 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     try:
         return build("sdpa")
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
+    except Exception as error:  # transformers' errors for a config have no common class
+        if stated(error) is None:
+            check_sparse(config)
+        if not isinstance(error, ValueError) or "scaled_dot_product_attention" not in str(error):
             raise
     model = build("eager")
     check_dense(model)
@@ -203,8 +211,8 @@ def _apply_rule(blueprint: PreTrainedModel, holder: str, parents: Sequence[str])
         model._init_weights(blueprint.get_submodule(holder))
     except Exception as error:  # rules have no common error class
         raise ModelError(
-            f"transformers {transformers.__version__} cannot initialise {holder or type(blueprint).__name__}: "
-            f"{type(error).__name__}: {without_advice(error)}; correct the config, or choose another model"
+            f"transformers {transformers.__version__} cannot initialise {holder or type(blueprint).__name__}"
+            f"{f': {said}' if (said := stated(error)) else ''}; correct the config, or choose another model"
         ) from error
 
 

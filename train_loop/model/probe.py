@@ -4,6 +4,7 @@ It shows whether the attention comes from the registry, with how many heads, and
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.attention import attention_replaced
-from train_loop.model.faults import without_advice
+from train_loop.model.config_faults import stated
 from train_loop.model.positions import PositionLimits, TableWatch, fix_dynamic
 from train_loop.model.separation import Separation, check_slices, measure_copy
 from train_loop.spec import JobSpec
@@ -47,8 +48,10 @@ class ModelProbe:
     separation: Separation
 
 
-def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelProbe:
-    """Call a copy of a model on the meta device once, in the dtype of training.
+def probe(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, sequence_length: int | None = None
+) -> ModelProbe:
+    """Call a copy of a model on the meta device once, in the dtype of training, for sequences of a length.
 
     Raises ModelError if the model does not accept this loop's call.
     """
@@ -67,10 +70,12 @@ def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelPr
     except Exception as error:  # errors of a forward pass have no common class
         raise ModelError(
             f"{name} cannot be called with input_ids, position_ids and an attention mask of "
-            f"[1, 1, T, T], as this loop does: {without_advice(error)}; choose another model or config"
+            f"[1, 1, T, T], as this loop does{f': {said}' if (said := stated(error)) else ''}; choose another model or "
+            "config"
         ) from error
     finally:
         hook.remove()
+    _check_heads(name, watch.uses)
     return ModelProbe(
         name,
         watch.uses,
@@ -78,8 +83,18 @@ def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelPr
         layers=model.config.get_text_config().num_hidden_layers,
         head_is_last=any(logits is out for out in heads),
         positions=PositionLimits(min(tables.rows, default=None), dynamic),
-        separation=measure_copy(original),
+        separation=measure_copy(original, sequence_length),
     )
+
+
+def _check_heads(model: str, uses: Mapping[str, AttentionUse]) -> None:
+    """Raise ModelError if kv heads cannot be shared evenly, which only the first step would show."""
+    for module, use in uses.items():
+        if use.heads % use.kv_heads:
+            raise ModelError(
+                f"{module} of {model} has {use.heads} attention heads and {use.kv_heads} kv heads; the first must be a "
+                "multiple of the second; correct them in the model's config"
+            )
 
 
 class _AttentionWatch:

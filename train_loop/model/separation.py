@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.attention import attention_inputs, attention_replaced, registered_attention
-from train_loop.model.faults import without_advice
+from train_loop.model.config_faults import stated
 from train_loop.model.positions import apply_longrope, position_inputs
 from train_loop.model.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.spec import JobSpec
@@ -24,6 +24,8 @@ from train_loop.spec import JobSpec
 _CUT = 7
 _LENGTH = 24
 """Tokens of the row of the check; a second document begins at _CUT."""
+_WITHIN_WINDOWS = 1
+"""Sequence length with which no window of a model matters."""
 _TOLERANCE = 1e-4
 """Largest relative difference of logits from rounding in float32; other masks or positions cause much larger ones."""
 
@@ -41,36 +43,53 @@ class Separation(NamedTuple):
     """Between slices of a row and the whole row, with the same attention."""
 
 
-def measure_copy(model: PreTrainedModel) -> Separation:
-    """Return the differences of a small copy of a model. Raises ModelError if no copy can be called."""
+def measure_copy(model: PreTrainedModel, sequence_length: int | None = None, **changes: Any) -> Separation:
+    """Return the differences of a small copy of a model, whose config may have some changes.
+
+    Raises ModelError if no copy can be called.
+    """
     try:
         kind: Any = type(model)
         # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
-        return _measure_copy(kind, json.dumps(model.config.to_dict()))
+        return _measure_copy(kind, json.dumps(model.config.to_dict() | changes), sequence_length)
     except SmallCopyError as error:
+        reason = error.__cause__ and stated(error.__cause__)
         raise ModelError(
-            f"{type(model).__name__} cannot be called with this config: {without_advice(error)}; correct it, or choose "
-            "another model"
+            f"{type(model).__name__} cannot be called with this config{f': {reason}' if reason else ''}; correct it, "
+            "or choose another model"
         ) from error
 
 
 @functools.lru_cache(maxsize=64)
-def _measure_copy(kind: Any, config: str) -> Separation:
-    return compute_on_copy(kind, json.loads(config), measure)
+def _measure_copy(kind: Any, config: str, sequence_length: int | None) -> Separation:
+    return compute_on_copy(kind, json.loads(config), measure, length=sequence_length)
 
 
 def check_causal(found: Separation, model: PreTrainedModel) -> None:
     """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
     if _differs(found.later_tokens):
-        is_encoder = getattr(config, "is_decoder", None) is False
-        remedy = "set is_decoder: true in the model's config, or " if is_encoder else ""
+        remedy = "set is_decoder: true in the model's config, or " if _fits_as_decoder(model) else ""
         raise ModelError(f"{name} attends to later tokens, so it is not a causal model; {remedy}choose another model")
     if _differs(found.positions):
+        fits = not _differs(measure_copy(model, _WITHIN_WINDOWS).positions)
+        remedy = "a data.sequence_length within its sliding window, or " if fits else ""
         raise ModelError(
             f"{name} is not supported: with positions from 0 and the mask of its config, its logits differ from those "
-            "of transformers, which uses others (such as positions from padding_idx + 1); choose another model"
+            "of transformers, which uses others (such as positions from padding_idx + 1, or no sliding window); choose "
+            f"{remedy}another model"
         )
+
+
+def _fits_as_decoder(model: PreTrainedModel) -> bool:
+    """Return whether an encoder fits this loop if its config says that it is a decoder."""
+    if getattr(model.config.get_text_config(), "is_decoder", None) is not False:
+        return False
+    try:
+        found = measure_copy(model, is_decoder=True)
+    except ModelError:
+        return False
+    return not _differs(found.later_tokens) and not _differs(found.positions)
 
 
 def check_packing(found: Separation, spec: JobSpec, name: str) -> None:

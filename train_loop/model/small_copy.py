@@ -6,7 +6,8 @@ some milliseconds.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
@@ -20,13 +21,15 @@ _LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
 _KV_HEADS = re.compile(r".*(kv|key_value|value)_heads")
 _WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*(?<!d_)heads?")
 """Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
+_SHARED = "num_kv_shared_layers"
+"""Number of last layers that take the keys and values of earlier ones."""
 _TOKEN = re.compile(r".*_token_(id|index)")
 _LIMITS = (
-    (re.compile(r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention"), 5),
     (re.compile(r".*vocab_size.*"), 512),
     (_TOKEN, 511),
     (re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size)|n_inner|d_ff"), 64),
 )
+_WINDOW = re.compile(r"(.*sliding|attention|local|keep)_window(_size)?|window_size|local_attention")
 _POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
 _MOST_WEIGHTS = 50_000_000
 
@@ -36,25 +39,47 @@ class SmallCopyError(Exception):
 
 
 def compute_on_copy(
-    kind: type[PreTrainedModel], config: dict[str, Any], compute: Callable[[PreTrainedModel], Result]
+    kind: type[PreTrainedModel],
+    config: dict[str, Any],
+    compute: Callable[[PreTrainedModel], Result],
+    *,
+    length: int | None = None,
 ) -> Result:
     """Return the result of a function of a small copy of a model, in evaluation mode, from its class and config.
 
-    Raises SmallCopyError if the function fails on copies of all sizes.
+    `length` is the sequence length of the run. Raises SmallCopyError if the function fails on copies of all sizes.
     """
-    log, reason = logging.getLogger("transformers"), ""
-    level = log.level
-    # transformers has already given its warnings for the whole model.
-    log.setLevel(logging.ERROR)
-    try:
+    reason: Exception | None = None
+    with _quiet_transformers(), _one_thread():
         for all_layers, heads in product((False, True), (2, 4)):
             try:
-                return compute(_build(kind, shrink(config, heads=heads, all_layers=all_layers)))
+                return compute(_build(kind, shrink(config, heads=heads, all_layers=all_layers, length=length)))
             except Exception as error:  # neither configs nor models have a common error class
-                reason = reason or f"{type(error).__name__}: {error}"
+                reason = reason or error
+    raise SmallCopyError(str(reason)) from reason
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep back transformers' warnings, which it has already given for the whole model."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
         log.setLevel(level)
-    raise SmallCopyError(reason)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: several threads wait for each other longer than such small tensors take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _build(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
@@ -79,14 +104,23 @@ def _filled(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def shrink(config: dict[str, Any], *, heads: int, all_layers: bool = False) -> dict[str, Any]:
-    """Return a config with the same rules and small sizes."""
+def shrink(
+    config: dict[str, Any], *, heads: int, all_layers: bool = False, length: int | None = None
+) -> dict[str, Any]:
+    """Return a config with the same rules and small sizes. Windows stay that are not shorter than `length`."""
     old = next((config[name] for name in _HEADS if type(config.get(name)) is int), 1)
     layers = next((value for name, value in config.items() if _LAYERS.fullmatch(str(name)) and value), 0)
-    types = config.get("layer_types") or [None] * layers
+    types = _kinds(config, layers)
     kept = range(layers) if all_layers else sorted({*range(min(2, layers)), *map(types.index, types)})
-    sizes = _Sizes(old, heads, layers, tuple(kept))
+    sizes = _Sizes(old, heads, layers, tuple(kept), length)
     return {name: sizes.of(str(name), value) for name, value in config.items()}
+
+
+def _kinds(config: dict[str, Any], layers: int) -> list[tuple[Any, bool]]:
+    """Return the kind of each layer: its type, and whether it takes keys and values of an earlier layer."""
+    own = layers - (config.get(_SHARED) or 0)
+    types = config.get("layer_types") or [None] * layers
+    return [(kind, layer >= own) for layer, kind in enumerate(types)]
 
 
 def special_tokens(config: dict[str, Any]) -> set[int]:
@@ -108,7 +142,9 @@ class _Sizes:
     most_heads: int
     old_layers: int
     layers: tuple[int, ...]
-    """Numbers of the layers that stay: the first two, and the first of each type."""
+    """Numbers of the layers that stay: the first two, and the first of each kind."""
+    length: int | None
+    """Sequence length of the run."""
 
     @property
     def heads(self) -> int:
@@ -120,7 +156,9 @@ class _Sizes:
         if isinstance(value, dict):
             if name == "per_layer_config":
                 return {place: value[str(layer)] for place, layer in enumerate(self.layers) if str(layer) in value}
-            return _fewer_positions(value) if name.startswith("rope") else shrink(value, heads=self.most_heads)
+            if name.startswith("rope"):
+                return _fewer_positions(value)
+            return shrink(value, heads=self.most_heads, length=self.length)
         if isinstance(value, list):
             if len(value) == self.old_layers and name != "architectures":
                 value = [value[layer] for layer in self.layers]
@@ -128,8 +166,12 @@ class _Sizes:
         return self._number(name, value) if type(value) is int else value
 
     def _number(self, name: str, value: int) -> int:
+        if name == _SHARED:
+            return sum(layer >= self.old_layers - value for layer in self.layers)
         if _LAYERS.fullmatch(name):
             return min(value, len(self.layers))
+        if _WINDOW.fullmatch(name):
+            return self._window(value)
         if _KV_HEADS.fullmatch(name):
             return self.heads if value == self.old_heads else max(self.heads // 2, 1) if value > 1 else 1
         if _WIDTHS.fullmatch(name):
@@ -137,6 +179,10 @@ class _Sizes:
         if _POSITIONS.fullmatch(name):
             return _positions(value)
         return next((min(value, most) for pattern, most in _LIMITS if pattern.fullmatch(name)), value)
+
+    def _window(self, value: int) -> int:
+        # A window that holds the run's sequences must hold the row of the check.
+        return _positions(value) if self.length is not None and value >= self.length else min(value, 5)
 
 
 def _fewer_positions(rope: dict[str, Any]) -> dict[str, Any]:

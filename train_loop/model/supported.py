@@ -2,9 +2,10 @@
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from train_loop.errors import ModelError
+from train_loop.model.config_faults import has_experts
 from train_loop.plan import NEEDED
 
 
@@ -44,6 +45,13 @@ def check_dense(model: PreTrainedModel) -> None:
             f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose a dense "
             "model"
         )
+
+
+def check_sparse(config: PretrainedConfig) -> None:
+    """Raise ModelError for a mixture of experts that transformers does not build, so that its modules are unknown."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is not None and has_experts(kind, config):
+        raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
 
 
 def check_attends(model: PreTrainedModel) -> None:

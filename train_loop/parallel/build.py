@@ -35,7 +35,7 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
     model = build_model(spec.model)
     check_dense(model)
-    seen = probe(model, DTYPES[spec.strategy.param_dtype])
+    seen = probe(model, DTYPES[spec.strategy.param_dtype], sequence_length=spec.data.sequence_length)
     check_causal(seen.separation, model)
     check_packing(seen.separation, spec, seen.model)
     check_attention(seen, spec)

@@ -106,7 +106,7 @@ def check_model(
         check_rows(model, shape.vocab)
         homes = match_folder(model, folder).homes if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
-        seen = probe(model, DTYPES[spec.strategy.param_dtype])
+        seen = probe(model, DTYPES[spec.strategy.param_dtype], sequence_length=spec.data.sequence_length)
         check_causal(seen.separation, model)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]

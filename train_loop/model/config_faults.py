@@ -1,0 +1,106 @@
+"""Reasons why transformers fails with a config, in words of the config and not of its code."""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
+
+from train_loop.model.faults import without_advice
+
+_TYPE = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
+_SHOWN = 80
+"""Maximum characters of a value that is shown."""
+
+
+def stated(error: BaseException) -> str | None:
+    """Return what transformers itself says about a config; None for an error that its code only ran into."""
+    if isinstance(error, StrictDataclassError):
+        # Its own text names the validator's function, and the cause names the modules of types.
+        said = str(error.__cause__ or error).partition(" Errors:")[0]
+        return without_advice(ValueError(_TYPE.sub(r"\1", said).replace("NoneType", "null"))).rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    text = error.args[0] if error.args else None
+    if not frames or not isinstance(text, str) or " " not in text or not _is_raised_by_transformers(frames[-1]):
+        return None
+    return without_advice(ValueError(text)).rstrip(".")
+
+
+def _is_raised_by_transformers(frame: traceback.FrameSummary) -> bool:
+    return "/transformers/" in frame.filename and (frame.line or "").startswith(("raise", "assert"))
+
+
+def with_values(error: BaseException, again: Callable[[], object]) -> str:
+    """Return the config's values with which the code of a model fails, such as "with hidden_act='gleu'".
+
+    `again` repeats what failed. Returns "with this config" if no value is known.
+    """
+    reads = list[_Read]()
+    try:
+        with _recorded(reads):
+            again()
+    except Exception as repeated:  # it has no common class
+        error = repeated
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((code for code in reversed(codes) if any(read.code is code for read in reads)), None)
+    own = [read for read in reads if read.code is innermost]
+    absent = [read for read in own if read.value is None] if "None" in str(error) else []
+    named = _padding_outside(reads) or {read.name: read.value for read in absent or own[-1:]}
+    values = [f"{name}={_short(value)}" for name, value in named.items()]
+    return f"with {' and '.join(values)}" if values else "with this config"
+
+
+def has_experts(kind: type, config: PretrainedConfig) -> bool:
+    """Return whether a family's models are mixtures of experts, unless its config says that this one is dense."""
+    if getattr(config, "is_moe", None) is False:
+        return False
+    numbers = [value for name, value in vars(config).items() if re.search("expert", name) and type(value) is int]
+    return any("Expert" in name for name in vars(sys.modules[kind.__module__])) and (not numbers or any(numbers))
+
+
+def _padding_outside(reads: Sequence["_Read"]) -> dict[str, Any]:
+    """Return the padding token and the size of the vocabulary if the token lies outside."""
+    read = {one.name: one.value for one in reads}
+    pad, vocab = read.get("pad_token_id"), read.get("vocab_size")
+    outside = isinstance(pad, int) and isinstance(vocab, int) and pad >= vocab
+    return {"pad_token_id": pad, "vocab_size": vocab} if outside else {}
+
+
+class _Read(NamedTuple):
+    """A read of a config's field: name, value, and the code that read it."""
+
+    name: str
+    value: Any
+    code: CodeType
+
+
+@contextmanager
+def _recorded(reads: list[_Read]) -> Iterator[None]:
+    """Record which fields of configs are read within the context."""
+    plain: Any = PretrainedConfig.__getattribute__
+
+    def read(self: PretrainedConfig, name: str) -> Any:
+        missing = True
+        try:
+            value = plain(self, name)
+            missing = False
+        finally:
+            if missing or name in getattr(type(self), "__dataclass_fields__", ()):
+                reads.append(_Read(name, None if missing else value, sys._getframe(1).f_code))
+        return value
+
+    PretrainedConfig.__getattribute__ = read
+    try:
+        yield
+    finally:
+        PretrainedConfig.__getattribute__ = plain
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
