@@ -14,6 +14,9 @@ from transformers import PretrainedConfig
 from train_loop.model.faults import without_advice
 
 _TYPE = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
+_FIELDS = 3
+"""Number of fields that are shown: the last ones that the code read before it failed."""
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
 _SHOWN = 80
 """Maximum characters of a value that is shown."""
 
@@ -50,9 +53,19 @@ def with_values(error: BaseException, again: Callable[[], object]) -> str:
     innermost = next((code for code in reversed(codes) if any(read.code is code for read in reads)), None)
     own = [read for read in reads if read.code is innermost]
     absent = [read for read in own if read.value is None] if "None" in str(error) else []
-    named = _padding_outside(reads) or {read.name: read.value for read in absent or own[-1:]}
+    named = _padding_outside(reads) or {read.name: read.value for read in absent or own[-_FIELDS:]}
     values = [f"{name}={_short(value)}" for name, value in named.items()]
     return f"with {' and '.join(values)}" if values else "with this config"
+
+
+def why_not_called(error: BaseException | None, config: PretrainedConfig) -> str:
+    """Return why a model that was built cannot be called, as an end of a sentence; empty if nothing is known."""
+    said = None if error is None else stated(error)
+    if said is None and isinstance(error, RuntimeError):
+        sizes = {name: getattr(config, name, None) for name in _SIZES}
+        values = [f"{name}={_short(value)}" for name, value in sizes.items() if value is not None]
+        said = f"its sizes do not fit each other: {', '.join(values)}"
+    return f": {said}" if said else ""
 
 
 def has_experts(kind: type, config: PretrainedConfig) -> bool:

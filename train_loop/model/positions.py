@@ -61,6 +61,8 @@ class PositionLimits:
     """Rows of the shortest table of positions; None if there is none."""
     dynamic: int | None
     """Number of positions up to which rope_type=dynamic keeps its frequencies; None for other models."""
+    kept: int | None = None
+    """Tokens that each token sees of a longer sequence, selected by scores (Doge); None for other models."""
 
 
 def fix_dynamic(model: nn.Module) -> int | None:

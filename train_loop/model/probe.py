@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.attention import attention_replaced
-from train_loop.model.config_faults import stated
+from train_loop.model.config_faults import why_not_called
 from train_loop.model.positions import PositionLimits, TableWatch, fix_dynamic
 from train_loop.model.separation import Separation, check_slices, measure_copy
 from train_loop.spec import JobSpec
@@ -69,9 +69,8 @@ def probe(
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     except Exception as error:  # errors of a forward pass have no common class
         raise ModelError(
-            f"{name} cannot be called with input_ids, position_ids and an attention mask of "
-            f"[1, 1, T, T], as this loop does{f': {said}' if (said := stated(error)) else ''}; choose another model or "
-            "config"
+            f"{name} cannot be called with input_ids, position_ids and an attention mask of [1, 1, T, T], as this loop "
+            f"does{why_not_called(error, model.config)}; choose another model or config"
         ) from error
     finally:
         hook.remove()
@@ -82,7 +81,9 @@ def probe(
         watch.by_head,
         layers=model.config.get_text_config().num_hidden_layers,
         head_is_last=any(logits is out for out in heads),
-        positions=PositionLimits(min(tables.rows, default=None), dynamic),
+        positions=PositionLimits(
+            min(tables.rows, default=None), dynamic, getattr(model.config, "keep_window_size", None)
+        ),
         separation=measure_copy(original, sequence_length),
     )
 
@@ -124,6 +125,12 @@ def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
         raise ModelError(
             f"sequence_length={length} is more than the {limits.table} positions of {seen.model}; choose at most "
             f"{limits.table}, or a model with more"
+        )
+    if limits.kept is not None and length > limits.kept:
+        raise ModelError(
+            f"sequence_length={length} is more than keep_window_size={limits.kept}, and {seen.model} then selects "
+            "tokens by scores of which many are equal at first, so that the selection depends on other documents; choose "
+            f"at most {limits.kept}, or a larger keep_window_size"
         )
     if limits.dynamic is not None and length > limits.dynamic:
         raise ModelError(

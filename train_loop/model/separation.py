@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.attention import attention_inputs, attention_replaced, registered_attention
-from train_loop.model.config_faults import stated
+from train_loop.model.config_faults import why_not_called
 from train_loop.model.positions import apply_longrope, position_inputs
 from train_loop.model.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.spec import JobSpec
@@ -53,10 +53,9 @@ def measure_copy(model: PreTrainedModel, sequence_length: int | None = None, **c
         # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
         return _measure_copy(kind, json.dumps(model.config.to_dict() | changes), sequence_length)
     except SmallCopyError as error:
-        reason = error.__cause__ and stated(error.__cause__)
         raise ModelError(
-            f"{type(model).__name__} cannot be called with this config{f': {reason}' if reason else ''}; correct it, "
-            "or choose another model"
+            f"{type(model).__name__} cannot be called with this config"
+            f"{why_not_called(error.__cause__, model.config)}; correct it, or choose another model"
         ) from error
 
 

@@ -24,7 +24,18 @@ from train_loop.loop.step import accumulate
 from train_loop.model.build import build_model
 from train_loop.spec import JobSpec
 
-SOME = ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt", "diffllama", "minicpm3", "gemma3_text", "bert")
+SOME = (
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "opt",
+    "biogpt",
+    "diffllama",
+    "minicpm3",
+    "gemma3_text",
+    "gemma3n_text",
+    "bert",
+)
 CHOSEN = FAMILIES if os.environ.get("MORE") else SOME
 LENGTH, ROWS = 32, 4
 ENCODERS = {"bert", "bert-generation", "electra", "ernie", "roc_bert"}

@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.support.builders.any_size import CASES, MESHES, SPECIAL, STEPS, differing, numbers, train_case, write_data
+from tests.support.builders import any_size
+from tests.support.builders.any_size import (
+    CASES,
+    MESHES,
+    SPECIAL,
+    STEPS,
+    differing,
+    numbers,
+    train_case,
+    weighted_case,
+    write_data,
+)
+from tests.support.builders.searches import seeds
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.checkpoint.digest import digest_step
 from train_loop.data.order import StepOrder
@@ -63,6 +75,35 @@ def test_digests_do_not_depend_on_the_mesh(call_ranks: CallRanks, folder: Path, 
     assert found == alone
     names = {name.partition(".")[0] for name in alone.tensors}
     assert names == {"model", "optimizer", *({"ema"} if "ema_decay" in CASES[case].training else ())}
+
+
+SIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1x2": (2, {}),
+    "2x1": (2, {"fsdp_size": 1}),
+    "1x4": (4, {}),
+    "2x2": (4, {"fsdp_size": 2}),
+}
+
+
+def train_drawn(folder: Path, seed: int, mesh: str, run_dir: RunDir) -> None:
+    """Train a drawn case on a mesh."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_size, "MESHES", {"1": (1, {})} | SIZES)
+        train_case(folder, weighted_case(seed), mesh, run_dir, 1, (STEPS, True))
+
+
+@pytest.mark.parametrize("seed", range(seeds(1, more=100)))
+def test_weighted_losses_of_any_family_do_not_depend_on_the_mesh(
+    call_ranks: CallRanks, tmp_path: Path, seed: int
+) -> None:
+    write_data(tmp_path, seed)
+    sizes = list(SIZES) if os.environ.get("MORE") else [list(SIZES)[seed % len(SIZES)]]
+    for mesh in ("1", *sizes):
+        world = SIZES.get(mesh, (1, {}))[0]
+        call_ranks(world, train_drawn, tmp_path, seed, mesh, RunDir(tmp_path / mesh))
+    for mesh in sizes:
+        assert str(numbers(tmp_path / mesh)) == str(numbers(tmp_path / "1"))
+        assert differing(tmp_path / mesh, tmp_path / "1") == []
 
 
 def test_digests_of_another_step_differ(call_ranks: CallRanks, folder: Path) -> None:

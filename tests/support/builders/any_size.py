@@ -1,5 +1,6 @@
 """Jobs with `reproducible: any_size`, of which every mesh must give the same bits, and what their runs gave."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
+from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.torchrun import load_tensors
 from train_loop.data.dataset import Dataset, Rows
@@ -154,9 +156,20 @@ def train_case(folder: Path, case: Case, name: str, run_dir: RunDir, attempt: in
     return train(job, session, dataset, None if other is None else find_dataset(other, folder)).result
 
 
-def write_data(folder: Path) -> None:
+def weighted_case(seed: int) -> Case:
+    """Draw a family, its loss and dtype, for data with token weights."""
+    draw = random.Random(seed)
+    family = draw.choice(("gpt2", "olmo2", "llama", "gpt_neox", "qwen2", "phi3", "starcoder2", "granite", "stablelm"))
+    config = small(family) | {"vocab_size": 203} | ({"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1})
+    training: dict[str, Any] = {"eval_steps": 2, "learning_rate": draw.choice([1e-3, 1e-2])}
+    extra = {"label_smoothing_factor": 0.1, "z_loss": 1e-3, "ema_decay": 0.9, "chunked_loss": family != "granite"}
+    training |= {name: value for name, value in extra.items() if draw.random() < 0.4}
+    return Case(config, draw.choice(["fp32", "fp32", "bf16"]), training=training, columns={"weight": "weight"})
+
+
+def write_data(folder: Path, seed: int = 0) -> None:
     """Write the data of all cases: rows of odd lengths for training and evaluation, and packed rows."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     for name, rows in (("data", SAMPLES), ("eval", 11)):
         # Rows of one token train none of them.
         ids = [draw.integers(0, 203, n).astype(np.int32).tolist() for n in draw.integers(1, 33, rows)]

@@ -25,10 +25,13 @@ from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.export.text_files import (
     align,
     copy_text_files,
+    end_also_at,
+    end_of_answers,
     generation_config,
     name_class,
     read_tokenizer,
     special_tokens,
+    write_template,
 )
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
@@ -221,11 +224,13 @@ def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     model.config.dtype = DTYPES[wish.dtype]
     home = model_folder(source.spec.model)
     generation = generation_config(model, home)
-    copy_text_files(source.spec, tokenizer, home, folder)
+    copy_text_files(tokenizer, home, folder)
     loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=source.spec.data.reads_text)
-    if loaded is not None:
+    if tokenizer is not None and loaded is not None:
         rows = len(model.get_input_embeddings().weight)
         align(model.config.get_text_config(), generation, special_tokens(loaded, rows))
+        end_also_at(generation, end_of_answers(source.spec, tokenizer, loaded))
+        write_template(source.spec, loaded, folder)
         name_class(folder, loaded)
     model.config.save_pretrained(folder)
     write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")

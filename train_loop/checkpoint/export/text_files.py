@@ -3,13 +3,16 @@
 import json
 import logging
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from train_loop.data.text.chat import read_template
-from train_loop.data.text.tokenizer_files import private_copy, tokenizer_files
+from train_loop.data.text.chat import load_chat_templates, read_template
+from train_loop.data.text.chat_template import REFUSED
+from train_loop.data.text.tokenizer_files import TEMPLATES, private_copy, tokenizer_files
 from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
 from train_loop.spec import JobSpec
@@ -20,6 +23,10 @@ log = logging.getLogger(__name__)
 _OF_PROCESSORS = re.compile(r"(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
 
 
+_SAFE_NAME = re.compile(r"\w[\w.-]*")
+_ANSWER = "Yes, I see."
+
+
 class SpecialTokens(NamedTuple):
     """Token ids that a tokenizer gives names to; None for a name without a token."""
 
@@ -28,10 +35,10 @@ class SpecialTokens(NamedTuple):
     pad: int | None
 
 
-def copy_text_files(spec: JobSpec, tokenizer: Path | None, home: Path | None, folder: Path) -> None:
+def copy_text_files(tokenizer: Path | None, home: Path | None, folder: Path) -> None:
     """Copy the files of the run's tokenizer, and those of processors from its folder or the model's.
 
-    Code and weights are never copied. A template that the spec names replaces the tokenizer's.
+    Code and weights are never copied.
     """
     files = _of_processors(home) | _of_processors(tokenizer)
     if tokenizer is not None and tokenizer.is_dir():
@@ -39,8 +46,41 @@ def copy_text_files(spec: JobSpec, tokenizer: Path | None, home: Path | None, fo
     for name in files.keys() - {"config.json"}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
-    if spec.data.template_file is not None:
-        write_durably(folder / "chat_template.jinja", read_template(spec.data.template_file))
+
+
+def write_template(spec: JobSpec, loaded: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Make the chat template that a spec chooses the default of an exported folder; call it before `name_class`.
+
+    All rows were trained with it. The tokenizer's template for conversations with tools is therefore left out: given
+    tools, transformers would choose it instead.
+    """
+    chosen, file = spec.data.chat_template, spec.data.template_file
+    if chosen is None:
+        return
+    own = loaded.chat_template if isinstance(loaded.chat_template, dict) else {"default": loaded.chat_template}
+    source = own[chosen] if file is None else read_template(file)
+    shutil.rmtree(folder / TEMPLATES, ignore_errors=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    write_durably(folder / "chat_template.jinja", source)
+    for name in own.keys() - {chosen, "default", "tool_use"}:
+        if _SAFE_NAME.fullmatch(name):
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            write_durably(folder / TEMPLATES / f"{name}.jinja", own[name])
+
+
+def end_of_answers(spec: JobSpec, tokenizer: Path, loaded: PreTrainedTokenizerBase) -> int | None:
+    """Return the token with which the chat template of a run ends an answer; None for other runs.
+
+    It is often not the tokenizer's EOS, and a model that was trained on chats ends its answers with it.
+    """
+    if not any(spec.data.columns_of(source).messages for source in spec.data.sources):
+        return None
+    template = load_chat_templates(str(tokenizer), spec.data.chat_template).choose(None)
+    with suppress(*REFUSED):
+        text = template.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": _ANSWER}])
+        end = template.marker.match(text.rpartition(_ANSWER)[2])
+        return None if end is None else loaded.convert_tokens_to_ids(end[1])
+    return None
 
 
 def _of_processors(home: Path | None) -> dict[str, bytes]:
@@ -57,6 +97,8 @@ def name_class(folder: Path, loaded: PreTrainedTokenizerBase) -> None:
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_bytes()) if file.exists() else {}
     config.pop("auto_map", None)  # code is not copied
+    if (folder / "chat_template.jinja").exists():
+        config.pop("chat_template", None)  # only old versions of transformers would read it
     # Version 4 of transformers does not have the name that version 5 gives to the plain class.
     name = type(loaded).__name__.replace("TokenizersBackend", "PreTrainedTokenizerFast")
     write_durably(file, json.dumps(config | {"tokenizer_class": name}, indent=2) + "\n")
@@ -90,6 +132,13 @@ def special_tokens(loaded: PreTrainedTokenizerBase, vocab: int) -> SpecialTokens
     """
     ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
     return SpecialTokens(*(token if token is not None and token < vocab else None for token in ids))
+
+
+def end_also_at(generation: dict[str, Any], token: int | None) -> None:
+    """Make generation also end at a token."""
+    ends = _as_list(generation.get("eos_token_id"))
+    if token is not None and token not in ends:
+        generation["eos_token_id"] = [*ends, token]
 
 
 def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialTokens) -> None:

@@ -16,7 +16,8 @@ _NAMES = re.compile(
     r"tokenizer.*\.json|vocab.*|merges\.txt|bpe\.codes|dict\.txt|chat_template\.jinja|.*\.(model|tiktoken|tokenizer)"
     r"|(config|special_tokens_map|added_tokens|tekken|normalizer|emoji|byte_maps|entity_vocab|target_vocab)\.json"
 )
-_TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that are not the default."""
 _LARGEST = 512 * 2**20
 """Maximum bytes of a tokenizer's files; the largest published ones have 50 MB."""
 _OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"}
@@ -30,7 +31,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     Raises DataError for files that the read policy refuses, and OSError for unreadable ones.
     """
     files = {file.name: file for file in folder.iterdir() if _NAMES.fullmatch(file.name) and file.is_file()}
-    files |= {f"{_TEMPLATES}/{file.name}": file for file in (folder / _TEMPLATES).glob("*.jinja") if file.is_file()}
+    files |= {f"{TEMPLATES}/{file.name}": file for file in (folder / TEMPLATES).glob("*.jinja") if file.is_file()}
     size = sum(file.stat().st_size for file in files.values())
     if size > _LARGEST:
         raise DataError(

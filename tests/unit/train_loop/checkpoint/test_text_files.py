@@ -21,14 +21,17 @@ from train_loop.checkpoint.export.text_files import (
     SpecialTokens,
     align,
     copy_text_files,
+    end_also_at,
+    end_of_answers,
     generation_config,
     name_class,
     read_tokenizer,
     special_tokens,
+    write_template,
 )
 from train_loop.errors import DataError
 from train_loop.model.build import build_model
-from train_loop.spec import ModelSpec
+from train_loop.spec import JobSpec, ModelSpec
 from train_loop.system.input_files import limit_inputs
 
 NAMES = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -106,8 +109,7 @@ def test_exported_tokenizer_equals_that_of_the_run(tmp_path: Path, seed: int) ->
         return
     finally:
         logging.disable(logging.NOTSET)
-    job = spec(model={"tokenizer": str(home)})
-    copy_text_files(job, home, model, folder)
+    copy_text_files(home, model, folder)
     name_class(folder, own)
     for family in ("qwen3", "llama", "gpt2"):
         AutoConfig.for_model(family).save_pretrained(folder)
@@ -129,21 +131,92 @@ def test_odd_entries_of_folders_do_not_end_an_export(tmp_path: Path) -> None:
     (home / "vocab.gone").symlink_to("nowhere")
     (home / "vocab.loop").symlink_to("vocab.loop")
     (home / "preprocessor_config.json").symlink_to(home / "tokenizer_config.json")
-    copy_text_files(spec(), home, None, folder)
+    copy_text_files(home, None, folder)
     copied = {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"}
     copied |= {"additional_chat_templates/rag.jinja"}
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == copied
 
 
-def test_template_of_the_spec_is_exported_as_it_was_read(tmp_path: Path) -> None:
-    home, folder = tmp_path / "home", tmp_path / "export"
+TEMPLATES = {name: f"{{{{ messages }}}}{name}" for name in ("default", "tool_use", "rag", "../odd")}
+OWN = "{{ messages }}own"
+
+
+def chats(**data: Any) -> JobSpec:
+    return spec(data={"columns": {"messages": "m"}} | data, model={"tokenizer": "file:///tokenizer"})
+
+
+def write_templates(home: Path, form: str) -> None:
+    """Give a tokenizer its templates: as a list in its config, or as files."""
     write_tokenizer(home)
+    config = json.loads((home / "tokenizer_config.json").read_text())
+    if form == "list":
+        config["chat_template"] = [{"name": name, "template": text} for name, text in TEMPLATES.items()]
+        (home / "tokenizer_config.json").write_text(json.dumps(config))
+        return
+    (home / "chat_template.jinja").write_text(TEMPLATES["default"])
+    (home / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (home / f"additional_chat_templates/{name}.jinja").write_text(TEMPLATES[name])
+
+
+@pytest.mark.parametrize("form", ["list", "files"])
+@pytest.mark.parametrize("chosen", ["default", "tool_use", "rag", "a file"])
+def test_chosen_template_is_the_default_of_an_export(tmp_path: Path, form: str, chosen: str) -> None:
+    home, folder = tmp_path / "home", tmp_path / "export"
+    write_templates(home, form)
     folder.mkdir()
-    (tmp_path / "own.jinja").write_text("\ufeff{{ messages }}")
-    data = {"chat_template": (tmp_path / "own.jinja").as_uri(), "columns": {"messages": "m"}}
-    copy_text_files(spec(data=data, model={"tokenizer": str(home)}), home, None, folder)
-    loaded: Any = AutoTokenizer.from_pretrained(folder)
-    assert loaded.chat_template == "{{ messages }}"
+    (tmp_path / "own.jinja").write_text(f"\ufeff{OWN}")
+    (home / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    named = (tmp_path / "own.jinja").as_uri() if chosen == "a file" else chosen
+    copy_text_files(home, None, folder)
+    own: Any = read_tokenizer(home, required=True)
+    write_template(chats(chat_template=named), own, folder)
+    name_class(folder, own)
+    exported: Any = AutoTokenizer.from_pretrained(folder)
+    for tools in (None, [{"name": "f"}]):
+        assert exported.get_chat_template(tools=tools) == TEMPLATES.get(chosen, OWN)
+    assert exported.chat_template == {"default": TEMPLATES.get(chosen, OWN)} | (
+        {} if chosen == "rag" else {"rag": TEMPLATES["rag"]}
+    ) or (chosen == "rag" and exported.chat_template == TEMPLATES["rag"])
+    assert not (folder / "chat_template.json").exists()
+
+
+def test_without_a_choice_all_templates_are_exported(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "export"
+    write_templates(home, "files")
+    folder.mkdir()
+    copy_text_files(home, None, folder)
+    own: Any = read_tokenizer(home, required=True)
+    write_template(chats(), own, folder)
+    name_class(folder, own)
+    exported: Any = AutoTokenizer.from_pretrained(folder)
+    assert exported.chat_template == own.chat_template
+    assert own.get_chat_template(tools=[{}]) == TEMPLATES["tool_use"]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        # ChatML, whose end of turn is not this tokenizer's EOS.
+        ("{% for m in messages %}<extra 1>{{ m.role }}\n{{ m.content }}<extra 0>\n{% endfor %}", 257),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", 256),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_generation_of_a_chat_model_ends_where_its_answers_end(tmp_path: Path, template: str, end: int | None) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    loaded: Any = read_tokenizer(tmp_path, required=True)
+    loaded.add_tokens(["<extra 0>", "<extra 1>"])
+    loaded.save_pretrained(tmp_path)
+    job = chats()
+    assert end_of_answers(job, tmp_path, loaded) == end
+    assert end_of_answers(spec(), tmp_path, loaded) is None
+    for ends, expected in (({}, [end]), ({"eos_token_id": 5}, [5, end]), ({"eos_token_id": [end, 5]}, [end, 5])):
+        generation: dict[str, Any] = dict(ends)
+        end_also_at(generation, end)
+        assert generation == (ends if end is None else {"eos_token_id": expected})
 
 
 def test_link_out_of_the_storage_roots_is_not_exported(tmp_path: Path) -> None:
@@ -153,4 +226,4 @@ def test_link_out_of_the_storage_roots_is_not_exported(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (home / "vocab.txt").symlink_to(tmp_path / "secret")
     with limit_inputs(may_read(f"file://{tmp_path}/root")), pytest.raises(DataError, match=r"vocab\.txt"):
-        copy_text_files(spec(), home, None, folder)
+        copy_text_files(home, None, folder)
