@@ -26,7 +26,7 @@ from train_loop.checkpoint.export.text_files import (
     align,
     copy_text_files,
     end_also_at,
-    end_of_answers,
+    ends_of_answers,
     generation_config,
     name_class,
     read_tokenizer,
@@ -229,7 +229,7 @@ def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     if tokenizer is not None and loaded is not None:
         rows = len(model.get_input_embeddings().weight)
         align(model.config.get_text_config(), generation, special_tokens(loaded, rows))
-        end_also_at(generation, end_of_answers(source.spec, tokenizer, loaded))
+        end_also_at(generation, ends_of_answers(source.spec, tokenizer, loaded))
         write_template(source.spec, loaded, folder)
         name_class(folder, loaded)
     model.config.save_pretrained(folder)

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from train_loop.data.text.chat import load_chat_templates, read_template
-from train_loop.data.text.chat_template import REFUSED
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate
 from train_loop.data.text.tokenizer_files import TEMPLATES, private_copy, tokenizer_files
 from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
@@ -68,19 +69,23 @@ def write_template(spec: JobSpec, loaded: PreTrainedTokenizerBase, folder: Path)
             write_durably(folder / TEMPLATES / f"{name}.jinja", own[name])
 
 
-def end_of_answers(spec: JobSpec, tokenizer: Path, loaded: PreTrainedTokenizerBase) -> int | None:
-    """Return the token with which the chat template of a run ends an answer; None for other runs.
+def ends_of_answers(spec: JobSpec, tokenizer: Path, loaded: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens with which the chat templates of a run end an answer; none for other runs.
 
-    It is often not the tokenizer's EOS, and a model that was trained on chats ends its answers with it.
+    They often differ from the tokenizer's EOS, and a model that was trained on chats ends its answers with them.
     """
     if not any(spec.data.columns_of(source).messages for source in spec.data.sources):
-        return None
-    template = load_chat_templates(str(tokenizer), spec.data.chat_template).choose(None)
-    with suppress(*REFUSED):
+        return []
+    templates = load_chat_templates(str(tokenizer), spec.data.chat_template).by_name.values()
+    found = [loaded.convert_tokens_to_ids(end) for template in templates for end in _end(template)]
+    return list(dict.fromkeys(found))
+
+
+def _end(template: ChatTemplate) -> Iterator[str]:
+    with suppress(*REFUSED):  # it needs another conversation
         text = template.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": _ANSWER}])
-        end = template.marker.match(text.rpartition(_ANSWER)[2])
-        return None if end is None else loaded.convert_tokens_to_ids(end[1])
-    return None
+        if end := template.marker.match(text.rpartition(_ANSWER)[2]):
+            yield end[1]
 
 
 def _of_processors(home: Path | None) -> dict[str, bytes]:
@@ -134,11 +139,11 @@ def special_tokens(loaded: PreTrainedTokenizerBase, vocab: int) -> SpecialTokens
     return SpecialTokens(*(token if token is not None and token < vocab else None for token in ids))
 
 
-def end_also_at(generation: dict[str, Any], token: int | None) -> None:
-    """Make generation also end at a token."""
+def end_also_at(generation: dict[str, Any], tokens: Sequence[int]) -> None:
+    """Make generation also end at some tokens."""
     ends = _as_list(generation.get("eos_token_id"))
-    if token is not None and token not in ends:
-        generation["eos_token_id"] = [*ends, token]
+    if more := [token for token in tokens if token not in ends]:
+        generation["eos_token_id"] = [*ends, *more]
 
 
 def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialTokens) -> None:

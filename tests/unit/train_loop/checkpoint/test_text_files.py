@@ -22,7 +22,7 @@ from train_loop.checkpoint.export.text_files import (
     align,
     copy_text_files,
     end_also_at,
-    end_of_answers,
+    ends_of_answers,
     generation_config,
     name_class,
     read_tokenizer,
@@ -211,12 +211,18 @@ def test_generation_of_a_chat_model_ends_where_its_answers_end(tmp_path: Path, t
     loaded.add_tokens(["<extra 0>", "<extra 1>"])
     loaded.save_pretrained(tmp_path)
     job = chats()
-    assert end_of_answers(job, tmp_path, loaded) == end
-    assert end_of_answers(spec(), tmp_path, loaded) is None
-    for ends, expected in (({}, [end]), ({"eos_token_id": 5}, [5, end]), ({"eos_token_id": [end, 5]}, [end, 5])):
-        generation: dict[str, Any] = dict(ends)
-        end_also_at(generation, end)
-        assert generation == (ends if end is None else {"eos_token_id": expected})
+    ends = ends_of_answers(job, tmp_path, loaded)
+    assert ends == ([] if end is None else [end])
+    assert ends_of_answers(spec(), tmp_path, loaded) == []
+
+
+def test_generation_ends_at_more_tokens() -> None:
+    for before, after in (({}, [7]), ({"eos_token_id": 5}, [5, 7]), ({"eos_token_id": [7, 5]}, [7, 5])):
+        generation: dict[str, Any] = dict(before)
+        end_also_at(generation, [7])
+        assert generation["eos_token_id"] == after
+        end_also_at(generation, [])
+        assert generation["eos_token_id"] == after
 
 
 def test_link_out_of_the_storage_roots_is_not_exported(tmp_path: Path) -> None:
