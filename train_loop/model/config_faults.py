@@ -59,13 +59,14 @@ def with_values(error: BaseException, again: Callable[[], object]) -> str:
 
 
 def why_not_called(error: BaseException | None, config: PretrainedConfig) -> str:
-    """Return why a model that was built cannot be called, as an end of a sentence; empty if nothing is known."""
+    """Return why a model that was built cannot be called, as an end of a sentence."""
     said = None if error is None else stated(error)
-    if said is None and isinstance(error, RuntimeError):
+    if said is None:
         sizes = {name: getattr(config, name, None) for name in _SIZES}
         values = [f"{name}={_short(value)}" for name, value in sizes.items() if value is not None]
-        said = f"its sizes do not fit each other: {', '.join(values)}"
-    return f": {said}" if said else ""
+        verdict = "its sizes do not fit each other" if isinstance(error, RuntimeError) else "check its fields"
+        said = f"{verdict}: {', '.join(values)}"
+    return f": {said}"
 
 
 def has_experts(kind: type, config: PretrainedConfig) -> bool:

@@ -128,7 +128,7 @@ def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
         )
     if limits.kept is not None and length > limits.kept:
         raise ModelError(
-            f"sequence_length={length} is more than keep_window_size={limits.kept}; {seen.model} then selects tokens by "
+            f"sequence_length={length} is above keep_window_size={limits.kept}; {seen.model} then selects tokens by "
             "scores of which many are equal at first, and the selection depends on other documents; choose at most "
             f"{limits.kept}, or a larger keep_window_size"
         )

@@ -161,6 +161,7 @@ def weighted_case(seed: int) -> Case:
     draw = random.Random(seed)
     family = draw.choice(("gpt2", "olmo2", "llama", "gpt_neox", "qwen2", "phi3", "starcoder2", "granite", "stablelm"))
     config = small(family) | {"vocab_size": 203} | ({"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1})
+    config.pop("layer_types", None)  # one for each of two layers
     training: dict[str, Any] = {"eval_steps": 2, "learning_rate": draw.choice([1e-3, 1e-2])}
     extra = {"label_smoothing_factor": 0.1, "z_loss": 1e-3, "ema_decay": 0.9, "chunked_loss": family != "granite"}
     training |= {name: value for name, value in extra.items() if draw.random() < 0.4}
