@@ -17,7 +17,7 @@ kubectl config use-context "kind-$cluster"
 for target in service worker; do
     image=trainshed; [ "$target" = service ] || image=trainshed-worker
     docker build --file deploy/Dockerfile --target "$target" --tag "$image:$tag" \
-        --build-arg "TORCH_INDEX=${TORCH_INDEX:-}" --build-arg "VERSION=$tag" \
+        --build-arg "BASE=${BASE:-python:3.11-slim-bookworm}" --build-arg "TORCH_INDEX=${TORCH_INDEX:-}" --build-arg "VERSION=$tag" \
         --build-arg "REVISION=$(git rev-parse HEAD 2> /dev/null || echo unknown)" .
     kind load docker-image --name "$cluster" "$image:$tag"
 done

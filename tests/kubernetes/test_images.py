@@ -40,6 +40,9 @@ def why_no_images() -> str | None:
 WORKER = "trainshed-worker"
 
 
+LAYERS = "{{range .OCIv1.RootFS.DiffIDs}}{{.}} {{end}}"
+
+
 def config(name: str) -> dict[str, Any]:
     """Return the configuration of an image."""
     found: dict[str, Any] = json.loads(output("buildah", "inspect", "--type", "image", f"{name}:{TAG}"))["OCIv1"]
@@ -76,6 +79,25 @@ def container(name: str) -> Iterator[Container]:
         yield Container(Path(output("buildah", "mount", made)), config(name))
     finally:
         subprocess.run(["buildah", "rm", made], capture_output=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["trainshed", WORKER])
+def test_labels_name_version_and_base_and_no_build_file_stays(name: str) -> None:
+    with container(name) as image:
+        labels = {key.removeprefix("org.opencontainers.image."): one for key, one in image.config["Labels"].items()}
+        assert (labels["title"], labels["version"]) == (name, TAG)
+        assert labels["base.name"]
+        assert [*(image.root / "tmp").iterdir()] == []
+
+
+def test_images_differ_in_small_layers_only() -> None:
+    """Nodes that have one commit's images pull only what follows the shared layers for the next commit."""
+    layers = {
+        name: output("buildah", "inspect", "--type", "image", "--format", LAYERS, f"{name}:{TAG}").split()
+        for name in ("trainshed", WORKER)
+    }
+    shared = [one for one, other in zip(*layers.values(), strict=False) if one == other]
+    assert len(shared) >= 5, layers
 
 
 def test_service_image_runs_its_command() -> None:

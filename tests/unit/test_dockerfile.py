@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 STAGES = dict(
     re.findall(
         r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", Path("deploy/Dockerfile").read_text(), re.MULTILINE | re.DOTALL
@@ -28,6 +30,16 @@ def test_code_is_copied_after_the_dependencies_and_installed_last() -> None:
         assert "pip install --no-deps --force-reinstall" in after
         # A later layer with other files would be pulled for each commit.
         assert "apt-get" not in after
+
+
+@pytest.mark.parametrize("image", ["service", "worker"])
+def test_version_and_commit_change_no_layer(image: str) -> None:
+    """A variable that differs per commit invalidates every later layer."""
+    before, after = STAGES[image].split("ARG VERSION")
+    assert not re.search("^(RUN|COPY)", after, re.MULTILINE)
+    assert not re.search("REVISION|SOURCE", before)
+    labels = set(re.findall(r"org\.opencontainers\.image\.([\w.]+)=", after))
+    assert labels == {"title", "description", "version", "revision", "source", "base.name"}
 
 
 def test_images_contain_bytecode_of_the_standard_library() -> None:
