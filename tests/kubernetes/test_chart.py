@@ -87,12 +87,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large numbers": {"user": {"uid": 1000680000, "gid": 1000680000}, "settings": {"max_body_bytes": 10485760.0}},
     "interfaces": {"ray": {"interface": "^lo,eth0"}},
     "one small group": {"ray": {"workers": [{"name": "cpu", "replicas": 1, "cpu": 2, "memory": "4Gi"}]}},
-    "digests": {"image": {"tag": "1@sha256:a"}, "ray": {"image": {"tag": "1@sha256:b"}}},
+    "digests": {"image": {"tag": f"1@sha256:{'a' * 64}"}, "ray": {"image": {"tag": f"1@sha256:{'b' * 64}"}}},
     "digest": {"image": {"digest": f"sha256:{'a' * 64}"}, "ray": {"image": {"tag": "1"}}},
     "own Ray and object storage": {
         "storage": {"runs": "s3://runs", "volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
         "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
-        "monitoring": {"podMonitor": True},
     },
     "roots by project": {"storage": {"roots": {"nlp": ["s3://nlp"], "*": ["s3://all"]}}},
     "variables": {"env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://otel:4318"}]},

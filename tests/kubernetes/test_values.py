@@ -64,6 +64,27 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "64Mi"}]}}, "set at least 1Gi"),
     ({"tmp": {"request": "3Gi"}}, "tmp.request 3Gi exceeds tmp.limit 2Gi"),
     ({"ray": {"tmp": {"limit": "500Mi"}}}, "ray.tmp.request 1Gi exceeds ray.tmp.limit 500Mi"),
+    ({"resources": {"requests": {"nvidia.com/gpu": 1}}}, "leave it out of requests"),
+    ({"resources": {"requests": {"ephemeral-storage": "3Gi"}}}, "ephemeral-storage 3Gi exceeds its limit 2Gi"),
+    (
+        {"ray": {"head": {"resources": {"limits": {"memory": "64Mi"}, "requests": {"memory": "1Mi"}}}}},
+        "set at least 1Gi",
+    ),
+    ({"env": [{"name": "PGPASSWORD", "value": "x"}]}, "env.PGPASSWORD has its secret in plain text"),
+    ({"ray": {"env": [{"name": "HTTPS_PROXY", "value": "http://me:x@p:1"}]}}, "ray.env.HTTPS_PROXY has its secret"),
+    (
+        {"networkPolicy": {"rayEgress": [{"ports": [{"port": 20, "endPort": 10}]}]}},
+        "networkPolicy.rayEgress: endPort 10 is lower than port 20",
+    ),
+    (
+        {
+            "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
+            "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "t"},
+            "monitoring": {"podMonitor": True},
+        },
+        "set podMonitor: false, and scrape that cluster yourself",
+    ),
+    ({"monitoring": {"interval": "30s", "scrapeTimeout": "1m"}}, "scrapeTimeout 1m exceeds interval 30s"),
     ({"enabled": False}, "to stop the service, set replicas: 0"),
     ({"user": {"gid": None}}, "must both be set or both be null"),
     ({"monitoring": {"podMonitor": True}}, "all scrapes of Ray are blocked"),
@@ -105,6 +126,36 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
 def test_contradictory_values_are_rejected_with_the_remedy(values: dict[str, Any], message: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(message)):
         render(values)
+
+
+TAINTS = [GPU_TAINT, {"key": "team", "operator": "Exists"}]
+WORKER = {"name": "cpu", "replicas": 1, "cpu": 1, "memory": "2Gi"}
+LOST = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "the same tolerations in another order": {
+        "tolerations": TAINTS,
+        "ray": {"head": {"tolerations": TAINTS[::-1]}, "workers": [{**WORKER, "tolerations": TAINTS}]},
+    },
+    "another time on a lost node": {"tolerations": [LOST]},
+    "Prometheus and Grafana at port 443": {
+        "monitoring": {"prometheusUrl": "https://p.example/x", "grafanaUrl": "https://g.example:443"}
+    },
+    "variables that are no secrets": {
+        "env": [
+            {"name": "MAX_TOKEN", "value": "5"},
+            {"name": "TOKENIZERS_PARALLELISM", "value": "true"},
+            {"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"},
+            {"name": "SSL_CLIENT_PRIVATE_KEY", "value": "/etc/key.pem"},
+            {"name": "NO_PROXY", "value": "a@b,10.0.0.0/8"},
+        ]
+    },
+    "devices with limits": {"ray": {"head": {"resources": {"limits": {"rdma/hca": 1}}}}},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_valid_values_are_not_refused(name: str) -> None:
+    render(ACCEPTED[name])
 
 
 def test_every_guard_has_a_case() -> None:
@@ -188,6 +239,29 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"storage": {"volume": {"size": "0Gi"}}}, "/storage/volume/size"),
     ({"database": {"existingSecret": "a..b"}}, "/database/existingSecret"),
     ({"storage": {"roots": ["s3://a,s3://b"]}}, "/storage/roots"),
+    ({"image": {"repository": "trainshed:1.0"}}, "/image/repository"),
+    ({"image": {"registry": "https://images.example"}}, "/image/registry"),
+    ({"global": {"imageRegistry": "https://images.example"}}, "/global/imageRegistry"),
+    ({"image": {"tag": "1@sha256:abc"}}, "/image/tag"),
+    ({"ingress": {"host": "10.0.0.1"}}, "/ingress/host"),
+    ({"httpRoute": {"hostnames": ["10.0.0.1"]}}, "/httpRoute/hostnames/0"),
+    ({"httpRoute": {"parentRefs": [{"name": "g"}] * 2}}, "/httpRoute/parentRefs"),
+    ({"trustedProxies": ["10.0.0.300"]}, "/trustedProxies/0"),
+    ({"networkPolicy": {"ingressFrom": [{"ipBlock": {"cidr": "10.0.0.0/33"}}]}}, "/ipBlock/cidr"),
+    (
+        {"networkPolicy": {"ingressFrom": [{"podSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}]}},
+        "missing property 'values'",
+    ),
+    ({"networkPolicy": {"egress": [{"ports": [{"port": "5432"}]}]}}, "/networkPolicy/egress/0/ports/0/port"),
+    ({"ray": {"head": {"schedulingGates": [{"name": "a"}] * 2}}}, "/ray/head/schedulingGates"),
+    ({"ray": {"address": "http://ray:99999"}}, "/ray/address"),
+    ({"resources": {"limits": {"nvidia.com/gpu": "500m"}}}, "/resources/limits/nvidia.com~1gpu"),
+    ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.node"}}}]}, "/env/0/valueFrom/fieldRef"),
+    (
+        {"env": [{"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "cpu"}}}]},
+        "/env/0/valueFrom/resourceField",
+    ),
+    ({"settings": {"preflight_checks": "-4"}}, "/settings/preflight_checks"),
 ]
 
 

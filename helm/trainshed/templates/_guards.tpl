@@ -20,11 +20,18 @@
 {{- if and $v.monitoring.podMonitor $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.podMonitor with network policies needs networkPolicy.metricsFrom, or all scrapes of Ray are blocked: set it to the pods of Prometheus" }}
 {{- end }}
+{{- if and $v.monitoring.podMonitor (not $v.ray.create) }}
+{{- fail "monitoring.podMonitor scrapes pods of the RayCluster that ray.create makes, and of no other: set podMonitor: false, and scrape that cluster yourself" }}
+{{- end }}
 {{- if and $v.monitoring.podMonitor $v.ray.create (eq $v.ipFamily "IPv6") }}
 {{- fail "monitoring.podMonitor cannot scrape pods with IPv6 addresses only, because Ray exports its series over IPv4: set podMonitor: false, or ipFamily: dual on a dual-stack cluster" }}
 {{- end }}
 {{- if and $v.monitoring.serviceMonitor $v.networkPolicy.enabled $v.networkPolicy.ingressFrom (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.serviceMonitor with networkPolicy.ingressFrom needs networkPolicy.metricsFrom, or all scrapes of the service are blocked: set it to the pods of Prometheus" }}
+{{- end }}
+{{- $interval := include "trainshed.seconds" $v.monitoring.interval | float64 }}
+{{- if and $interval (gt (include "trainshed.seconds" $v.monitoring.scrapeTimeout | float64) $interval) }}
+{{- fail (printf "monitoring.scrapeTimeout %s exceeds interval %s, which Prometheus rejects: lower it, or raise the interval" $v.monitoring.scrapeTimeout $v.monitoring.interval) }}
 {{- end }}
 {{- if and $v.ingress.enabled (not $v.ingress.host) }}
 {{- fail "ingress.enabled needs ingress.host, the host name of the service for callers" }}
@@ -44,14 +51,21 @@
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.hostnames) (not $v.allowedHosts) }}
 {{- fail "httpRoute.enabled needs httpRoute.hostnames, or allowedHosts with the host names of the Gateway's listener: the service rejects requests for other hosts" }}
 {{- end }}
-{{- include "trainshed.requestsWithinLimits" (dict "name" "resources" "resources" $v.resources) }}
 {{- include "trainshed.tmpWithinLimit" (dict "name" "tmp" "tmp" $v.tmp) }}
+{{- include "trainshed.requestsWithinLimits" (dict "name" "resources" "resources" $v.resources "tmp" $v.tmp) }}
 {{- $checks := mulf ($v.settings.preflight_checks | default 4) ($v.settings.preflight_memory_bytes | default 268435456) }}
 {{- if and $v.resources.limits.memory (gt (addf $checks 805306368) (include "trainshed.amount" $v.resources.limits.memory | float64)) }}
 {{- fail (printf "settings.preflight_checks times preflight_memory_bytes, plus 768 MiB for the service, exceeds resources.limits.memory %s: raise the limit, or lower one of the settings" (toString $v.resources.limits.memory)) }}
 {{- end }}
 {{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
 {{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
+{{- end }}
+{{- range $name := list "egress" "rayEgress" "headEgress" }}
+{{- range get $v.networkPolicy $name }}{{ range .ports }}
+{{- if and .endPort (lt (int .endPort) (int .port)) }}
+{{- fail (printf "networkPolicy.%s: endPort %d is lower than port %d: exchange them" $name (int .endPort) (int .port)) }}
+{{- end }}
+{{- end }}{{ end }}
 {{- end }}
 {{- $own := list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "FORWARDED_ALLOW_IPS" }}
 {{- if $postgres }}{{ $own = append $own "TRAINSHED_SECRET_KEY" }}{{ end }}
@@ -69,9 +83,14 @@
 {{- end }}
 {{- end }}
 {{- end }}
+{{/* Kubernetes overcommits cpu, memory and ephemeral-storage only. */}}
 {{- define "trainshed.requestsWithinLimits" }}
-{{- range $resource, $request := .resources.requests }}
-{{- $limit := get $.resources.limits $resource }}
+{{- $all := include "trainshed.resources" . | fromYaml }}
+{{- range $resource, $request := $all.requests }}
+{{- $limit := get $all.limits $resource }}
+{{- if and (not (has $resource (list "cpu" "memory" "ephemeral-storage"))) (ne $request ($limit | toString)) }}
+{{- fail (printf "%s.requests.%s %s needs an equal limit, because Kubernetes does not overcommit it: set %s.limits to the same, and leave it out of requests" $.name $resource $request $.name) }}
+{{- end }}
 {{- if and $limit (gt (include "trainshed.amount" $request | float64) (include "trainshed.amount" $limit | float64)) }}
 {{- fail (printf "%s.requests.%s %s exceeds its limit %s: no pod could start; lower the request, or raise the limit" $.name $resource (toString $request) (toString $limit)) }}
 {{- end }}
@@ -84,7 +103,8 @@
 {{- end }}
 {{- define "trainshed.plainSecrets" }}
 {{- range .env }}
-{{- if and .value (regexMatch "(?i)(^|_)(secret|password|passwd|token|api_?key|secret_access_key|private_key)(_|$)" .name) (not (regexMatch "(?i)_(file|path|url|endpoint)$" .name)) }}
+{{- $named := and .value (regexMatch "(?i)(secret|passw(or)?d|pwd|passphrase|token|(api|access|private|account|secret)_?key)$" .name) (not (regexMatch "^([0-9.]*|true|false|/.*)$" .value)) }}
+{{- if or $named (regexMatch "://[^/@\\s]*:[^/@\\s]+@" (.value | default "")) }}
 {{- fail (printf "%s.%s has its secret in plain text, which all who can read the release see: use valueFrom with a Secret" $.name .name) }}
 {{- end }}
 {{- end }}

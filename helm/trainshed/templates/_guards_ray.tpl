@@ -11,7 +11,9 @@
 {{- if and (not $one) (or (gt (len $labels) 1) (and .gpu (not .nodeSelector))) }}
 {{- fail (printf "ray.workers %q, the head and the service share a ReadWriteOnce volume and so one node: give nodeSelector, ray.head.nodeSelector and that of the workers the same labels (of a GPU node, if the workers have GPUs), set storage.volume.singleNode: true if the cluster has one node, or set storage.volume.accessMode to ReadWriteMany" .name) }}
 {{- end }}
-{{- if gt (len (list $v.tolerations $v.ray.head.tolerations (.tolerations | default list) | uniq)) 1 }}
+{{- $taints := list }}
+{{- range list $v.tolerations $v.ray.head.tolerations (.tolerations | default list) }}{{ $taints = append $taints (include "trainshed.tolerated" .) }}{{ end }}
+{{- if gt (len (uniq $taints)) 1 }}
 {{- fail (printf "ray.workers %q, the head and the service share a ReadWriteOnce volume and so one node, whose taints all must tolerate: give tolerations, ray.head.tolerations and those of the workers the same entries, or set storage.volume.accessMode to ReadWriteMany" .name) }}
 {{- end }}
 {{- end }}
@@ -32,8 +34,13 @@
 {{- if and $v.ray.create (not $v.ray.allowVersionSkew) (not $v.image.digest) (not $v.ray.image.digest) (ne ($v.ray.image.tag | default .Chart.AppVersion | splitList "@" | first) ($v.image.tag | default .Chart.AppVersion | splitList "@" | first)) }}
 {{- fail (printf "image.tag %s and ray.image.tag %s differ: give both images the same tag, or set ray.allowVersionSkew: true (jobs wait while the versions of Trainshed in them differ)" ($v.image.tag | default .Chart.AppVersion) ($v.ray.image.tag | default .Chart.AppVersion)) }}
 {{- end }}
-{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) (not $v.networkPolicy.headEgress) (or $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl) }}
-{{- fail "monitoring.prometheusUrl and grafanaUrl with network policies need a rule that lets Ray's head reach their pods: set networkPolicy.headEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}], or [{ports: [{port: 443}]}] if they are outside the cluster" }}
+{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) (not $v.networkPolicy.headEgress) }}
+{{- range list $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl }}
+{{- /* Port 443 is open, but pods of a Service may have another port. */}}
+{{- if and . (or (contains ".svc" .) (not (regexMatch "^https://[^/:]+(:443)?(/|$)" .))) }}
+{{- fail "monitoring.prometheusUrl and grafanaUrl with network policies need a rule that lets Ray's head reach their pods: set networkPolicy.headEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}]" }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $own := list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "TRAINSHED_NODE_NAME" "TRAINSHED_POD_DIGEST" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" }}
 {{- range $v.ray.env }}
@@ -58,11 +65,23 @@
 {{- fail "the resource RayCluster is not installed in this cluster: install KubeRay's operator first (1.6 or newer), or set ray.create: false and ray.address" }}
 {{- end }}
 {{- include "trainshed.plainSecrets" (dict "name" "ray.env" "env" $v.ray.env) }}
-{{- include "trainshed.requestsWithinLimits" (dict "name" "ray.head.resources" "resources" $v.ray.head.resources) }}
 {{- include "trainshed.tmpWithinLimit" (dict "name" "ray.tmp" "tmp" $v.ray.tmp) }}
+{{- include "trainshed.requestsWithinLimits" (dict "name" "ray.head.resources" "resources" $v.ray.head.resources "tmp" $v.ray.tmp) }}
+{{- $head := $v.ray.head.resources.limits.memory }}
+{{- if and $v.ray.create $head (lt (include "trainshed.amount" $head | float64) 1073741824.0) }}
+{{- fail (printf "ray.head.resources.limits.memory %s is too small for Ray's processes, which take about 2 GiB, and 0.7 GiB for each job: set at least 1Gi" (toString $head)) }}
+{{- end }}
 {{- range $v.ray.workers }}
 {{- if and $v.ray.create (lt (include "trainshed.amount" .memory | float64) 1073741824.0) }}
 {{- fail (printf "ray.workers %q have memory %s, but a rank takes about 0.5 GB, and its standby process as well: set at least 1Gi" .name (toString .memory)) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{/* Tolerations in one order. All pods tolerate a lost node, for some seconds. */}}
+{{- define "trainshed.tolerated" }}
+{{- $found := list }}
+{{- range . }}
+{{- if not (has .key (list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable")) }}{{ $found = append $found (toJson .) }}{{ end }}
+{{- end }}
+{{- sortAlpha $found | join "," }}
 {{- end }}

@@ -57,9 +57,11 @@ schedulingGates: {{ toJson . }}
 {{/* Secrets for pulls: names, or {name: NAME} as in a pod. */}}
 {{- define "trainshed.pullSecrets" -}}
 {{- with .Values.imagePullSecrets }}
+{{- $names := list }}
+{{- range . }}{{ $names = append $names (kindIs "map" . | ternary . (dict "name" .) | dig "name" "") }}{{ end }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ kindIs "map" . | ternary . (dict "name" .) | dig "name" "" | quote }}
+  {{- range uniq $names }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end }}

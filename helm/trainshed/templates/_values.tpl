@@ -42,10 +42,19 @@ Drop null values, and fill missing ones with those of values.yaml, in place: `nu
 {{- mulf (regexFind "^[0-9.]+" $text | float64) (get $units (regexFind "[A-Za-z]*$" $text)) }}
 {{- end }}
 
+{{/* A duration of Prometheus, such as 1m30s, in seconds. */}}
+{{- define "trainshed.seconds" -}}
+{{- $units := dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 "d" 86400.0 "w" 604800.0 "y" 31536000.0 }}
+{{- $total := 0.0 }}
+{{- range regexFindAll "[0-9]+[a-z]+" . -1 }}
+{{- $total = addf $total (mulf (regexFind "[0-9]+" .) (get $units (regexFind "[a-z]+" .))) }}
+{{- end }}
+{{- $total }}
+{{- end }}
+
 {{/* Requests and limits as text: KubeRay's definition does not accept fractions. `.tmp` bounds the volume /tmp. */}}
 {{- define "trainshed.resources" -}}
-{{- $tmp := .tmp }}
-{{- $own := dict "requests" $tmp.request "limits" $tmp.limit }}
+{{- $own := dict "requests" .tmp.request "limits" .tmp.limit }}
 {{- range $kind := list "requests" "limits" }}
 {{ $kind }}:
   {{- $amounts := merge (dict) (get $.resources $kind) (dict "ephemeral-storage" (get $own $kind)) }}

@@ -1,15 +1,25 @@
-"""Rules of the Kubernetes API server that its published schemas do not contain."""
+"""Rules of the Kubernetes API server and of kubelets that the published schemas do not contain."""
 
+import ipaddress
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PART = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _DNS = rf"{_PART}(\.{_PART})*"
 _LABEL = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
+_REPOSITORY = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*"
+_HOST = (
+    r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*)(:[0-9]+)?"
+)
+_IMAGE = rf"({_HOST}/)?{_REPOSITORY}(:[A-Za-z0-9_][-A-Za-z0-9._]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
 _UNITS = {"m": 1e-3, "": 1.0, "k": 1e3, **{f"{one}": 1000.0**n for n, one in enumerate("KMGTP", 1)}}
 _UNITS |= {f"{one}i": 1024.0**n for n, one in enumerate("KMGTP", 1)}
+_NATIVE = ("cpu", "memory", "ephemeral-storage")
+"""Resources whose request may be lower than their limit, or have none."""
+_FIELDS = r"metadata\.(name|namespace|uid|(labels|annotations)\['[^']+'\])|spec\.(nodeName|serviceAccountName)|status\.(hostIPs?|podIPs?)"
+_AMOUNTS = r"(limits|requests)\.(cpu|memory|ephemeral-storage|hugepages-\S+)"
 Found = Iterator[str]
 
 
@@ -38,14 +48,33 @@ def _name(value: Any) -> Found:
         yield f"{value!r} is not a DNS name"
 
 
+def _host(value: Any) -> Found:
+    yield from _name(value)
+    if _parsed(ipaddress.ip_address, value):
+        yield f"{value!r} is an address"
+
+
+def _hosts(value: Any) -> Found:
+    for one in value:
+        yield from _host(one)
+    if len(value) > 16:
+        yield "more than 16 host names"
+
+
 def _reference(value: Any) -> Found:
     if "name" in value:
         yield from _name(value["name"])
 
 
-def _names(value: Any) -> Found:
+def _references(value: Any) -> Found:
     for one in value:
-        yield from _reference(one) if isinstance(one, dict) else _name(one)
+        yield from _reference(one)
+    yield from _repeated([str(sorted(one.items())) for one in value])
+
+
+def _gates(value: Any) -> Found:
+    yield from _annotations(one["name"] for one in value)
+    yield from _repeated([one["name"] for one in value])
 
 
 def _annotations(value: Any) -> Found:
@@ -69,6 +98,15 @@ def _resources(value: Any) -> Found:
             yield f"{one!r} is not a quantity"
         elif name in requests and name in limits and amount(requests[name]) > amount(limits[name]):
             yield f"the request of {name} exceeds its limit"
+        elif name not in _NATIVE and name != "storage":
+            yield from _extended(name, one, requests=requests, limits=limits)
+
+
+def _extended(name: str, one: str, *, requests: dict[str, str], limits: dict[str, str]) -> Found:
+    if name not in limits or amount(requests.get(name, limits[name])) != amount(limits[name]):
+        yield f"{name} needs a limit that equals its request"
+    if amount(one) % 1 and not name.startswith("hugepages-"):
+        yield f"{name} must be an integer"
 
 
 def _tolerations(value: Any) -> Found:
@@ -84,18 +122,70 @@ def _tolerations(value: Any) -> Found:
 def _env(value: Any) -> Found:
     names = [one["name"] for one in value]
     yield from (f"{name!r} is not a name" for name in names if not re.fullmatch("[A-Za-z_][-._A-Za-z0-9]*", name))
-    yield from (f"{name} occurs twice" for name in set(names) if names.count(name) > 1)
+    yield from _repeated(names)
     yield from (f"{one['name']} has two values" for one in value if one.get("value") and "valueFrom" in one)
 
 
+def _repeated(names: Sequence[str]) -> Found:
+    yield from (f"{name} occurs twice" for name in sorted(set(names)) if names.count(name) > 1)
+
+
+def _matches(value: Any) -> Found:
+    for one in value:
+        if (one["operator"] in ("In", "NotIn")) != bool(one.get("values")):
+            yield f"{one['operator']} with values {one.get('values')}"
+
+
+def _block(value: Any) -> Found:
+    whole = _parsed(ipaddress.ip_network, value["cidr"])
+    parts = [_parsed(ipaddress.ip_network, one) for one in value.get("except", [])]
+    if whole is None or None in parts:
+        yield f"{value} has an invalid network"
+    elif any(one.version != whole.version or one == whole or not one.subnet_of(whole) for one in parts):
+        yield f"{value} excepts networks outside"
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text) if parse is ipaddress.ip_address else ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+def _ports(value: Any) -> Found:
+    yield from (f"{one} ends before it begins" for one in value if "endPort" in one and one["endPort"] < one["port"])
+
+
+def _image(value: Any) -> Found:
+    if not re.fullmatch(_IMAGE, value):
+        yield f"{value!r} is not an image"
+
+
+def _matching(pattern: str) -> Callable[[Any], Found]:
+    def rule(value: Any) -> Found:
+        if not re.fullmatch(pattern, value):
+            yield f"{value!r} is not supported"
+
+    return rule
+
+
 _RULES: dict[object, Callable[[Any], Found]] = {
-    **dict.fromkeys(("secretName", "claimName", "volumeName", "storageClassName", "ingressClassName", "host"), _name),
+    **dict.fromkeys(("secretName", "claimName", "volumeName", "storageClassName", "ingressClassName"), _name),
     **dict.fromkeys(("metadata", "secretRef", "secretKeyRef", "configMapRef", "configMapKeyRef"), _reference),
-    **dict.fromkeys(("imagePullSecrets", "hostnames", "parentRefs"), _names),
+    **dict.fromkeys(("imagePullSecrets", "parentRefs"), _references),
     **dict.fromkeys(("labels", "matchLabels", "nodeSelector"), _labels),
     **dict.fromkeys(("sizeLimit", "storage"), _quantity),
     "annotations": _annotations,
+    "env": _env,
+    "fieldPath": _matching(_FIELDS),
+    "host": _host,
+    "hostnames": _hosts,
+    "image": _image,
+    "ipBlock": _block,
+    "matchExpressions": _matches,
+    "ports": _ports,
+    "schedulingGates": _gates,
+    "resource": _matching(_AMOUNTS),
     "resources": _resources,
     "tolerations": _tolerations,
-    "env": _env,
 }

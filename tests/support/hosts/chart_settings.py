@@ -7,10 +7,11 @@ from service.config.settings import Settings
 Schema = dict[str, Any]
 _TEXT = {
     "boolean": "^(true|false)$",
-    "integer": "^-?[0-9]+$",
+    "integer": "^[0-9]+$",
     "number": r"^[0-9]+(\.[0-9]+)?$",
 }
 """Numbers and booleans as text, as in an environment variable."""
+_NEGATIVE = "^-?[0-9]+$"
 _LIMITS = {"minimum", "maximum", "exclusiveMinimum"}
 _RATE = "^(none|[0-9]{1,5}/(second|minute|hour))$"
 
@@ -34,7 +35,8 @@ def _value(one: Schema) -> Schema:
         return {"enum": one["enum"]}
     if kind in _TEXT:
         limits = {name: value for name, value in one.items() if name in _LIMITS}
-        return {"type": [kind, "string"], **limits, "pattern": _TEXT[kind]}
+        negative = kind == "integer" and limits.get("minimum", limits.get("exclusiveMinimum", -1)) < 0
+        return {"type": [kind, "string"], **limits, "pattern": _NEGATIVE if negative else _TEXT[kind]}
     if kind == "array":
         return {"type": ["array", "string"], "items": {"type": "string"}}
     return {"type": ["object", "string"] if kind == "object" else "string"}
