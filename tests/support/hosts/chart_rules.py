@@ -18,7 +18,10 @@ _UNITS = {"m": 1e-3, "": 1.0, "k": 1e3, **{f"{one}": 1000.0**n for n, one in enu
 _UNITS |= {f"{one}i": 1024.0**n for n, one in enumerate("KMGTP", 1)}
 _NATIVE = ("cpu", "memory", "ephemeral-storage")
 """Resources whose request may be lower than their limit, or have none."""
-_FIELDS = r"metadata\.(name|namespace|uid|(labels|annotations)\['[^']+'\])|spec\.(nodeName|serviceAccountName)|status\.(hostIPs?|podIPs?)"
+_FIELDS = (
+    r"metadata\.(name|namespace|uid|(labels|annotations)\['[^']+'\])|spec\.(nodeName|serviceAccountName)"
+    r"|status\.(hostIPs?|podIPs?)"
+)
 _AMOUNTS = r"(limits|requests)\.(cpu|memory|ephemeral-storage|hugepages-\S+)"
 Found = Iterator[str]
 
