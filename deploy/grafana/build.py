@@ -11,7 +11,12 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import GraphTresholdsStyleMode
+from grafana_foundation_sdk.models.common import (
+    GraphTresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    TooltipDisplayMode,
+)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
@@ -197,7 +202,7 @@ NODES = (
 
 
 def _panel(panel: Panel, place: int) -> Any:
-    builder: Any = timeseries.Panel() if panel.kind == "lines" else stat.Panel()
+    builder: Any = _lines() if panel.kind == "lines" else _newest()
     if panel.kind == "attempts":
         # The submission of an attempt is called JOB-NUMBER in Ray.
         page = dashboard.DashboardLink("Ray's page of the attempt, with its logs").target_blank(True)
@@ -217,6 +222,16 @@ def _panel(panel: Panel, place: int) -> Any:
         .datasource(_SOURCE)
         .grid_pos(_place(place, columns))
     )
+
+
+def _lines() -> Any:
+    legend = common.VizLegendOptions().show_legend(True)
+    legend = legend.display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+    return timeseries.Panel().legend(legend).tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+
+
+def _newest() -> Any:
+    return stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
 
 
 def _thresholds(warning: float, critical: float) -> Any:

@@ -20,7 +20,7 @@ TAG = "0.1.0"
 
 def output(*command: str) -> str:
     """Return the output of a command. Raises CalledProcessError."""
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 
 def why_no_images() -> str | None:
@@ -52,7 +52,7 @@ def config(name: str) -> dict[str, Any]:
 
 pytestmark = [
     pytest.mark.skipif((why := why_no_images()) is not None, reason=str(why)),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 
 

@@ -74,6 +74,10 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
         "networkPolicy.rayEgress: endPort 10 is lower than port 20",
     ),
     (
+        {"networkPolicy": {"ingressFrom": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["11.0.0.0/16"]}}]}},
+        "networkPolicy.ingressFrom: except 11.0.0.0/16 is not a part of cidr",
+    ),
+    (
         {
             "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
             "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "t"},
@@ -150,6 +154,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             {"name": "SSL_CLIENT_PRIVATE_KEY", "value": "/etc/key.pem"},
             {"name": "NO_PROXY", "value": "a@b,10.0.0.0/8"},
         ]
+    },
+    "networks with exceptions": {
+        "networkPolicy": {
+            "metricsFrom": [{"ipBlock": {"cidr": "10.8.0.0/13", "except": ["10.9.0.0/16", "10.15.255.255/32"]}}],
+            "egress": [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}}]}],
+            "rayEgress": [{"to": [{"ipBlock": {"cidr": "fd00::/8", "except": ["fd00:1::/32"]}}]}],
+        }
     },
     "devices with limits": {"ray": {"head": {"resources": {"limits": {"rdma/hca": 1}}}}},
 }

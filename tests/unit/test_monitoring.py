@@ -75,6 +75,12 @@ def test_thresholds_equal_those_of_the_alerts() -> None:
     assert compared >= 5
 
 
+def test_every_panel_has_options() -> None:
+    """Grafana's types do not allow null."""
+    panels = [panel for file in FOLDER.glob("*.json") for panel in json.loads(file.read_text())["panels"]]
+    assert [panel["title"] for panel in panels if not panel["options"]] == []
+
+
 def test_jobs_link_to_their_page_of_ray() -> None:
     made = json.loads((FOLDER / "job.json").read_text())
     (link,) = made["panels"][0]["fieldConfig"]["defaults"]["links"]

@@ -60,13 +60,7 @@
 {{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
 {{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
 {{- end }}
-{{- range $name := list "egress" "rayEgress" "headEgress" }}
-{{- range get $v.networkPolicy $name }}{{ range .ports }}
-{{- if and .endPort (lt (int .endPort) (int .port)) }}
-{{- fail (printf "networkPolicy.%s: endPort %d is lower than port %d: exchange them" $name (int .endPort) (int .port)) }}
-{{- end }}
-{{- end }}{{ end }}
-{{- end }}
+{{- include "trainshed.policyGuards" $v.networkPolicy }}
 {{- $own := list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "FORWARDED_ALLOW_IPS" }}
 {{- if $postgres }}{{ $own = append $own "TRAINSHED_SECRET_KEY" }}{{ end }}
 {{- range $v.env }}
@@ -107,5 +101,38 @@
 {{- if or $named (regexMatch "://[^/@\\s]*:[^/@\\s]+@" (.value | default "")) }}
 {{- fail (printf "%s.%s has its secret in plain text, which all who can read the release see: use valueFrom with a Secret" $.name .name) }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{/* Rules of NetworkPolicies that a schema cannot express. */}}
+{{- define "trainshed.policyGuards" }}
+{{- range $name := list "egress" "rayEgress" "headEgress" }}
+{{- range get $ $name }}
+{{- include "trainshed.excepted" (dict "name" $name "peers" .to) }}
+{{- range .ports }}
+{{- if and .endPort (lt (int .endPort) (int .port)) }}
+{{- fail (printf "networkPolicy.%s: endPort %d is lower than port %d: exchange them" $name (int .endPort) (int .port)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $name := list "ingressFrom" "metricsFrom" }}{{ include "trainshed.excepted" (dict "name" $name "peers" (get $ $name)) }}{{ end }}
+{{- end }}
+{{- define "trainshed.excepted" }}
+{{- range .peers }}{{ with .ipBlock }}
+{{- $whole := include "trainshed.bits" .cidr }}
+{{- range $part := .except }}
+{{- $bits := include "trainshed.bits" $part }}
+{{- if or (ne (contains ":" $part) (contains ":" $whole)) (and (not (contains ":" $part)) (or (eq $bits $whole) (not (hasPrefix $whole $bits)))) }}
+{{- fail (printf "networkPolicy.%s: except %s is not a part of cidr: name networks within it" $.name $part) }}
+{{- end }}
+{{- end }}
+{{- end }}{{ end }}
+{{- end }}
+{{/* The bits of an IPv4 network, or an IPv6 network as it is. */}}
+{{- define "trainshed.bits" -}}
+{{- if contains ":" . }}{{ . }}{{ else }}
+{{- $bits := "" }}
+{{- range splitList "/" . | first | splitList "." }}{{ $bits = printf "%s%08b" $bits (int .) }}{{ end }}
+{{- trunc (splitList "/" . | last | int) $bits }}
 {{- end }}
 {{- end }}
