@@ -1,7 +1,6 @@
 """The chart as a whole: lint, golden file, versions, copies, upgrade, and its place in a parent chart."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from tests.support.hosts.chart_variants import POSTGRES, RWX, VARIANTS
-from tests.support.hosts.charts import CHART, CRDS, problems, ray_schema, render
+from tests.support.hosts.charts import CHART, CRDS, in_parent_chart, problems, ray_schema, render
 
 COPIES = {
     "dashboards": "deploy/grafana/dashboards",
@@ -58,13 +57,8 @@ def test_strategy_owns_its_fields_so_that_it_can_be_changed() -> None:
 
 
 def test_parent_chart_decides_whether_this_one_is_rendered(tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    shutil.copytree(CHART, parent / "charts/trainshed")
-    depends = {"name": "trainshed", "version": "0.1.0", "condition": "trainshed.enabled"}
-    about = {"apiVersion": "v2", "name": "parent", "version": "1.0.0", "dependencies": [depends]}
-    (parent / "Chart.yaml").write_text(yaml.safe_dump(about))
     own = {"enabled": True, "nodeSelector": None, "database": {"existingSecret": None}, "nameOverride": "t"}
-    (parent / "values.yaml").write_text(yaml.safe_dump({"trainshed": own, "global": {"imageRegistry": "r.local"}}))
+    parent = in_parent_chart(tmp_path / "parent", {"trainshed": own, "global": {"imageRegistry": "r.local"}})
     made = render(chart=parent)
     assert made.of("Deployment")["metadata"]["name"] == "demo-t"
     assert made.of("Deployment")["spec"]["template"]["spec"]["containers"][0]["image"] == "r.local/trainshed:0.1.0"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -68,6 +69,16 @@ def render(values: Mapping[str, Any] | None = None, *, name: str = "demo", chart
         else:
             objects += [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if one]
     return Rendered(tuple(objects), notes, files)
+
+
+def in_parent_chart(folder: Path, values: Mapping[str, Any]) -> Path:
+    """Copy the chart into a parent chart with these values, which has the usual condition. Return its folder."""
+    shutil.copytree(CHART, folder / "charts/trainshed")
+    depends = {"name": "trainshed", "version": "0.1.0", "condition": "trainshed.enabled"}
+    about = {"apiVersion": "v2", "name": "parent", "version": "1.0.0", "dependencies": [depends]}
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(about))
+    (folder / "values.yaml").write_text(yaml.safe_dump(dict(values)))
+    return folder
 
 
 def problems(one: Object) -> list[str]:
