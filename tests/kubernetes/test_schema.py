@@ -121,6 +121,18 @@ def test_docs_name_only_values_of_the_chart() -> None:
     assert sorted(name for name in found if not known(name.split("."))) == ["database.env", "ray.token"]
 
 
+def test_values_of_the_docs_render() -> None:
+    page = Path("docs/operate/kubernetes.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.+?)```", page, re.DOTALL)]
+    assert len(blocks) >= 3
+    for block in blocks:
+        assert render(block).of("Deployment")
+    inline = re.findall(r"`((?:settings|env|tolerations|imagePullSecrets|storage|ray|image): [\[{].+?)`", page)
+    assert inline
+    for text in inline:
+        render(yaml.safe_load(text))
+
+
 def test_values_are_few_and_commented() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     assert len(lines) <= 260
