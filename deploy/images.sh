@@ -4,6 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
+revision=$(git rev-parse HEAD 2> /dev/null || echo unknown)
 for command in buildah debootstrap; do
     command -v "$command" > /dev/null || { echo "make images needs $command (Debian: apt install $command)" >&2; exit 1; }
 done
@@ -18,9 +19,10 @@ if ! buildah inspect --type image trainshed-base:bookworm > /dev/null 2>&1; then
 fi
 for target in ${TARGETS:-service worker}; do
     name=trainshed; [ "$target" = service ] || name=trainshed-$target
+    # The label again: the cache of older buildahs does not look at arguments of a LABEL.
     # shellcheck disable=SC2086
     buildah bud --isolation chroot --layers --file deploy/Dockerfile --target "$target" --tag "$name:$tag" \
-        --build-arg BASE=localhost/trainshed-base:bookworm --build-arg "VERSION=$tag" \
-        --build-arg "REVISION=$(git rev-parse HEAD 2> /dev/null || echo unknown)" ${IMAGE_OPTIONS:-} .
+        --build-arg BASE=localhost/trainshed-base:bookworm --build-arg "VERSION=$tag" --build-arg "REVISION=$revision" \
+        --label "org.opencontainers.image.version=$tag" --label "org.opencontainers.image.revision=$revision" ${IMAGE_OPTIONS:-} .
     echo "built $name:$tag"
 done
