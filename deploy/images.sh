@@ -19,10 +19,12 @@ if ! buildah inspect --type image trainshed-base:bookworm > /dev/null 2>&1; then
 fi
 for target in ${TARGETS:-service worker}; do
     name=trainshed; [ "$target" = service ] || name=trainshed-$target
-    # The label again: the cache of older buildahs does not look at arguments of a LABEL.
     # shellcheck disable=SC2086
     buildah bud --isolation chroot --layers --file deploy/Dockerfile --target "$target" --tag "$name:$tag" \
-        --build-arg BASE=localhost/trainshed-base:bookworm --build-arg "VERSION=$tag" --build-arg "REVISION=$revision" \
-        --label "org.opencontainers.image.version=$tag" --label "org.opencontainers.image.revision=$revision" ${IMAGE_OPTIONS:-} .
+        --build-arg BASE=localhost/trainshed-base:bookworm ${IMAGE_OPTIONS:-} .
+    # Here, because the cache of buildah takes a LABEL for the same if only its arguments differ.
+    image=$(buildah from "$name:$tag")
+    buildah config --label "org.opencontainers.image.version=$tag" --label "org.opencontainers.image.revision=$revision" "$image"
+    buildah commit --quiet --rm "$image" "$name:$tag" > /dev/null
     echo "built $name:$tag"
 done

@@ -36,6 +36,7 @@ containers:
   - name: {{ .component }}
     image: {{ include "trainshed.rayImage" $context | quote }}
     imagePullPolicy: {{ $context.Values.ray.image.pullPolicy | quote }}
+    terminationMessagePolicy: FallbackToLogsOnError
     securityContext: {{- include "trainshed.containerSecurity" $context | nindent 6 }}
     {{- if $context.Values.storage.credentialsSecret }}
     envFrom: {{- include "trainshed.credentials" $context | nindent 6 }}
