@@ -28,8 +28,9 @@ def find_url() -> str:
 def find_key() -> str:
     """Return the API key. Raises NoKeyError, or BadSettings if the settings of the local service are invalid."""
     key = (_variable("TRAINSHED_KEY") or _local_key()).strip()
-    if not (key.isascii() and key.isprintable()):
-        raise NoKeyError("the key contains invalid characters; copy it into TRAINSHED_KEY again, or unset the variable")
+    if not (key and key.isascii() and key.isprintable()):
+        fault = "contains invalid characters" if key else "is empty"
+        raise NoKeyError(f"the key {fault}; copy it into TRAINSHED_KEY again, or unset the variable")
     return key
 
 
@@ -75,7 +76,7 @@ def _local_key() -> str:
         raise NoKeyError("key not found; set TRAINSHED_KEY, and TRAINSHED_URL to the URL of the service")
     try:
         return local.key_file.read_text()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise NoKeyError(
             f"key not found: {local.key_file} does not exist; start the service first, or set TRAINSHED_KEY"
         ) from error

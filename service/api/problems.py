@@ -75,7 +75,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    detail = f"{request.method} {request.url.path}: {error.detail}; GET /docs lists the calls there are"
+    detail = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json lists the calls"
     headers = dict(error.headers or {})
     if error.status_code == 405 and error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
         # Starlette lists only the methods of one route.

@@ -6,7 +6,7 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.failure import FailureSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
+from train_loop.spec.parse import check_mapping, dump, load, merged, override, parse, parse_text
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, ScalingSpec, WorkerRange
 from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
@@ -37,6 +37,7 @@ __all__ = [
     "WrapPolicySpec",
     "add_positions",
     "as_pointer",
+    "check_mapping",
     "describe",
     "dump",
     "dump_schema",

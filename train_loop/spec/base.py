@@ -9,6 +9,7 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
     ValidatorFunctionWrapHandler,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -47,27 +48,44 @@ _LONGEST = 200
 """Maximum characters of a rejected value in a message."""
 
 
+_MISSPELT = ("literal_error", "bool_type")
+"""Types of pydantic's errors about values that no version supports."""
+
+
 @dataclass(frozen=True)
 class Only:
     """A validator of a field, and its JSON schema."""
 
     supported: tuple[Any, ...]
 
-    def check(self, value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-        """Return a supported value. Raises ValueError for all others, with one answer whatever they hold."""
+    def check(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Return a supported value. Raises ValueError for all others, with one answer whatever they hold.
+
+        A misspelt value is not one to come.
+        """
         for supported in self.supported:
             for form in (supported, to_jsonable_python(supported)):
                 # Types are compared too, because 1 == True.
                 if type(value) is type(form) and value == form:
                     return supported
         choices, given = " or ".join(json.dumps(s) for s in self.supported), to_json(value).decode()
-        raise ValueError(f"{given if len(given) <= _LONGEST else 'it'} is not supported yet; choose {choices}")
+        fault = "not a value of this field" if _is_misspelt(value, handler) else "not supported yet"
+        raise ValueError(f"{given if len(given) <= _LONGEST else 'it'} is {fault}; choose {choices}")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"enum": [*map(to_jsonable_python, self.supported)]}
+
+
+def _is_misspelt(value: Any, handler: ValidatorFunctionWrapHandler) -> bool:
+    """Return whether a value is none of the field's choices, in this version or a later one."""
+    try:
+        handler(value)
+    except ValidationError as error:
+        return all(one["type"] in _MISSPELT for one in error.errors())
+    return False
 
 
 def only(*supported: Any) -> Only:

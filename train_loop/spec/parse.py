@@ -38,15 +38,27 @@ def load(text: str | bytes) -> JobSpec:
 
 def parse(raw: Any) -> JobSpec:
     """Validate plain data as a spec. Raises SpecError with all problems."""
-    if not isinstance(raw, dict):
-        raise SpecError([Problem("", f"a job spec is a mapping of fields, not {type(raw).__name__}")])
     try:
         # Validated as JSON, so that strict types are JSON's types whatever the format of the text.
-        return JobSpec.model_validate_json(json.dumps(_with_one_dtype(raw), allow_nan=False))
+        return JobSpec.model_validate_json(json.dumps(_with_one_dtype(check_mapping(raw)), allow_nan=False))
     except (TypeError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
         if isinstance(error, ValidationError):
             raise SpecError(_problems(error)) from error
         raise SpecError([Problem("", f"a job spec holds JSON values only: {error}")]) from error
+
+
+def check_mapping(raw: Any) -> dict[Any, Any]:
+    """Return plain data that is a mapping. Raises SpecError for other data."""
+    if isinstance(raw, dict):
+        return raw
+    if raw is None:
+        raise SpecError(
+            [Problem("", "the job spec is empty; write its fields, such as name, model, data and training")]
+        )
+    given = "a list" if isinstance(raw, list) else "text" if isinstance(raw, str) else f"the value {raw!r:.60}"
+    raise SpecError([Problem("", f"a job spec is a mapping of fields, not {given}; write name: VALUE for each field")])
 
 
 def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
@@ -94,7 +106,7 @@ def dump(spec: JobSpec) -> str:
 def _problems(error: ValidationError) -> list[Problem]:
     found = error.errors(include_url=False)
     listed = [
-        Problem(as_pointer(place), _message(one, place))
+        Problem(as_pointer([str(step) for step in place]), _message(one, place))
         for one in found[:_MOST_PROBLEMS]
         for place in [_place(one["loc"])]
     ]
@@ -102,19 +114,20 @@ def _problems(error: ValidationError) -> list[Problem]:
     return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more else listed
 
 
-def _place(loc: tuple[int | str, ...]) -> list[str]:
+def _place(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Return the steps to a field: its names, and as numbers the places in lists."""
     # Pydantic adds the arm of a union to the location: a type's name or a constraint is not a field.
     return [
-        str(step)
+        step
         for step in loc
         if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step))
     ]
 
 
-def _message(error: ErrorDetails, place: list[str]) -> str:
+def _message(error: ErrorDetails, place: list[int | str]) -> str:
     kind, message, value = error["type"], error["msg"], error["input"]
     if kind == "extra_forbidden":
-        return unknown_field([step for step in place if not step.isdecimal()], JobSpec)
+        return unknown_field([step for step in place if isinstance(step, str)], JobSpec)
     if kind == "missing":
         return "this field is required"
     if kind == "value_error":

@@ -33,6 +33,8 @@ _CALLS = {
     r"POST to the same path": "`trainshed export`",
 }
 """Calls of the REST API in its remedies, and the commands that make them."""
+_NO_SUCH_CALL = ("not_found", "method_not_allowed")
+"""Error codes of a path or method that the API does not have."""
 LONG_SECONDS = 120.0
 """Retry timeout while following a job: long enough for the service to restart."""
 
@@ -69,10 +71,24 @@ def connect(spec: SpecText | None = None, *, retry_seconds: float = SHORT_SECOND
 
 
 def _fail_with(problem: ProblemDetails, spec: SpecText) -> NoReturn:
-    errors = [in_commands(spec.error(one)) for one in problem.errors or []]
+    if problem.code in _NO_SUCH_CALL:
+        fail(
+            f"the service at {find_url()} does not have this call; set TRAINSHED_URL to http://HOST:PORT without a "
+            "path, or install the version of trainshed that the service has"
+        )
+    errors = [in_options(in_commands(spec.error(one))) for one in problem.errors or []]
     if len(errors) > 1:
         fail(f"{len(errors)} things are wrong:", errors)
     fail(errors[0] if errors else in_commands(problem.detail))
+
+
+def in_options(message: str) -> str:
+    """Return a message about a parameter of a call with the option or argument that sent it."""
+    named = re.match(r"/(query|path)/(\w+)(?=:)", message)
+    if named is None:
+        return message
+    name = named[2].upper() if named[1] == "path" else f"--{named[2].replace('_', '-')}"
+    return f"{name}{message[named.end() :]}"
 
 
 def in_commands(message: str) -> str:

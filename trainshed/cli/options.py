@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
-from train_loop.spec import SpecError, merged, read_yaml
+from train_loop.spec import SpecError, check_mapping, merged, read_yaml
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.ids import LAST, complete_job
 from trainshed.cli.spec_text import SpecText
@@ -68,9 +68,7 @@ def read_spec(file: Path, overrides: Sequence[str]) -> tuple[bytes, SpecText]:
 
 def _overridden(spec: SpecText) -> bytes:
     try:
-        data = read_yaml(spec.text)
-        if not isinstance(data, dict):
-            fail(f"{spec.name}: a job spec is a mapping of fields, not {type(data).__name__}", code=Exit.USAGE)
+        data = check_mapping(read_yaml(spec.text))
         return json.dumps(merged(data, read_overrides(spec.overrides)), allow_nan=False).encode()
     except SpecError as error:
         located = [one for one in error.problems if one.line is not None]
@@ -114,7 +112,7 @@ def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
         return model.model_validate(given)
     except ValidationError as error:
         problem = error.errors()[0]
-        place = "/".join(map(str, problem["loc"]))
+        place = "/".join(str(step) for step in problem["loc"] if step != "[key]")
         fail(f"{place}: {problem['msg'].removeprefix('Value error, ')}; {remedy}", code=Exit.USAGE)
 
 

@@ -37,6 +37,7 @@ _NEW: Answers = {
 }
 Body = Annotated[bytes, Depends(read_body)]
 IdempotencyHeader = Annotated[str | None, Header(min_length=1, max_length=255)]
+_CURSOR = "^job-[0-9a-z]{1,26}$"
 _ID_PREFIX = "^([Jj][Oo][Bb]-)?[0-9A-Za-z]{1,26}$"
 
 
@@ -161,7 +162,7 @@ async def job_query(
     project: str | None = None,
     name: str | None = None,
     id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="prefix of the id, with or without job-")] = None,
-    after: str | None = None,
+    after: Annotated[str | None, Query(pattern=_CURSOR, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     label: Annotated[
         str | None, Query(alias="label.KEY", description="value of label KEY; with several, all must match")

@@ -139,6 +139,9 @@ def log_of(
 ) -> Log:
     """Return the requested log. Raises JobNotFound, or InvalidRequest if no attempt can have written it."""
     job = jobs.find(caller, job_id)
+    if attempt is not None and attempt > len(job.attempts) + 1:
+        known = f"the job has had {len(job.attempts)}; ask for one of these, or for the next one"
+        raise InvalidRequest([Problem("/query/attempt", f"attempt {attempt} not found: {known}")])
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
         raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])

@@ -11,6 +11,8 @@ from service.api.convert import usage_days
 from service.api.routes.jobs import UseCases
 from service.api.schemas import UsageDays
 from service.domain.jobs.usage import day_of
+from service.errors import InvalidRequest
+from train_loop.spec import Problem
 
 router = APIRouter(tags=["usage"], dependencies=[Depends(require_key)])
 _DAYS = 30
@@ -28,11 +30,9 @@ def usage(
 ) -> UsageDays:
     """List worker, CPU and GPU hours by project and day. Days without usage are omitted."""
     today = day_of(jobs.clock())
-    return usage_days(
-        jobs.usage(
-            caller,
-            since or today - timedelta(days=_DAYS),
-            until or today,
-            projects=None if project is None else frozenset({project}),
-        )
-    )
+    first, last = since or today - timedelta(days=_DAYS), until or today
+    if first > last:
+        fault = f"the first day, {first}, is after the last, {last}; choose an earlier first day"
+        raise InvalidRequest([Problem("/query/since", fault)])
+    projects = None if project is None else frozenset({project})
+    return usage_days(jobs.usage(caller, first, last, projects=projects))

@@ -111,7 +111,7 @@ CASES = {
         "event=prepared samples=3",
         "data next",
         "events {trained} --after here",
-        "/query/after: invalid cursor 'here'; expected `next` of a page",
+        "--after: invalid cursor 'here'; expected `next` of a page",
     ),
     "metrics": Case(
         "metrics {trained}",
@@ -126,7 +126,7 @@ CASES = {
         "disk is full",
         "data next",
         "logs {trained} --rank 9",
-        "/query/rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
+        "--rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
     ),
     "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
     "verify": Case(

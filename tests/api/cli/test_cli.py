@@ -29,7 +29,7 @@ def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeServi
     assert (job.parent.step, job.spec.training.learning_rate, job.spec.training.max_steps) == (10, 5e-4, 30)
     assert job.spec.labels == {"team": "nlp"}
     assert "step 10 of job-0001" in run("show", "job-0002").stdout
-    assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the body is neither")
+    assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the text is neither")
     for change in ("training", "=3", "training..seed=3", "name=[1"):
         refused = run("clone", "job-0001", "--set", change)
         assert (refused.exit_code, f"{change!r}" in refused.stderr.splitlines()[0]) == (2, True), refused.stderr
@@ -213,8 +213,27 @@ def test_invalid_key_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) ->
         1,
         True,
     )
+    monkeypatch.setenv("TRAINSHED_KEY", " ")
+    assert run("ps").stderr.startswith("trainshed: the key is empty; copy it into TRAINSHED_KEY again")
     monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
     assert run("ps").exit_code == 0
+
+
+def test_service_without_the_call_is_reported_without_the_call(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = json.loads((home / "service.json").read_text())["url"]
+    monkeypatch.setenv("TRAINSHED_URL", f"{url}/api")
+    result = run("ps")
+    expected = f"trainshed: the service at {url}/api does not have this call; set TRAINSHED_URL to http://HOST:PORT"
+    assert (result.exit_code, result.stderr.startswith(expected)) == (1, True), result.stderr
+
+
+@pytest.mark.parametrize("content", ["", "# nothing", "5", "- a", "a: 'b"])
+def test_file_that_is_not_a_spec_is_named(home: Path, content: str) -> None:
+    (home / "job.yaml").write_text(content)
+    for more in ((), ("--set", "name=a")):
+        refused = run("plan", str(home / "job.yaml"), *more)
+        assert refused.stderr.startswith(f"trainshed: {home}/job.yaml:"), refused.stderr
+        assert not re.search(r"NoneType|not int|not list|body|string>", refused.stderr), refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,11 +250,13 @@ def test_invalid_option_value_exits_2(home: Path, line: tuple[str, ...]) -> None
     assert (refused.exit_code, "Invalid value for" in refused.stderr) == (2, True), refused.stderr
 
 
-def test_missing_key_or_file_names_the_remedy(home: Path) -> None:
+def test_missing_key_or_file_names_the_remedy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "name a readable job spec" in run("submit", "nowhere.yaml").stderr
     (home / "admin.key").unlink()
-    answer = run("ps")
-    assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)
+    for place in (home, home / "spec.json"):
+        monkeypatch.setenv("TRAINSHED_HOME", str(place))
+        answer = run("ps")
+        assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)
 
 
 def test_key_commands_work_from_create_to_revoke(
@@ -285,7 +306,7 @@ def test_submit_command_applies_changes(home: Path, service: FakeService) -> Non
         '  /training/max_steps: input should be a valid integer; the value is "soon" (--set training.max_steps=soon)\n'
         "  /seed: no such field here; did you mean data.seed or training.seed? (--set seed=1)\n",
     )
-    for text, why in (("[1]", "a job spec is a mapping of fields, not list"), ("a: [", "is neither YAML nor JSON")):
+    for text, why in (("[1]", "a job spec is a mapping of fields, not a list"), ("a: [", "is neither YAML nor JSON")):
         refused = run("submit", "-", "--set", "name=a", stdin=text)
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
 

@@ -105,7 +105,9 @@ def test_model_of_unknown_shape_reports_only_its_problem(client: TestClient, ser
 
 
 def test_body_that_is_not_a_mapping_is_rejected(client: TestClient) -> None:
-    assert problems(client, [1]) == [("", "a job spec is a mapping of fields, not list")]
+    assert problems(client, [1]) == [
+        ("", "a job spec is a mapping of fields, not a list; write name: VALUE for each field")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,10 @@ def test_foreign_host_header_is_rejected(client: TestClient) -> None:
         (f"/jobs/{{id}}/checkpoints/{10**400}/export", "/path/step"),
         (f"/audit?after={10**400}", "/query/after"),
         ("/jobs?id=job-%ff", "/query/id"),
+        ("/jobs?after=zz", "/query/after"),
+        ("/jobs/{id}/logs?attempt=2", "/query/attempt"),
         ("/usage?since=0", "/query/since"),
+        ("/usage?since=2026-01-02&until=2026-01-01", "/query/since"),
     ],
 )
 def test_invalid_parameter_is_rejected_with_its_pointer(client: TestClient, path: str, pointer: str) -> None:

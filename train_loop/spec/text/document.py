@@ -222,12 +222,18 @@ def _read_events(text: str | bytes) -> Any:
     try:
         _feed(builder, text)
     except (yaml.YAMLError, UnicodeError) as error:
-        # libyaml reports the position as a part of its message.
-        message = f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}"
+        message = f"the text is neither YAML nor JSON: {_fault_of(error)}"
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         line, column = (None, None) if mark is None else (mark.line + 1, mark.column + 1)
         raise SpecError([Problem("", message, line, column)]) from error
     return builder.root
+
+
+def _fault_of(error: Exception) -> str:
+    """Return libyaml's message, which contains the position, without its name of the text."""
+    fault = re.sub(r' in "<[a-z ]+>",', " at", " ".join(str(error).split()))[:500]
+    hint = "; indent with spaces, not tabs, and quote text that begins with @, ` or %" if "any token" in fault else ""
+    return fault + hint
 
 
 def _feed(builder: _Builder, text: str | bytes) -> None:

@@ -30,9 +30,12 @@ def locate(problem: Problem, positions: Mapping[str, Position]) -> Problem:
 
 
 def describe(problem: Problem, file: str) -> str:
-    """Return the error for a problem, `job.yaml:12:5: training.max_steps: …`; without a position, its JSON pointer."""
+    """Return the error for a problem, `job.yaml:12:5: training.max_steps: …`; without a position, its JSON pointer.
+
+    An error without a position or a pointer is one of the file.
+    """
     if problem.line is None:
-        return f"{problem.pointer or '/'}: {problem.message}"
+        return f"{problem.pointer or file or '/'}: {problem.message}"
     # Syntax errors repeat the position in their message.
     message = problem.message.removeprefix(f"line {problem.line}, column {problem.column}: ")
     field = f"{_dotted(problem.pointer)}: " if problem.pointer else ""

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.builders.specs import TINY, raw_spec
-from train_loop.spec import JobSpec, SpecError, dump, parse, parse_text
+from train_loop.spec import JobSpec, SpecError, dump, merged, parse, parse_text
 
 MINIMAL = """
 name: a
@@ -30,10 +30,25 @@ def test_defaults_fill_a_minimal_spec_and_survive_a_round_trip() -> None:
     assert parse_text(dump(spec)) == spec
 
 
-@pytest.mark.parametrize("text", ["- a", "3", "null", "'text'"])
-def test_body_that_is_not_a_mapping_is_rejected(text: str) -> None:
-    with pytest.raises(SpecError, match="a job spec is a mapping of fields"):
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("- a", "fields, not a list"), ("3", "not the value 3"), ("'text'", "not text"), ("null", "empty"), ("", "empty")],
+)
+def test_text_that_is_not_a_mapping_is_rejected(text: str, given: str) -> None:
+    with pytest.raises(SpecError, match=rf"^(a|the) job spec is .*{given}; write "):
         parse_text(text)
+
+
+def test_number_as_a_key_is_an_unknown_field() -> None:
+    assert problems(raw_spec() | {5: "a"})["/5"].startswith("no such field; check its spelling")
+    assert problems(merged(raw_spec(), {"training": {5: 2}}))["/training/5"].startswith("no such field; check")
+
+
+def test_misspelt_value_is_not_one_to_come() -> None:
+    assert problems(raw_spec() | {"kind": "trian"})["/kind"] == '"trian" is not a value of this field; choose "train"'
+    assert problems(raw_spec(strategy={"apply_expert_patch": "yes"}))["/strategy/apply_expert_patch"] == (
+        '"yes" is not a value of this field; choose false'
+    )
 
 
 def test_body_that_is_not_yaml_is_rejected() -> None:

@@ -68,7 +68,7 @@ def test_missing_field_gets_the_position_of_its_nearest_parent(pointer: str, pos
         ("a: 1\nb: *a\n", (2, 4), "line 2, column 4: aliases (*name) are not allowed"),
         ("a: 1\na: 2\n", (2, 1), "line 2, column 1: a is given twice"),
         ("a: 1\n---\nb: 2\n", (2, 1), "line 2, column 1: a second document begins"),
-        ("a: [1\n", (2, 1), "the body is neither YAML nor JSON: while parsing a flow sequence"),
+        ("a: [1\n", (2, 1), "the text is neither YAML nor JSON: while parsing a flow sequence"),
         ("ä: {b: !x 1}\n", (1, 8), "line 1, column 8: !x is not a tag"),
     ],
 )
