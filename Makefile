@@ -21,6 +21,11 @@ RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py t
 	tests/benchmarks tests/distributed
 TIMED := tests/distributed/test_observe.py
 
+# In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.
+ifneq ($(filter ANSI_X3.4-1968 US-ASCII,$(shell locale charmap 2>/dev/null)),)
+export LC_ALL := C.UTF-8
+endif
+
 # Otherwise every process that a test starts would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -1,5 +1,6 @@
 """`make test` runs each file once, at the place where the Makefile has it."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def test_all_files_but_those_for_gpus_are_run(commands: list[list[Path]]) -> Non
     named = {path for paths in commands for path in paths}
     files = {path for path in Path("tests").rglob("test_*.py") if "gpu" not in path.parts}
     assert {path for path in files if not {path, *path.parents} & named} == set()
+
+
+@pytest.mark.parametrize(("locale", "passed"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8")])
+def test_ascii_locale_is_not_passed_on(locale: str, passed: str) -> None:
+    command = ["make", "--eval", "show:; @echo $$LC_ALL", "show"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": locale})
+    assert shown.stdout.strip() == passed
