@@ -29,9 +29,12 @@ def test_job_over_ipv6_succeeds(shared: Path, hosts_file: HostsFile) -> None:
 
 
 def test_chart_pods_with_only_ipv6_addresses_train(shared: Path) -> None:
+    # The folders of the other tests belong to the user of the units.
+    own = shared / "pods"
+    own.mkdir()
     shared.chmod(0o755)
     names = ["api", "test", "ray-head", "ray-worker-1", "ray-worker-2"]
-    with lab(names, shared=shared, ipv6=True) as made:
+    with lab(names, shared=own, ipv6=True) as made:
         pods = place(render({"ipFamily": "IPv6"}), made.hosts, token=TOKEN, more="--object-store-memory=80000000")
         for name in ("ray-head", "ray-worker-1", "ray-worker-2", "api"):
             pods[name].start()
