@@ -132,7 +132,7 @@ def test_planned_end_of_the_head_saves_and_is_no_failure(pods: PodSet) -> None:
 def test_lost_node_of_the_head_is_named_with_the_command_that_frees_it(pods: PodSet) -> None:
     """The last test, three minutes long: the head's node loses power while the job of the test before trains."""
     test, command = pods["test"], "kubectl taint nodes node-of-ray-head node.kubernetes.io/out-of-service=nodeshutdown"
-    (job,) = json.loads(test.run("trainshed", "ps", "--json"))["data"]
+    (job,) = json.loads(test.run("trainshed", "ps", "--state", "running", "--json"))["data"]
     pods["ray-head"].host.kill()
 
     def remedy() -> str:
