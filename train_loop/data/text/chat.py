@@ -2,16 +2,18 @@
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.text.chat_template import REFUSED, START, ChatTemplate, compile_template
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
 from train_loop.data.text.messages import Conversation, Message, Tools, read_conversation, read_tools
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.data.text.turn import Turn
 from train_loop.data.text.turns import find_turns
+from train_loop.data.text.values import START, Value, Values
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.system.input_files import read_input
@@ -37,7 +39,7 @@ class ChatTemplates:
         name = self.chosen or ("tool_use" if tools is not None and "tool_use" in self.by_name else "default")
         if name not in self.by_name:
             raise DataError("the tokenizer has no chat template named default; choose one with data.chat_template")
-        return replace(self.by_name[name], tools=tools)
+        return replace(self.by_name[name], tools=tools, rendered=Counter())
 
     @property
     def use_tools(self) -> bool:
@@ -102,7 +104,8 @@ def check_chat_template(folder: str, chosen: str | None = None) -> None:
     """Render the chat templates of a folder once, as preparation will. Raises DataError if one is unusable."""
     for name, template in load_chat_templates(folder, chosen).by_name.items():
         try:
-            template.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+            own = replace(template, rendered=Counter())
+            own.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
         except REFUSED as error:
             # Some templates need another conversation, for example a system prompt: only real rows can show an error.
             log.debug("the chat template rejects a plain conversation: %s", error)
@@ -132,15 +135,18 @@ def encode_chat(
     `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
     """
     conversation, template = _read(templates, messages, system_prompt, tools)
-    turns, text, unused = _render(template, conversation)
+    values, unused = _render(template, conversation)
+    turns, text = values.messages, values.text
     added = len(turns) - len(messages)
-    for number, key in unused:
+    for number, key, _ in unused:
         if _needs(template, conversation, number, key) or number < added:
             raise DataError(_unused(templates, template, turns, number, key, added))
     # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
     text.encode()
     try:
-        trained = find_turns(template, turns, text, conversation.untrained)
+        trained = find_turns(values, conversation.untrained)
+    except DataError:
+        raise
     except (*REFUSED, *_FAULTS, RecursionError) as error:
         raise DataError(
             f"the chat template does not show which text the model writes: {error}; mark it with {{% generation %}} in "
@@ -162,9 +168,9 @@ def left_out(templates: ChatTemplates, messages: Any, system_prompt: str | None,
     Raises DataError if the conversation cannot be encoded.
     """
     conversation, template = _read(templates, messages, system_prompt, tools)
-    turns, _, unused = _render(template, conversation)
-    added = len(turns) - len(messages)
-    return next((_described(turns, number, key, added) for number, key in unused), None)
+    values, unused = _render(template, conversation)
+    added = len(values.messages) - len(messages)
+    return next((_described(values.messages, number, key, added) for number, key, _ in unused), None)
 
 
 def _read(
@@ -174,26 +180,25 @@ def _read(
     return conversation if system_prompt is None else conversation.after(system_prompt), template
 
 
-_Written = tuple[list[Message], str, list[tuple[int, str]]]
-"""The messages in one form, their text, and the values that the text lacks."""
+def _render(template: ChatTemplate, conversation: Conversation) -> tuple[Values, list[Value]]:
+    """Return the form of a conversation that a template writes best, and the values that its text lacks.
 
-
-def _render(template: ChatTemplate, conversation: Conversation) -> _Written:
-    """Return the form of a conversation that a template writes best. Raises DataError if it rejects all forms."""
-    best: _Written | None = None
+    Raises DataError if the template rejects all forms.
+    """
+    best: tuple[Values, list[Value]] | None = None
     least, fault = (0, 0), None
     for form in conversation.forms:
         try:
-            text = template.text(form)
+            values = Values(template, form, template.text(form))
         except DataError:
             raise
         except (*REFUSED, *_FAULTS, RecursionError) as error:
             fault = fault or error
             continue
-        unused = template.unused_values(form, text)
-        faults = len(unused), sum(text.count(notation) for notation in conversation.notations)
+        unused = values.unused()
+        faults = len(unused), sum(values.text.count(notation) for notation in conversation.notations)
         if best is None or faults < least:
-            best, least = (form, text, unused), faults
+            best, least = (values, unused), faults
         if least == (0, 0):
             break
     if best is None:

@@ -1,9 +1,9 @@
-"""Chat templates: a conversation → text, by transformers, and the message values that the text lacks."""
+"""Chat templates: a conversation → text, by transformers."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,10 +20,10 @@ Span = tuple[int, int]
 REFUSED = (TemplateError, TypeError)
 _LINKS = {"role", "content", "tool_call_id"}
 """Message keys that a template may ignore: for example, it can place a tool's result at its call, without the id."""
-START = "beginning of the content"
-"""Pseudo key of what a content begins with: a template may leave out an answer's reasoning."""
 _LONGEST_TEXT = 1 << 20
 """Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
+_MOST_MESSAGES, _MOST_TIMES = 50_000, 100
+"""Maximum messages that are rendered to encode a conversation: these, and so many times its own."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -36,9 +36,12 @@ class ChatTemplate:
     markers: tuple[str, ...]
     tools: Tools | None = None
     """Tools of the conversations to render."""
+    rendered: Counter[str] = field(default_factory=Counter)
+    """Messages that were rendered for one conversation."""
 
     def text(self, messages: list[Message], *, prompt: bool = False) -> str:
         """Return a conversation as text; `prompt`: with the generation prompt. Raises TemplateError or TypeError."""
+        self._count(len(messages))
         texts, _ = render_jinja_template(
             [messages], self.tools, chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
@@ -46,10 +49,22 @@ class ChatTemplate:
 
     def marked_text(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """Return a conversation as text, and the spans of it that the template marks with {% generation %}."""
+        self._count(len(messages))
         texts, spans = render_jinja_template(
             [messages], self.tools, chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
         )
         return _within_bounds(texts[0], messages), spans[0]
+
+    def _count(self, messages: int) -> None:
+        """Raise DataError if a conversation takes too many renderings: no row may take minutes."""
+        self.rendered["most"] = max(self.rendered["most"], messages)
+        self.rendered["all"] += messages
+        if self.rendered["all"] > _MOST_MESSAGES + _MOST_TIMES * self.rendered["most"]:
+            raise DataError(
+                f"the turns of {self.rendered['most']} messages can only be found by rendering them more than "
+                f"{self.rendered['all'] // self.rendered['most']} times; split the conversation, or mark answers with "
+                "{% generation %} in the template"
+            )
 
     @property
     def marker(self) -> re.Pattern[str]:
@@ -76,70 +91,15 @@ class ChatTemplate:
         """Return whether the template reads the tools of a conversation."""
         return "tools" in _names(self.source)
 
-    def unused_values(self, messages: list[Message], text: str) -> list[tuple[int, str]]:
-        """Return the message's index and the key of each value that `text` lacks.
-
-        Reasoning may be absent: templates leave out that of earlier turns.
-        """
-        suspects = [
-            *((number, key) for number, message in enumerate(messages) for key in self._strange_keys(message)),
-            *self._unmarked_values(messages, text),
-        ]
-        unused = [suspect for suspect in sorted(set(suspects)) if self._is_unused(messages, text, *suspect)]
-        return [(number, key) for number, key in unused if key != START or (number, "content") not in unused]
-
     def mentions(self, key: str) -> bool:
         """Return whether the template uses a message key anywhere."""
         return key in _names(self.source)
 
-    def _strange_keys(self, message: Message) -> Iterator[str]:
-        """Yield the keys with a value that the template never mentions."""
-        for key, value in message.items():
-            # A tool's result may name the tool, even if the template does not use the name.
-            names_tool = key == "name" and message["role"] not in ("system", "user", "assistant")
-            if not self.mentions(key) and value not in ("", [], {}, None) and not names_tool:
-                yield key
-
-    def _unmarked_values(self, messages: list[Message], text: str) -> list[tuple[int, str]]:
-        """Return the contents and tool calls whose marks are absent after all of them were marked and rendered once."""
-        marks, marked = unseen(text), [dict(message) for message in messages]
-        found: list[tuple[int, str, str]] = []
-        last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
-        for number, message in enumerate(messages):
-            if (message.get("content") or "").strip():
-                before, after = next(marks) if number > last else "", next(marks)
-                marked[number]["content"] = before + message["content"].rstrip() + after
-                found += [(number, "content", after), *([(number, START, before)] if before else [])]
-            for place, _ in enumerate(message.get("tool_calls") or []):
-                mark = next(marks)
-                marked[number]["tool_calls"] = renamed(marked[number]["tool_calls"], mark, place)
-                found += [(number, "tool_calls", mark)]
-        try:
-            shown = self.text(marked)
-        except REFUSED:
-            return [(number, key) for number, key, _ in found]
-        return [(number, key) for number, key, mark in found if mark not in shown]
-
-    def _is_unused(self, messages: list[Message], text: str, number: int, key: str) -> bool:
-        message = messages[number]
-        others = [{name: value for name, value in message.items() if name != key}]
-        if key in ("content", START):
-            mark = next(unseen(text))
-            others = [{**message, "content": mark if key == "content" else mark + message["content"]}]
-        if key == "tool_calls" and len(message[key]) > 1:
-            calls = message[key]
-            others = [{**message, key: [*calls[:place], *calls[place + 1 :]]} for place in range(len(calls))]
-        return any(self._is_rendered(messages, number, other, text) for other in others)
-
-    def _is_rendered(self, messages: list[Message], number: int, other: Message, text: str) -> bool:
-        with suppress(*REFUSED):  # it fails without the value, so it uses the value
-            return self.text([*messages[:number], other, *messages[number + 1 :]]) == text
-        return False
-
 
 def unseen(text: str) -> Iterator[str]:
     """Yield the characters of the private use areas that a text lacks. Raises DataError after the last one."""
-    yield from (char for area in _PRIVATE_USE for char in map(chr, area) if char not in text)
+    used = set(text)
+    yield from (char for area in _PRIVATE_USE for char in map(chr, area) if char not in used)
     raise DataError("the conversation has more messages and tool calls than Unicode has private characters; split it")
 
 
@@ -175,14 +135,14 @@ def _names(source: str) -> frozenset[str]:
 
 
 def renamed(calls: Any, mark: str, place: int) -> Any:
-    """Return tool calls of which one has a name that ends with a mark; as they are if their form is unknown."""
+    """Return tool calls of which one has a name that begins with a mark; as they are if their form is unknown."""
     if not isinstance(calls, list) or not isinstance(calls[place], dict):
         return calls
     call, function = calls[place], calls[place].get("function")
     if isinstance(function, dict):
-        new = {**call, "function": {**function, "name": f"{function.get('name')}{mark}"}}
+        new = {**call, "function": {**function, "name": f"{mark}{function.get('name')}"}}
     else:
-        new = {**call, "name": f"{call.get('name')}{mark}"}
+        new = {**call, "name": f"{mark}{call.get('name')}"}
     return [*calls[:place], new, *calls[place + 1 :]]
 
 

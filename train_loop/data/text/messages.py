@@ -1,12 +1,13 @@
 """Chat messages in the data: their format, and the flags that exclude messages from training."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from train_loop.data.strict_json import read_json
+from train_loop.data.text.content import problem_of, replaced
 from train_loop.errors import DataError
 
 Message = dict[str, Any]
@@ -20,7 +21,7 @@ _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, without training flags and null keys; content beside tool calls can be null."""
+    """The messages of a row, without training flags and null keys; content may be absent beside tool calls."""
 
     messages: list[Message]
     """Arguments of tool calls are objects."""
@@ -42,21 +43,22 @@ class Conversation:
         """Yield the messages in each form that a template may need, the usual one first.
 
         Tool calls are as in the row, or in OpenAI's format. Their arguments are objects, or text for templates that
-        join texts. Absent content of a message with tool calls is as in the row, null or empty text.
+        join texts. Empty content of a message with tool calls is as in the row, absent if it is null there, as
+        transformers leaves null keys out; or it is null, or empty text.
         """
         forms = [self.messages]
         if any(_calls(message) for message in self.messages):
             forms += [[_with_text(message) for message in self.given]]
             forms += [[_with_functions(message) for message in form] for form in forms]
         yield from forms
-        if any(not message["content"] and message.get("tool_calls") for message in self.messages):
+        if any(not message.get("content") and message.get("tool_calls") for message in self.messages):
             for empty in (None, ""):
                 yield from ([_with_empty(message, empty) for message in form] for form in forms)
 
     @property
     def notations(self) -> set[str]:
         """Python's notation of values that a template should write as JSON text, or not at all."""
-        found = {"None"} if any(message["content"] is None for message in self.messages) else set()
+        found = {"None"} if any(message.get("content") is None for message in self.messages) else set()
         calls = (call["arguments"] for message in self.messages for call in _calls(message))
         return found | {str(arguments) for arguments in calls if arguments}
 
@@ -73,7 +75,7 @@ def read_conversation(messages: Any) -> Conversation:
         own = {key: value for key, value in message.items() if value is not None}
         if not _is_trained(own, number) and own["role"] == "assistant":
             untrained.add(number)
-        given.append({"content": None} | {key: value for key, value in own.items() if key not in _SWITCHES})
+        given.append({key: value for key, value in own.items() if key not in _SWITCHES})
     messages = [_with_objects(message, number) for number, message in enumerate(given)]
     return Conversation(messages, given, frozenset(untrained))
 
@@ -133,7 +135,7 @@ def _with_functions(message: Message) -> Message:
 
 def _with_empty(message: Message, content: str | None) -> Message:
     """Return a message with another content if it has tool calls and nothing else."""
-    return message if message["content"] or not message.get("tool_calls") else {**message, "content": content}
+    return message if message.get("content") or not message.get("tool_calls") else {**message, "content": content}
 
 
 def _with_text(message: Message) -> Message:
@@ -173,7 +175,7 @@ def _problem(message: Any) -> str | None:
         return "has function_call, an older format of OpenAI; write tool_calls"
     if content is None and role == "assistant" and message.get("tool_calls"):
         return None
-    return None if isinstance(content, str) else f"must have text as content, not {content!r:.60}"
+    return problem_of(content)
 
 
 def _is_trained(message: Message, number: int) -> bool:
@@ -195,8 +197,8 @@ def _is_trained(message: Message, number: int) -> bool:
     return on
 
 
-def with_content(message: Message, content: str, kept: Collection[str] = ()) -> Message:
-    """Return a message with another content, and with the keys that a header may show and those to keep."""
-    return {key: message[key] for key in ("role", "name", "tool_call_id", *kept) if key in message} | {
-        "content": content
+def with_content(message: Message, content: str) -> Message:
+    """Return a message with another content, and with the keys that a header may show."""
+    return {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {
+        "content": replaced(message.get("content"), content)
     }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, other_calls, renamed, unseen
+from train_loop.data.text.content import replaced
 from train_loop.data.text.messages import Message, with_content
 
 _PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -87,10 +88,12 @@ class TurnFinder:
             common = max((token.end() for token in tokens if token.end() <= common), default=0)
         return Turn(start, end, end + common if common else self._next_marker(number, end))
 
-    def _alone(self, number: int, **more: str) -> str | None:
-        """Return the text without later messages, with `more` in the message; None if the template rejects that."""
+    def _alone(self, number: int, content: str | None = None) -> str | None:
+        """Return the text without later messages, with another content; None if the template rejects that."""
+        message = self.messages[number]
+        new = {} if content is None else {"content": replaced(message.get("content"), content)}
         with suppress(*REFUSED):
-            return self.template.text([*self.messages[:number], self.messages[number] | more])
+            return self.template.text([*self.messages[:number], message | new])
         return None
 
     def _change(self, text: str, number: int, later: Sequence[Message] = (), *, calls: bool = False) -> "_Change":

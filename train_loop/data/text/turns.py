@@ -1,30 +1,29 @@
 """What the model has to write in a rendered conversation: all turns of the assistant."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from train_loop.data.text.bodies import Bodies, find_bodies
 from train_loop.data.text.chat_template import ChatTemplate, Span, other_calls, unseen
+from train_loop.data.text.content import texts_of, with_texts
 from train_loop.data.text.messages import Message
 from train_loop.data.text.turn import Turn, TurnFinder
-
-_MANY = 3
-"""Turns from which on it is faster to find them together."""
+from train_loop.data.text.values import Region, Values
 
 
-def find_turns(
-    template: ChatTemplate, messages: list[Message], text: str, untrained: Collection[int] = ()
-) -> list[Turn]:
+def find_turns(values: Values, untrained: Collection[int] = ()) -> list[Turn]:
     """Return what the model writes in a conversation, in order. Raises TemplateError or TypeError.
 
-    `text`: the rendered messages. `untrained`: indices of assistant messages that are not trained.
+    `untrained`: indices of assistant messages that are not trained.
     """
-    finder = TurnFinder(template, messages, text)
+    template, messages = values.template, values.messages
+    finder = TurnFinder(template, messages, values.text)
     trained = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
     if not template.marks_answers:
-        return _repeated(finder, trained) or [finder.answer(number) for number in trained]
+        repeated = _Repeated(finder, values)
+        return [repeated.turn(number) for number in trained]
     spans = _marked_spans(template, messages, untrained)
     # Turns end as the last one does: one is enough, and each takes time.
     return [
@@ -47,66 +46,61 @@ def _marked_spans(template: ChatTemplate, messages: list[Message], untrained: Co
 
 
 def _everywhere(message: Message, mark: str) -> Message:
-    """Return a message with a mark at the ends of its content and in each of its tool calls."""
-    calls = message.get("tool_calls")
+    """Return a message with marks around its texts and in each of its tool calls."""
+    calls, content = message.get("tool_calls"), message.get("content")
     new = message | ({"tool_calls": other_calls(calls, mark)} if calls else {})
-    return new | {"content": mark + (message["content"] or "") + mark} if message["content"] or not calls else new
+    if not content and calls:
+        return new
+    return new | {"content": with_texts(content, [mark + text + mark for text in texts_of(content)])}
 
 
-def _repeated(finder: TurnFinder, numbers: Sequence[int]) -> list[Turn] | None:
-    """Return the turns of a long conversation from the first turn of each kind; None if that is not possible."""
-    if len(numbers) < _MANY:
-        return None
-    for with_thoughts in (True, False):
-        bodies = find_bodies(finder.template, finder.messages, finder.text, numbers, with_thoughts=with_thoughts)
-        if bodies is not None:
-            return _Repeated(finder, bodies, with_thoughts).turns(numbers)
-    return None
+class _Known(NamedTuple):
+    """A turn that was found by rendering variants: the texts around it, up to the values of other messages."""
+
+    before: str
+    end: str
+    after: str
+
+    def at(self, region: Region, text: str) -> Turn | None:
+        """Return the turn with the same texts around it in another region; None if these differ."""
+        start, stop = region.span
+        turn = Turn(start + len(self.before), stop - len(self.end + self.after), stop - len(self.after))
+        is_same = text.startswith(self.before, start) and text[turn.end : stop] == self.end + self.after
+        return turn if is_same and _fits(turn, region) else None
 
 
 @dataclass(frozen=True)
 class _Repeated:
-    """Turns like earlier ones: an equal text after an answer ends it equally, and a prompt is equal for all answers."""
+    """A search for turns that are like earlier ones, which takes no rendering."""
 
     finder: TurnFinder
-    bodies: Bodies
-    with_thoughts: bool
-    """Whether the bodies hold the reasoning."""
-    ends: dict[tuple[bool, str], int] = field(default_factory=dict)
-    """Lengths of ends, by whether tools are called and the text up to the next content."""
-    prompts: dict[tuple[str, bool], str] = field(default_factory=dict)
-    """Generation prompts by role of the message before and whether it calls tools."""
+    values: Values
+    known: dict[Any, list[_Known]] = field(default_factory=dict)
+    """Turns by their kind."""
 
-    def turns(self, numbers: Sequence[int]) -> list[Turn] | None:
-        """Return the turns of some answers; None if one is unlike what it is alone."""
-        found = [self._turn(number) for number in numbers]
-        turns = [turn for turn in found if turn is not None]
-        return turns if len(turns) == len(found) else None
+    def turn(self, number: int) -> Turn:
+        """Return what the model writes of an assistant message. Raises TemplateError or TypeError."""
+        region, text = self.values.regions.get(number), self.finder.text
+        if region is None:
+            return self.finder.answer(number)
+        known = self.known.setdefault(self._kind(number, region), [])
+        found = next((turn for one in known if (turn := one.at(region, text)) is not None), None)
+        if found is not None:
+            return found
+        turn, (start, stop) = self.finder.answer(number), region.span
+        if start <= turn.start and turn.stop <= stop and _fits(turn, region):
+            known.append(_Known(text[start : turn.start], text[turn.end : turn.stop], text[turn.stop : stop]))
+        return turn
 
-    def _turn(self, number: int) -> Turn | None:
-        start, end = self.bodies.answers[number]
-        start = self.finder.token_around(self.finder.text, start)[0]
-        kind = bool(self.finder.messages[number].get("tool_calls")), self.bodies.texts[number]
-        if kind not in self.ends:
-            own = self.finder.own(number)
-            if own.end != end or (self.with_thoughts and own.start != start):
-                return None
-            self.ends[kind] = own.stop - own.end
-        turn = Turn(start, end, end + self.ends[kind])
-        after = self._after_prompt(number, turn)
-        if after is None:
-            return turn if self.with_thoughts else None
-        return turn._replace(start=after)
+    def _kind(self, number: int, region: Region) -> Any:
+        """Return what must be equal for turns to be alike: shapes of neighbours, and text between values."""
+        return str([_shape(one) for one in self.finder.messages[max(0, number - 1) : number + 2]]), region.gaps
 
-    def _after_prompt(self, number: int, turn: Turn) -> int | None:
-        """Return where the model starts to write a turn; None without a prompt."""
-        before = self.bodies.ends.get(number - 1)
-        if before is None:
-            return self.finder.answer(number).start
-        previous = self.finder.messages[number - 1]
-        kind = previous["role"], bool(previous.get("tool_calls"))
-        if kind not in self.prompts:
-            self.prompts[kind] = self.finder.prompt(number)[1]
-        prompt = self.prompts[kind]
-        start = self.finder.text.find(prompt, before, turn.start + len(prompt)) if prompt else -1
-        return None if start < 0 else min(start + len(prompt), turn.stop)
+
+def _fits(turn: Turn, region: Region) -> bool:
+    """Return whether a turn holds all values of its region."""
+    return turn.start <= region.values[0] and region.values[1] <= turn.end
+
+
+def _shape(message: Message) -> tuple[str, list[str]]:
+    return message["role"], sorted(key for key, value in message.items() if value)

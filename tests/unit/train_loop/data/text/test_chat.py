@@ -22,6 +22,7 @@ from train_loop.data.dataset import IGNORE
 from train_loop.data.text.chat import encode_chat, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.data.text.turns import find_turns
+from train_loop.data.text.values import Values
 from train_loop.errors import DataError
 
 ROOT = Path(mkdtemp())
@@ -245,7 +246,7 @@ def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, 
     spans = [
         (start, start + len(text)) for start, (text, is_trained) in zip(starts, expected, strict=True) if is_trained
     ]
-    assert [(turn.start, turn.stop) for turn in find_turns(template, messages, text)] == spans
+    assert [(turn.start, turn.stop) for turn in find_turns(Values(template, messages, text))] == spans
     ids, labels = encode(name, messages)
     assert ids == peer(name).apply_chat_template(messages, return_dict=False)
     trained = decode(load_tokenizer(folder(name)), [token for token in labels if token != IGNORE])
