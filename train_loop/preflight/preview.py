@@ -16,7 +16,7 @@ from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row, cut, locate, read_piece
 from train_loop.data.prepare.sources import SourceFile, list_files
 from train_loop.data.text.chat import left_out, load_chat_templates
-from train_loop.data.text.messages import has_text_arguments
+from train_loop.data.text.messages import Conversation, has_text_arguments, read_conversation
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.plan import Preview
@@ -83,6 +83,8 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
         raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
     if rules is None and not columns.tokenised and not first.bad:
         return None
+    if rules is not None and columns.messages is None and (count := _ended(columns, rules, first.rows)):
+        notes.append(f"{count} of the first {len(first.rows)} rows end with EOS already and get no second one")
     if columns.messages is not None and rules is not None and boundaries is not None:
         notes += _chat_notes(columns, rules, first.rows)
         if boundaries.sample_without_end is not None:
@@ -175,6 +177,12 @@ def _judged(row: Row, columns: ColumnsSpec, vocab: int) -> Encoded:
     return BadRow(row.place, wrong) if wrong else Document(np.zeros(1, np.int32))
 
 
+def _ended(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> int:
+    """Return the number of rows whose own text ends with the tokenizer's EOS."""
+    eos, name = str(rules.load().variables["eos_token"]), str(columns.text or columns.response)
+    return sum(str(row.values.get(name)).endswith(eos) for row in rows)
+
+
 def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> list[str]:
     """Return what a user should know of the tools of conversations, and of their arguments."""
     notes = []
@@ -182,12 +190,22 @@ def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> list
         notes += [f"the chat template does not use the tools of column {columns.tools!r}; choose a template that does"]
     if columns.tools is None and any(row.values.get("tools") for row in rows):
         notes += ["the column 'tools' is not used; name it in columns.tools to show it to the chat template"]
-    if count := sum(has_text_arguments(row.values.get(str(columns.messages))) for row in rows):
+    good = [row.values.get(str(columns.messages)) for row in rows if _conversation(columns, row) is not None]
+    if count := sum(isinstance(cell, str) for cell in good):
+        notes += [f"{count} of the first {len(rows)} rows have messages as JSON text; they are read as lists"]
+    if count := sum(map(has_text_arguments, good)):
         notes += [f"{count} of the first {len(rows)} rows have tool arguments as JSON text; they are read as objects"]
     absent = [value for value in (_left_out(columns, rules, row) for row in rows) if value is not None]
     if absent:
         notes += [f"in {len(absent)} of the first {len(rows)} rows the chat template leaves out a value: {absent[0]}"]
     return notes
+
+
+def _conversation(columns: ColumnsSpec, row: Row) -> Conversation | None:
+    """Return the conversation of a row; None for a bad row."""
+    with suppress(DataError):
+        return read_conversation(row.values.get(str(columns.messages)))
+    return None
 
 
 def _left_out(columns: ColumnsSpec, rules: TextRules, row: Row) -> str | None:

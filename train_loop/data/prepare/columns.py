@@ -165,8 +165,8 @@ def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType],
     roles: list[tuple[str | None, str, Callable[[pa.DataType], bool]]] = [
         *((name, "text (string or binary)", _is_text) for name in (columns.text, columns.prompt, columns.response)),
         *((name, "lists of integers", _is_tokens) for name in (columns.input_ids, columns.labels)),
-        (columns.messages, "lists of objects (structs or maps)", _is_objects),
-        (columns.tools, "lists of objects, or their JSON as text", lambda kind: _is_objects(kind) or _is_text(kind)),
+        (columns.messages, "lists of objects (structs or maps), or their JSON as text", _is_json),
+        (columns.tools, "lists of objects, or their JSON as text", _is_json),
         (columns.weight, "a number (integer or float)", _is_number),
     ]
     return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]
@@ -201,6 +201,10 @@ def _is_objects(kind: pa.DataType) -> bool:
         return False
     item = kind.value_type
     return bool(types.is_struct(item) or types.is_map(item) or types.is_null(item))
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    return _is_objects(kind) or _is_text(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:

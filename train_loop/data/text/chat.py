@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 
 from train_loop.data.dataset import IGNORE
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
-from train_loop.data.text.messages import Conversation, Message, Tools, read_conversation, read_tools
+from train_loop.data.text.messages import (
+    FLAGS,
+    MEDIA,
+    THOUGHTS,
+    Conversation,
+    Message,
+    Tools,
+    read_conversation,
+    read_tools,
+)
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.data.text.turn import Turn
 from train_loop.data.text.turns import find_turns
-from train_loop.data.text.values import START, Value, Values
+from train_loop.data.text.values import Value, Values
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.system.input_files import read_input
@@ -134,10 +143,14 @@ def encode_chat(
 
     `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
     """
-    conversation, template = _read(templates, messages, system_prompt, tools)
+    conversation, template, added = _read(templates, messages, system_prompt, tools)
     values, unused = _render(template, conversation)
     turns, text = values.messages, values.text
-    added = len(turns) - len(messages)
+    if values.printed is not None:
+        raise DataError(
+            f"the chat template writes the content parts of messages[{values.printed - added}] as a list in Python's "
+            "notation; write the content as text, or use a template that reads parts"
+        )
     for number, key, _ in unused:
         if _needs(template, conversation, number, key) or number < added:
             raise DataError(_unused(templates, template, turns, number, key, added))
@@ -167,17 +180,18 @@ def left_out(templates: ChatTemplates, messages: Any, system_prompt: str | None,
 
     Raises DataError if the conversation cannot be encoded.
     """
-    conversation, template = _read(templates, messages, system_prompt, tools)
+    conversation, template, added = _read(templates, messages, system_prompt, tools)
     values, unused = _render(template, conversation)
-    added = len(values.messages) - len(messages)
     return next((_described(values.messages, number, key, added) for number, key, _ in unused), None)
 
 
 def _read(
     templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any
-) -> tuple[Conversation, ChatTemplate]:
-    conversation, template = read_conversation(messages), templates.choose(read_tools(tools))
-    return conversation if system_prompt is None else conversation.after(system_prompt), template
+) -> tuple[Conversation, ChatTemplate, int]:
+    """Return a row's conversation, its template, and the number of messages that `system_prompt` adds."""
+    own = read_conversation(messages)
+    whole = own if system_prompt is None else own.after(system_prompt)
+    return whole, templates.choose(read_tools(tools)), len(whole.messages) - len(own.messages)
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> tuple[Values, list[Value]]:
@@ -202,18 +216,19 @@ def _render(template: ChatTemplate, conversation: Conversation) -> tuple[Values,
         if least == (0, 0):
             break
     if best is None:
-        raise DataError(
-            f"the chat template rejects the messages: {fault}; change the messages or the template"
-        ) from fault
+        parts = any(isinstance(message.get("content"), list) for message in conversation.messages)
+        remedy = "write content as text, not as parts" if parts else "change the messages"
+        raise DataError(f"the chat template rejects the messages: {fault}; {remedy} or the template") from fault
     return best
 
 
 def _needs(template: ChatTemplate, conversation: Conversation, number: int, key: str) -> bool:
-    """Return whether a row cannot be trained without a value: it is what the model has to write, or is unknown."""
+    """Return whether a row cannot be trained without a value: it is what the model writes or sees, or is a flag."""
     message = conversation.messages[number]
     is_answer = message["role"] == "assistant" and number not in conversation.untrained
-    beside_calls = key == "content" and message.get("tool_calls")
-    return key != START and (not template.mentions(key) or (is_answer and not beside_calls))
+    if template.mentions(key):
+        return is_answer and (key == "tool_calls" or (key == "content" and not message.get("tool_calls")))
+    return key in MEDIA | FLAGS or (is_answer and key in THOUGHTS | {"tool_calls"})
 
 
 def _described(turns: list[Message], number: int, key: str, added: int) -> str:
@@ -234,6 +249,10 @@ def _unused(
     if key == "tool_calls" and "tool_use" in templates.by_name and templates.chosen != "tool_use":
         advice = ", for example with columns.tools, or with data.chat_template: tool_use"
     fault = f"messages[{number - added}] has the key {key!r:.60}, which the chat template does not use"
+    if key in FLAGS:
+        return f"{fault}, and which may exclude it from training; write train: false or true, or remove it"
+    if key in MEDIA:
+        return f"{fault}; only text can be trained: remove the key or the row"
     if template.mentions(key):
         fault = f"the chat template leaves out {_described(turns, number, key, added)}"
     return f"{fault}; remove it from the data, or use a template that does{advice}"

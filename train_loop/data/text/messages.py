@@ -14,6 +14,11 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 THOUGHTS = frozenset({"reasoning", "reasoning_content", "thinking"})
 """Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
+MEDIA = frozenset({"audio", "audios", "image", "images", "video", "videos"})
+FLAGS = frozenset(
+    {"loss", "loss_scale", "loss_weight", "mask", "train_detail", "trainable", "training", "training_detail"}
+)
+"""Keys of other tools that set whether a message is trained, or which part of it."""
 _FORM = 'write {"role": "user", "content": "…"}'
 _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool,)}
 """Keys that set whether a message is trained: OpenAI's `weight` (0 or 1) and axolotl's `train` (false or true)."""
@@ -63,8 +68,9 @@ class Conversation:
         return found | {str(arguments) for arguments in calls if arguments}
 
 
-def read_conversation(messages: Any) -> Conversation:
-    """Return the conversation of a row. Raises DataError."""
+def read_conversation(cell: Any) -> Conversation:
+    """Return the conversation of a row, from its messages or their JSON. Raises DataError."""
+    messages = _decoded(cell, "messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages must be a non-empty list, not {messages!r:.60}; {_FORM}")
     given, untrained = list[Message](), set[int]()
@@ -82,12 +88,7 @@ def read_conversation(messages: Any) -> Conversation:
 
 def read_tools(cell: Any) -> Tools | None:
     """Return the tools of a row, from a list or its JSON; None without tools. Raises DataError."""
-    tools = cell
-    if isinstance(cell, str):
-        try:
-            tools = read_json(cell) if cell.strip() else None
-        except ValueError as error:
-            raise DataError(f"tools must be a list or its JSON: {error}") from error
+    tools = _decoded(cell, "tools")
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -95,8 +96,17 @@ def read_tools(cell: Any) -> Tools | None:
     return tools
 
 
-def has_text_arguments(messages: Any) -> bool:
-    """Return whether a tool call of a row's messages has its arguments as JSON text, as in OpenAI's format."""
+def _decoded(cell: Any, name: str) -> Any:
+    """Return a cell, or the value of its JSON text; None for empty text. Raises DataError."""
+    try:
+        return cell if not isinstance(cell, str) else read_json(cell) if cell.strip() else None
+    except ValueError as error:
+        raise DataError(f"{name} must be a list or its JSON: {error}; correct the text {cell!r:.60}") from error
+
+
+def has_text_arguments(cell: Any) -> bool:
+    """Return whether a tool call of a row's messages has its arguments as JSON text. Raises DataError."""
+    messages = _decoded(cell, "messages")
     found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     return any(isinstance(call["arguments"], str) for message in found for call in _calls(message))
 

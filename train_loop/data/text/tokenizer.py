@@ -52,10 +52,10 @@ class TextTokenizer:
         return replace(self, prefix=(self.bos, *prefix) if rule else prefix, add_bos=rule)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, with EOS."""
+        """Return the token ids of each text, which end with EOS."""
         with _named_faults():
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._document(encoding.ids) for encoding in encodings]
+        return [self._document(encoding.ids, encoding.ids[-1:] == [self.eos]) for encoding in encodings]
 
     def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Return token ids and labels of prompts with their responses; only response and EOS are trained.
@@ -68,8 +68,9 @@ class TextTokenizer:
             )
         rows = []
         for (prompt, response), encoding in zip(pairs, encodings, strict=True):
-            ids = self._document(encoding.ids)
             offsets = self._own_offsets(encoding, prompt + response)
+            is_ended = encoding.ids[-1:] == [self.eos] and offsets[-1][0] >= len(prompt)
+            ids = self._document(encoding.ids, is_ended)
             untrained = len(self.prefix) + sum(stop <= len(prompt) for _, stop in offsets)
             rows.append((ids, [IGNORE] * untrained + ids[untrained:]))
         return rows
@@ -145,10 +146,13 @@ class TextTokenizer:
         for token in (*self.prefix, *self.suffix):
             yield "special token around each text", token
 
-    def _document(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with the tokenizer's special tokens, ending with one EOS."""
+    def _document(self, ids: list[int], is_ended: bool) -> list[int]:
+        """Return the ids of a text with the tokenizer's special tokens, ending with EOS.
+
+        `is_ended`: the text itself ends with EOS and gets no second one, as in TRL.
+        """
         whole = [*self.prefix, *ids, *self.suffix]
-        return whole if self.suffix and whole[-1] == self.eos else [*whole, self.eos]
+        return whole if (is_ended and not self.suffix) or self.suffix[-1:] == (self.eos,) else [*whole, self.eos]
 
 
 @lru_cache(maxsize=4)

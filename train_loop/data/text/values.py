@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, renamed, unseen
@@ -110,6 +110,10 @@ class Values:
             names_tool = key == "name" and message["role"] not in ("system", "user", "assistant")
             if not self.template.mentions(key) and value not in ("", [], {}, None) and not names_tool:
                 yield key
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        names = {name for part in parts for name in part if name != "text" and not self.template.mentions(name)}
+        yield from (f"content.{name}" for name in sorted(names - {"type"}))
 
     def _unused_of(self, suspects: list[Value]) -> list[Value]:
         """Return the values without which the text is the same, by halves: mostly none or all of them are used."""
@@ -146,12 +150,12 @@ class Values:
     @cached_property
     def regions(self) -> dict[int, "Region"]:
         """The region of each message that is found."""
-        places, regions = [(0, None), *self.places, (len(self.text), None)], {}
-        owners = [value and value.message for _, value in places]
-        for first in range(1, len(places) - 1):
-            if owners[first] not in regions:
-                stop = next(n for n in range(first, len(places)) if owners[n] != owners[first])
-                regions[owners[first]] = self._region(places[first - 1 : stop + 1])
+        places, regions = [(0, None), *self.places, (len(self.text), None)], dict[int, Region]()
+        first = 1
+        for owner, own in groupby(value.message for _, value in self.places):
+            stop = first + len(list(own))
+            regions.setdefault(owner, self._region(places[first - 1 : stop + 1]))
+            first = stop
         return regions
 
     def _region(self, places: list[tuple[int, Value | None]]) -> "Region":

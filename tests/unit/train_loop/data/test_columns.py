@@ -251,7 +251,7 @@ WEIGHT = ColumnsSpec(text="t", weight="c")
         ),
         (IDS, pa.fixed_shape_tensor(pa.int32(), [2, 2]), "shape=[2,2]]> (values of the extension type arrow.fixed_sh"),
         (IDS, extension("ray.data.arrow_tensor_v2", pa.large_list(pa.int64()), "[2, 2]"), "ray.data.arrow_tensor"),
-        (MESSAGES, pa.string(), "string; expected lists of objects (structs or maps)"),
+        (MESSAGES, pa.int32(), "int32; expected lists of objects (structs or maps), or their JSON as text"),
         (MESSAGES, TURN, "expected lists of objects"),
         (MESSAGES, pa.list_(pa.string()), "expected lists of objects"),
         (

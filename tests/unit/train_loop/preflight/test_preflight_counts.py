@@ -11,6 +11,7 @@ import pytest
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.specs import may_read, raw_spec
 from tests.support.tokenizers import chats
+from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.preflight.checks import answer
 
 
@@ -19,7 +20,7 @@ def test_preview_counts_the_first_rows_and_names_omitted_ones(tmp_path: Path) ->
     (tmp_path / "t" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     long = [*talk, {"role": "assistant", "content": "x" * 99}]
-    rows = [{"m": talk}, {"m": long, "tools": [{}]}, {"m": talk[:1]}, {"m": "?"}]
+    rows = [{"m": json.dumps(talk)}, {"m": long, "tools": [{}]}, {"m": talk[:1]}, {"m": "?"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"messages": "m"}, "on_bad_rows": "skip"}
     raw = raw_spec(data=data, model={"tokenizer": str(tmp_path / "t")})
@@ -50,8 +51,9 @@ def test_preview_counts_the_first_rows_and_names_omitted_ones(tmp_path: Path) ->
     ]
     assert f"the first because {tmp_path}/a.jsonl, line 4: messages must be" in found["notes"][0]
     assert "the column 'tools' is not used" in found["notes"][3]
+    assert found["notes"][4].endswith("1 of the first 4 rows have messages as JSON text; they are read as lists")
     assert (
-        "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][-1]
+        "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][3]
     )
 
 
@@ -219,3 +221,14 @@ def test_tokenizer_with_an_id_beyond_the_vocabulary_is_found_in_the_first_rows(t
     (problem,) = ask(tmp_path, {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "c"}})["problems"]
     assert "900" in problem["message"]
     assert "raise vocab_size to 901" in problem["message"]
+
+
+def test_rows_that_end_with_eos_are_reported(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t")
+    eos = str(load_tokenizer(str(tmp_path / "t")).variables["eos_token"])
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (f"a{eos}", "b")))
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"text": "text"}}
+    raw = raw_spec(data=data, model={"tokenizer": str(tmp_path / "t")})
+    policy = may_read(f"file://{tmp_path}").model_dump()
+    (found,) = answer({"spec": raw, "read_policy": policy, "parent": None})["preview"]
+    assert found["notes"][0].endswith("1 of the first 2 rows end with EOS already and get no second one")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tokenizers.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
-from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.chat import encode_chat, left_out, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.data.text.turns import find_turns
 from train_loop.data.text.values import Values
@@ -340,14 +340,26 @@ def test_only_selected_messages_are_trained(name: str, messages: list[dict[str, 
             user("b") | {"train": True},
             r"messages\[1\] of role 'user' has train True, but only messages of the assistant",
         ),
-        (assistant("b", mood="glad"), r"messages\[1\] has the key 'mood', which the chat template does not use"),
         (assistant("b", tool_calls=CALL), r"messages\[1\] has the key 'tool_calls', which the chat template"),
-        (user("b") | {"name": "Ann"}, r"messages\[1\] has the key 'name', which the chat template does not use"),
     ],
 )
 def test_unsupported_message_key_is_rejected_by_name(message: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=f"^{reason}"):
         encode("chatml", [user("a"), message, assistant("c")], "Be brief.")
+
+
+@pytest.mark.parametrize(("key", "value"), [("timestamp", 17), ("id", "x"), ("mood", {"a": 1}), ("name", "Ann")])
+def test_other_key_that_the_template_does_not_use_is_reported(key: str, value: Any) -> None:
+    plain = [user("a"), assistant("b")]
+    keyed = [message | {key: value} for message in plain]
+    assert encode("chatml", keyed) == encode("chatml", plain)
+    assert left_out(load_chat_templates(folder("chatml")), keyed, None) == f"the {key} of messages[0] (role user)"
+
+
+@pytest.mark.parametrize("key", ["loss", "trainable", "images"])
+def test_key_that_may_change_what_is_trained_is_rejected(key: str) -> None:
+    with pytest.raises(DataError, match=rf"^messages\[1\] has the key '{key}', which the chat template does not use"):
+        encode("chatml", [user("a"), assistant("b") | {key: False if key == "loss" else [1]}])
 
 
 def test_used_empty_and_linking_message_keys_are_accepted() -> None:

@@ -70,7 +70,8 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("hello", "messages must be a non-empty list, not 'hello'"),
+        ("hello", "messages must be a list or its JSON: Expecting value at column 1; correct the text 'hello'"),
+        ('{"role": "user"}', r"messages must be a non-empty list, not \{'role': 'user'\}"),
         (None, "messages must be a non-empty list, not None"),
         ([], r"messages must be a non-empty list, not \[\]"),
         (["hello"], r"messages\[0\] must be an object, not 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
@@ -78,7 +79,9 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
         ([{}], r"messages\[0\] must have a role, but has no keys"),
         ([{"role": 1, "content": "a"}], r"messages\[0\] must have text as role, not 1"),
         ([{"role": "user"}], r"messages\[0\] must have text as content, not None"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have text as content, not \[\{"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] has a content part \{'type': 't"),
+        ([{"role": "user", "content": []}], r"messages\[0\] has a list without parts as content; give it a part"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\] has a content part of type 'image', but"),
         ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have text as content"),  # type: ignore[arg-type]
     ],
 )

@@ -126,7 +126,5 @@ def test_conversation_that_takes_too_many_renderings_is_refused(tmp_path: Path) 
     talk = [one for _ in range(150) for one in (user("q"), assistant("a"))]
     short = encode_chat(load_tokenizer(odd), load_chat_templates(odd), talk[:10], None)
     assert set(short.labels) != {IGNORE}
-    with pytest.raises(
-        DataError, match=r"^the turns of 300 messages can only be found by rendering them more than "
-    ):
+    with pytest.raises(DataError, match=r"^the turns of 300 messages can only be found by rendering them more than "):
         encode_chat(load_tokenizer(odd), load_chat_templates(odd), talk, None)

@@ -48,3 +48,18 @@ def test_panic_of_the_tokenizer_is_a_fault_of_its_files(tmp_path: Path) -> None:
     tokenizer.save(file)
     with pytest.raises(DataError, match=r"the tokenizer rejects text: .*retry-limit-in-match over; correct its files"):
         load_tokenizer(folder).encode(["a" * 400])
+
+
+def test_text_that_ends_with_eos_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=None))
+    eos = tokenizer.tokenizer.id_to_token(tokenizer.eos)
+    assert tokenizer.encode([f"a{eos}", f"a{eos}\n"]) == [
+        tokenizer.encode(["a"])[0],
+        tokenizer.encode([f"a{eos}\n"])[0],
+    ]
+    assert tokenizer.encode([f"a{eos}\n"])[0].count(tokenizer.eos) == 2
+    (ids, labels), (other, untrained) = tokenizer.encode_responses([("a", f"b{eos}"), (f"a{eos}", "")])
+    assert ids == tokenizer.encode(["ab"])[0]
+    assert labels[-1] == untrained[-1] == tokenizer.eos
+    # EOS of the prompt does not end the response.
+    assert other == [*ids[:1], tokenizer.eos, tokenizer.eos]
