@@ -8,15 +8,12 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import date, datetime, timedelta, tzinfo
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
-from transformers.utils import chat_template_utils
 
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import mark_trained
@@ -126,18 +123,22 @@ class _SourceText:
         """Compare rows with the samples of a run. A template that writes the date is rendered as on other days, too."""
         prepared = _prepared(part)
 
-        def is_other(row: Row) -> bool:
-            return any(not _is_in(document, prepared) for document in self.documents([row]))
+        def others(rows: list[Row], text: "_SourceText" = self) -> list[Row]:
+            return [row for row in rows if any(not _is_in(one, prepared) for one in text.documents([row]))]
 
-        different, day = [row for row in rows if is_other(row)], None
+        different, day = others(rows), None
         for other in _days(part) if self.is_dated else ():
-            with _as_on(other):
-                # A few rows tell whether it is the day, or one of two.
-                if different and not all(map(is_other, different[:: -(-len(different) // _PROBES)])):
-                    different, day = [row for row in different if is_other(row)], other
+            # A few rows tell whether it is the day, or one of two.
+            probes, then = different[:: -(-len(different) // _PROBES) or 1], self.on(other)
+            if len(others(probes, then)) < len(probes):
+                different, day = others(different, then), other
         tokenizer = self.rules.load()
         texts = [mark_trained(tokenizer, one)[:_SHOWN] for one in self.documents(different)]
         return _Comparison(len(self.documents(rows)), texts, day)
+
+    def on(self, day: date) -> "_SourceText":
+        """Return the same with chat templates that write the date of a day."""
+        return replace(self, rules=replace(self.rules, day=day))
 
     def documents(self, rows: list[Row]) -> list[Document]:
         """Return the part of each trained row that begins it in the samples."""
@@ -160,20 +161,6 @@ def _days(part: Part) -> Iterator[date]:
     today = date.today()
     yield date.fromtimestamp(Path(part.index).stat().st_mtime)
     yield from (today - timedelta(days=number) for number in range(1, _MOST_DAYS))
-
-
-@contextmanager
-def _as_on(day: date) -> Iterator[None]:
-    """Render chat templates as on another day, in the body."""
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "Clock":
-            return cls.combine(day, datetime.now(tz).time())
-
-    # `strftime_now` of transformers has no other input.
-    with patch.object(chat_template_utils, "datetime", Clock):
-        yield
 
 
 def _rows(source: Source) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -42,6 +43,8 @@ class TextRules:
     system_prompt: str | None = None
     chat_template: str | None = None
     add_bos: AddBos = "auto"
+    day: date | None = None
+    """Date that chat templates write, by default today's."""
 
     @classmethod
     def of(cls, data: DataSpec, tokenizer: Path) -> "TextRules":
@@ -126,7 +129,7 @@ def _tokenised(
             for found in _all_or_each(tokenizer.encode, [row.values[columns.text] for row in rows])
         ]
     if columns.messages is not None:
-        templates = load_chat_templates(rules.tokenizer, rules.chat_template)
+        templates = load_chat_templates(rules.tokenizer, rules.chat_template, rules.day)
         tools = (None if columns.tools is None else row.values.get(columns.tools) for row in rows)
         return [
             _or_reason(encode_chat, tokenizer, templates, row.values[columns.messages], rules.system_prompt, its)

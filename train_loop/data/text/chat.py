@@ -1,14 +1,14 @@
 """Chat messages → tokens and labels, with the tokenizer's chat template; only the assistant's output is trained."""
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from train_loop.data.dataset import IGNORE
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template, dated
+from train_loop.data.text.chat_tokens import ChatTokens, encode_turns, up_to_eos
 from train_loop.data.text.messages import (
     FLAGS,
     MEDIA,
@@ -20,7 +20,6 @@ from train_loop.data.text.messages import (
     read_tools,
 )
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
-from train_loop.data.text.turn import Turn
 from train_loop.data.text.turns import find_turns
 from train_loop.data.text.values import Value, Values
 from train_loop.errors import DataError
@@ -57,10 +56,10 @@ class ChatTemplates:
 
 
 @lru_cache(maxsize=4)
-def load_chat_templates(folder: str, chosen: str | None = None) -> ChatTemplates:
+def load_chat_templates(folder: str, chosen: str | None = None, day: date | None = None) -> ChatTemplates:
     """Load the chat templates of a tokenizer folder, or the one that `data.chat_template` names. Raises DataError.
 
-    `chosen` is a template's name, or the URI of a Jinja file.
+    `chosen` is a template's name, or the URI of a Jinja file. `day`: the date that they write, by default today's.
     """
     tokenizer, place = load_tokenizer(folder), f" in {folder}"
     if chosen is not None and "/" in chosen:
@@ -76,7 +75,7 @@ def load_chat_templates(folder: str, chosen: str | None = None) -> ChatTemplates
     for name, source in used.items():
         compile_template(source, f"the chat template {name!r}{place}")
     return ChatTemplates(
-        {name: ChatTemplate(source, tokenizer.variables, markers) for name, source in used.items()}, chosen
+        {name: ChatTemplate(dated(source, day), tokenizer.variables, markers) for name, source in used.items()}, chosen
     )
 
 
@@ -126,16 +125,6 @@ def check_chat_template(folder: str, chosen: str | None = None) -> None:
             ) from error
 
 
-class ChatTokens(NamedTuple):
-    """The tokens of a conversation, which end with EOS."""
-
-    ids: list[int]
-    labels: list[int]
-    """All IGNORE if nothing is trained."""
-    ends: frozenset[int]
-    """Tokens that end a trained turn."""
-
-
 def encode_chat(
     tokenizer: TextTokenizer, templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None
 ) -> ChatTokens:
@@ -171,8 +160,8 @@ def encode_chat(
         return encode_chat(tokenizer, templates, messages, system_prompt, tools)  # another day has begun
     ends_with_answer = turns[-1]["role"] == "assistant" and len(turns) - 1 not in conversation.untrained
     if not template.marks_answers:
-        trained = _up_to_eos(tokenizer, text, trained)
-    return _with_bos(tokenizer, _encode(tokenizer, text, trained, ends_with_answer=ends_with_answer))
+        trained = up_to_eos(tokenizer, text, trained)
+    return encode_turns(tokenizer, text, trained, ends_with_answer=ends_with_answer)
 
 
 def left_out(templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None) -> str | None:
@@ -256,47 +245,3 @@ def _unused(
     if template.mentions(key):
         fault = f"the chat template leaves out {_described(turns, number, key, added)}"
     return f"{fault}; remove it from the data, or use a template that does{advice}"
-
-
-def _encode(tokenizer: TextTokenizer, text: str, turns: list[Turn], *, ends_with_answer: bool) -> ChatTokens:
-    """Return the tokens of a text, with EOS; a token is trained if any of its text is."""
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    starts = [start for start, _ in offsets]
-    trained = bytearray(len(text))
-    for start, _, stop in turns:
-        trained[start:stop] = b"\1" * (stop - start)
-    labels = [token if 1 in trained[start:stop] else IGNORE for token, (start, stop) in zip(ids, offsets, strict=True)]
-    ends = {ids[bisect_left(starts, turn.stop) - 1] for turn in turns if turn.end < turn.stop}
-    length = len(text.rstrip())
-    if ids[bisect_left(starts, length) - 1 :][:1] == [tokenizer.eos]:
-        return ChatTokens(ids, labels, frozenset(ends))
-    # The model learns to write EOS after its own last message, unless another end token ends that message. If text
-    # that the model does not write comes between them, it would never get there.
-    reached = max((turn.stop for turn in turns), default=0) >= length
-    last = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
-    is_ended = bool(turns) and turns[-1].end < turns[-1].stop and last in tokenizer.end_tokens
-    if not (ends_with_answer and reached) or is_ended:
-        return ChatTokens([*ids, tokenizer.eos], [*labels, IGNORE], frozenset(ends))
-    return ChatTokens([*ids, tokenizer.eos], [*labels, tokenizer.eos], frozenset(ends | {tokenizer.eos}))
-
-
-def _up_to_eos(tokenizer: TextTokenizer, text: str, turns: list[Turn]) -> list[Turn]:
-    """Return turns that stop after the first EOS of their ends, as the model writes nothing after it.
-
-    Some templates write the generation prompt after each conversation.
-    """
-    eos = str(tokenizer.variables["eos_token"])
-    places = (text.find(eos, turn.end, turn.stop) for turn in turns)
-    return [
-        turn if place < 0 else turn._replace(stop=place + len(eos)) for turn, place in zip(turns, places, strict=True)
-    ]
-
-
-def _with_bos(tokenizer: TextTokenizer, tokens: ChatTokens) -> ChatTokens:
-    """Apply `data.add_bos` to a conversation, whose BOS the chat template writes."""
-    ids, labels, ends = tokens
-    begins = tokenizer.bos is not None and ids[:1] == [tokenizer.bos]
-    if tokenizer.add_bos is True and not begins:
-        assert tokenizer.bos is not None, "checked by adding_bos"
-        return ChatTokens([tokenizer.bos, *ids], [IGNORE, *labels], ends)
-    return ChatTokens(ids[1:], labels[1:], ends) if tokenizer.add_bos is False and begins else tokens

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date, datetime, time
 from functools import lru_cache
 from typing import Any
 
@@ -101,6 +102,18 @@ def unseen(text: str) -> Iterator[str]:
     used = set(text)
     yield from (char for area in _PRIVATE_USE for char in map(chr, area) if char not in used)
     raise DataError("the conversation has more messages and tool calls than Unicode has private characters; split it")
+
+
+def dated(source: str, day: date | None) -> str:
+    """Return a template that writes the date of a day; unchanged if it writes none, or `day` is None.
+
+    The template sets `strftime_now` to a look-up of its own formats: the renderer of transformers takes no clock.
+    """
+    names, strings = _code(source)
+    if day is None or "strftime_now" not in names:
+        return source
+    written = {one: datetime.combine(day, time()).strftime(one) for one in sorted(strings) if "%" in one}
+    return f"{{% set strftime_now = {written!r}.get %}}\n{source}"  # the line's end is part of the tag
 
 
 def compile_template(source: str, named: str) -> None:

@@ -13,7 +13,7 @@ from tests.support.builders.specs import spec
 from tests.support.tokenizers.chats import CHATML, assistant, user, write_tokenizer
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.cache import join, list_sources
-from train_loop.data.prepare.check import _as_on, _beginnings, _is_in, _prepared, main
+from train_loop.data.prepare.check import _beginnings, _is_in, _prepared, main
 from train_loop.data.prepare.encode import TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, pack
@@ -25,13 +25,17 @@ from train_loop.run_dir import RunDir
 ROWS = [{"messages": [user(f"q{n}"), assistant(f"a{n}")]} for n in range(5)]
 
 
-def write_run(folder: Path, *, end_token: bool, template: str = CHATML) -> Path:
-    """Write a run whose samples have trained end tokens, or lack them as in an earlier version."""
+def write_run(folder: Path, *, end_token: bool, template: str = CHATML, then: str = CHATML) -> Path:
+    """Write a run whose samples have trained end tokens, or lack them as in an earlier version.
+
+    `then`: the template that wrote the samples.
+    """
+    old = write_tokenizer(folder / "old", template=then, eos="<|im_end|>")
     tokenizer = write_tokenizer(folder / "tokenizer", template=template, eos="<|im_end|>")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     data = {"train": {"path": str(folder / "rows.jsonl")}, "columns": {"messages": "messages"}, "sequence_length": 128}
     job = spec(data=data, model={"tokenizer": tokenizer})
-    rules = TextRules.of(job.data, Path(tokenizer))
+    rules = TextRules.of(job.data, Path(old))
     documents = []
     for one in encode_rows([Row(0, row) for row in ROWS], job.data.columns, vocab=384, rules=rules):
         assert isinstance(one, Document)
@@ -86,8 +90,9 @@ def test_template_that_writes_the_date_is_compared_as_on_the_day_of_preparation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end_token: bool
 ) -> None:
     day = date.today() - timedelta(days=9)
-    with _as_on(day):
-        folder = write_run(tmp_path, end_token=end_token, template="{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    now = "  {% if strftime_now is defined %}\n{{ strftime_now('%d %b %Y') }}{% endif %}\n" + CHATML
+    then = f"{day:%d %b %Y}" + CHATML
+    folder = write_run(tmp_path, end_token=end_token, template=now, then=then)
     monkeypatch.setattr(sys, "argv", ["check", str(folder)])
     monkeypatch.setattr("train_loop.data.prepare.check._MOST_DAYS", 20)
     assert main() == (0 if end_token else 1)
