@@ -1,6 +1,7 @@
 """`python -m train_loop.data.prepare.check`: samples of an earlier version against today's rules."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import date, timedelta
@@ -30,12 +31,13 @@ def write_run(folder: Path, *, end_token: bool, template: str = CHATML, then: st
 
     `then`: the template that wrote the samples.
     """
-    old = write_tokenizer(folder / "old", template=then, eos="<|im_end|>")
     tokenizer = write_tokenizer(folder / "tokenizer", template=template, eos="<|im_end|>")
+    old = shutil.copytree(tokenizer, folder / "old")
+    (old / "chat_template.jinja").write_text(then)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     data = {"train": {"path": str(folder / "rows.jsonl")}, "columns": {"messages": "messages"}, "sequence_length": 128}
     job = spec(data=data, model={"tokenizer": tokenizer})
-    rules = TextRules.of(job.data, Path(old))
+    rules = TextRules.of(job.data, old)
     documents = []
     for one in encode_rows([Row(0, row) for row in ROWS], job.data.columns, vocab=384, rules=rules):
         assert isinstance(one, Document)
