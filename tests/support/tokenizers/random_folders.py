@@ -41,7 +41,7 @@ def write_random_tokenizer(folder: Path, seed: int) -> None:
         tokenizer.enable_padding(length=32)
     if (kind := random.choice(_CLASSES)) is not None:
         config["tokenizer_class"] = kind
-    for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"):
+    for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens", "legacy"):
         if random.random() < 0.08:
             config[name] = random.random() < 0.7
     if random.random() < 0.2:
@@ -65,11 +65,28 @@ def _backend(random: Random) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
         return tokenizer
+    if random.random() < 0.15:
+        return _with_byte_fallback(random)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=random.random() < 0.3)
     tokenizer.decoder = decoders.ByteLevel()
     if random.random() < 0.2:
         tokenizer.normalizer = random.choice([normalizers.NFC(), normalizers.Lowercase(), normalizers.Prepend("▁")])
+    return tokenizer
+
+
+def _with_byte_fallback(random: Random) -> Tokenizer:
+    """Return a tokenizer like Llama 2's: pieces with spaces as "▁", and bytes of all other characters."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abdehiloprstuwy", "▁w", "or"]
+    vocab = {word: number for number, word in enumerate(words)}
+    model = models.BPE(vocab, [("▁", "w"), ("o", "r")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    if random.random() < 0.5:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        scheme = random.choice(["first", "always", "never"])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=random.random() < 0.5)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -79,7 +96,8 @@ def _add_tokens(random: Random, folder: Path, tokenizer: Tokenizer, names: list[
     legacy: dict[str, int] = {}
     for name in names:
         special, place = random.random() < 0.5, random.choice(["tokenizer", "tokenizer", "decoder", "added", "nowhere"])
-        token = AddedToken(name, special=special, normalized=random.random() < 0.3, lstrip=random.random() < 0.1)
+        takes = {side: random.random() < 0.1 for side in ("lstrip", "rstrip", "single_word")}
+        token = AddedToken(name, special=special, normalized=random.random() < 0.3, **takes)
         if place == "tokenizer":
             tokenizer.add_tokens([token])
         elif place == "decoder":

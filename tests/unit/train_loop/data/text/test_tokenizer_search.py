@@ -17,7 +17,8 @@ from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
 TEXTS = ["", "a word", " two  words\n", "x<|im_end|>y </s>", "<think>so</think> é", "<s>hi<eos>"]
-CHAT = [user("hi word"), assistant("a word "), user("so?"), assistant("<think>x</think>yes")]
+TEXTS += ["\u200d👩\u200d🚀 e\u0301\u00a0\r\n\t", "a</s>\n", "</s>", "xtool<tool>y <tool> ", "▁w or"]
+CHAT = [user("hi word\u00a0👩\u200d🚀 <s>"), assistant("a word "), user("so?"), assistant("<think>x</think>yes")]
 TOOLS = [{"type": "function", "function": {"name": "sum"}}]
 
 
@@ -52,9 +53,7 @@ def _compare_texts(folder: str, peer: Any) -> None:
     ours, eos = load_tokenizer(folder), peer.eos_token_id
     bare = [peer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     whole = [peer(text)["input_ids"] for text in TEXTS]
-    # The empty text has special tokens only: they end with EOS if the tokenizer writes it after each text.
-    both = whole[0] == [peer.bos_token_id] and eos == peer.bos_token_id
-    ends = whole[0][-1:] == [eos] and all(ids[-1:] == [eos] for ids in whole) and not both
+    ends = whole[1][-1:] == [eos]  # "a word" has no EOS of its own
     # A text that ends with EOS itself gets no second one, unless the tokenizer writes one.
     own = [ids[-1:] == [eos] and not (ours.suffix and not ends) for ids in bare]
     assert ours.encode(TEXTS) == [ids if ends or ended else [*ids, eos] for ids, ended in zip(whole, own, strict=True)]
