@@ -62,7 +62,7 @@ def _service_error(request: Request, error: Exception) -> Response:
 
 
 def _client_left(request: Request, error: Exception) -> Response:
-    """Return a response that nobody reads; its status, nginx's, stands in the log and the metrics."""
+    """Return a response without a reader; its status, nginx's, stands in the log and the metrics."""
     return Response(status_code=_CLIENT_LEFT)
 
 

@@ -61,7 +61,7 @@ def local_service() -> LocalService:
     try:
         url = ServiceAddress.model_validate_json(settings.address_file.read_bytes()).url
     except (OSError, ValidationError):
-        # No service is running; one that starts would listen here.
+        # No service is running; a new service would listen here.
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = f"http://{host}:{settings.port}"
     return LocalService(url, settings.admin_key, settings.address_file)

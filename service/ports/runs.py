@@ -35,7 +35,7 @@ class AttemptObservation:
     head: HeadNode | None = None
     """Kubernetes node of the driver, if it is known."""
     waits_for: str | None = None
-    """What the attempt waits for since it was asked to stop, with the start of the wait."""
+    """Cause of the wait after a request to stop, with the start of the wait."""
 
 
 @dataclass(frozen=True)

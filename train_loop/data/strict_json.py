@@ -22,7 +22,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def finite(value: float) -> float:
-    """Return a number. Raises ValueError for one that JSON cannot write: templates would write NaN or Infinity."""
+    """Return a number. Raises ValueError if JSON cannot write it: templates would write NaN or Infinity."""
     if not math.isfinite(value):
         raise ValueError(f"{value} is not a number in JSON; write null")
     return value

@@ -61,7 +61,7 @@ class Observation:
     driver_end: str | None = None
     """How the driver ended, as a clause; None if it is alive or if that is unknown."""
     waits_for: str | None = None
-    """What an attempt that was asked to stop waits for."""
+    """Cause of the wait of an attempt after a request to stop."""
     condition: Reason | None = None
     """Reason why a live attempt makes no progress; None if it does."""
     unreachable: Reason | None = None

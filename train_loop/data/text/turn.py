@@ -19,7 +19,7 @@ _PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant",
 
 
 class Turn(NamedTuple):
-    """What the model writes in one turn: characters [start, stop) of a text, of which [end, stop) end the turn.
+    """The text of the model in one turn: characters [start, stop) of a text, of which [end, stop) end the turn.
 
     The end is empty if nothing in the text ends the turn.
     """

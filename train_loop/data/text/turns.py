@@ -1,4 +1,4 @@
-"""What the model has to write in a rendered conversation: all turns of the assistant."""
+"""The turns of the assistant in a rendered conversation: the text that the model has to write."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
