@@ -261,8 +261,9 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
     late = now >= stop_request.deadline
     # The stop file is written before anything else, so that a driver that is starting finds it, too.
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or _is_stuck(job, seen, now)) else ()
-    if not _is_asked(seen.stop, wanted_stop(stop_request, attempt)) and not late:
-        return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
+    if not _is_asked(seen.stop, wanted_stop(stop_request, attempt)) and (not late or (stop_now and seen.observed)):
+        # After the deadline, storage that cannot be written to must not keep the driver alive.
+        return Decision(job, (Effect.ASK_TO_STOP, *stop_now), needed=not late)
     if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
@@ -300,7 +301,9 @@ def _is_stuck(job: Job, seen: Observation, now: float) -> bool:
 def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float) -> Job:
     """Return the job after its driver has written an outcome and its workers have ended."""
     reason = _reported_failure(outcome) if outcome.result == "failed" else None
-    message = f"{outcome.reason}; {_newest(committed)}" if reason is not None else outcome.reason
+    message, newest = outcome.reason, _newest(committed)
+    if reason is not None and not str(message).endswith(newest):
+        message = f"{message}; {newest}"
     result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
     job = job.end_attempt(result, now=now, reason=reason, step=committed)
     if job.state is JobState.PAUSING and outcome.result == "succeeded":

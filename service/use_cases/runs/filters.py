@@ -25,7 +25,7 @@ _RAYS_REPORT = re.compile(
 )
 """Text in records in which Ray reports an error that the driver reports, too."""
 _RAYS_DAEMON = re.compile(r"\((raylet|gcs_server|autoscaler)\b[^)]*\) ")
-"""Start of a line that Ray's daemons send to the driver: a dead worker, and advice about Ray's own settings."""
+"""Start of a message that Ray's daemons send to the driver: a dead worker, and advice about Ray's own settings."""
 Filter = Callable[[str], bool]
 
 
@@ -61,9 +61,9 @@ class WithoutTracebacks:
     def __call__(self, line: str) -> bool:
         if _RECORD.match(line):
             self._hides = _RAYS_REPORT.search(line) is not None
-        elif _TRACEBACK.match(line):
+        elif _TRACEBACK.match(line) or _RAYS_DAEMON.match(line):
             self._hides = True
-        return not self._hides and _RAYS_DAEMON.match(line) is None
+        return not self._hides
 
 
 class _Part:

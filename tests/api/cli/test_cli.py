@@ -64,6 +64,7 @@ ray.exceptions.RayTaskError(DataError): ray::Map() (pid=1)
 "Map". Dataset execution will now abort. To ignore this exception, set DataContext.max_errored_blocks.
 2026-11-27 01:02:04,459 INFO ray.streaming_executor.py:371: Dataset dataset_1_0 execution failed
 (raylet) A worker died or was killed. Consider enabling resource isolation via --enable-resource-isolation.
+    - objects spillable: 1
 2026-11-27 01:02:05,456 ERROR train_loop.ray_train.driver: the attempt failed: bad.jsonl, line 7: invalid JSON
 Traceback (most recent call last):
   File "train_loop/ray_train/driver.py", line 9, in run_attempt

@@ -59,6 +59,16 @@ def test_cancel_stops_driver_at_deadline() -> None:
     assert step(job, replace(seen, submission=SubmissionStatus.STOPPED), now=151.0).job.state is JobState.CANCELLED
 
 
+def test_stop_without_a_grace_period_is_requested_before_the_driver_is_stopped() -> None:
+    job = cancelling(deadline=NOW)
+    # The driver must not report that nobody has asked.
+    both = step(job, Observation(ALIVE, observed=True))
+    assert (both.effects, both.needed) == ((Effect.ASK_TO_STOP, Effect.STOP_NOW), False)
+    assert step(job, Observation(ALIVE)).effects == (Effect.STOP_NOW,), "its storage cannot be read"
+    asked = Observation(ALIVE, stop=expected_stop(job), observed=True)
+    assert step(job, asked).effects == (Effect.STOP_NOW,)
+
+
 def test_finished_pause_replaces_reason_of_earlier_failure() -> None:
     job = replace(pausing(), reason=Reason(Code.EFFECT_FAILED, "the disk was slow"))
     assert step(job, Observation(ALIVE, outcome=Outcome(result="paused"))).job.reason == Reason(Code.USER, "paused")
@@ -168,6 +178,9 @@ def test_failure_reported_during_a_stop_names_the_newest_checkpoint() -> None:
     lost = Outcome(result="failed", code="worker_failure", reason="rank 1 was killed", retryable=True)
     done = step(pausing(), Observation(ALIVE, outcome=lost, committed=10)).job
     assert reason_message(done) == "paused (rank 1 was killed; the newest checkpoint is of step 10)"
+    # The driver names it, too, if it has ended the attempt.
+    named = lost.model_copy(update={"reason": "rank 1 was killed; the newest checkpoint is of step 10"})
+    assert reason_message(step(pausing(), Observation(ALIVE, outcome=named, committed=10)).job) == reason_message(done)
 
 
 @pytest.mark.parametrize(
