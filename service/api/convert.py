@@ -71,7 +71,7 @@ def job_out(view: JobView, *, now: float) -> JobOut:
         started_at=_time_or_none(job.started_at),
         finished_at=_time_or_none(job.finished_at),
         spec=job.spec,
-        scaling=job.size,
+        scaling=job.chosen_size,
         sizes=job.sizes,
         run_dir=job.run_dir,
         parent=LineageOut(job=job.parent.job, step=job.parent.step) if job.parent else None,

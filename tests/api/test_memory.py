@@ -173,3 +173,19 @@ def test_plan_warns_of_lines_that_were_not_read_and_of_the_training_of_a_tokeniz
         "training of a tokenizer takes about 952.0 MiB of host memory, and up to 9.3 GiB if words hardly repeat; no "
         "node has as much for workers: name a tokenizer in model.tokenizer"
     ]
+
+
+def test_resume_at_another_size_computes_the_reservation_anew(service: FakeService, client: TestClient) -> None:
+    service.cluster.total, service.cluster.memory, service.cluster.limited = {"CPU": 64.0}, 64 * GIB, True
+    job_id = client.post("/jobs", content=spec_body(training={"global_batch_size": 8})).json()["id"]
+    before = service.store.jobs[job_id].memory
+    assert client.post(f"/jobs/{job_id}/pause").status_code == 200
+    service.reconciler().run_once()
+    # What the command sends for `resume --workers 4`: the size that the API shows, at another number of workers.
+    scaling = client.get(f"/jobs/{job_id}").json()["scaling"]
+    assert scaling["resources_per_worker"] == {"CPU": 1.0}
+    answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": scaling | {"num_workers": 4}})
+    assert answer.status_code == 200, answer.text
+    after = service.store.jobs[job_id].memory
+    assert ([*before], [*after]) == ([2], [4])
+    assert after[4] < before[2]

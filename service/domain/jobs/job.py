@@ -174,9 +174,16 @@ class Job:
 
     @property
     def size(self) -> ScalingSpec:
-        """Return the size of the next attempt. An elastic job that is not admitted has its smallest size."""
-        size = self.requested_scaling.at(self.granted or self.sizes[0]) if self.sizes else self.requested_scaling
-        return reserve_memory(size, self.memory)
+        """Return the size of the next attempt, with the memory that its workers reserve."""
+        return reserve_memory(self.chosen_size, self.memory)
+
+    @property
+    def chosen_size(self) -> ScalingSpec:
+        """Return the size of the next attempt in the spec's terms, from which a user may request another one.
+
+        An elastic job that is not admitted has its smallest size.
+        """
+        return self.requested_scaling.at(self.granted or self.sizes[0]) if self.sizes else self.requested_scaling
 
     @property
     def waits_for(self) -> Reason | None:

@@ -39,7 +39,7 @@ def job_facts(job: Job | None) -> dict[str, JsonValue]:
         "name": job.spec.name,
         "state": job.state,
         "wish": job.stop_request,
-        "scaling": job.size,
+        "scaling": job.chosen_size,
         "parent": job.parent,
     }
     recorded: dict[str, JsonValue] = to_jsonable_python(
