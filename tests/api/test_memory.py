@@ -178,7 +178,7 @@ def test_plan_warns_of_lines_that_were_not_read_and_of_the_training_of_a_tokeniz
 def test_resume_at_another_size_computes_the_reservation_anew(service: FakeService, client: TestClient) -> None:
     service.cluster.total, service.cluster.memory, service.cluster.limited = {"CPU": 64.0}, 64 * GIB, True
     job_id = client.post("/jobs", content=spec_body(training={"global_batch_size": 8})).json()["id"]
-    before = service.store.jobs[job_id].memory
+    queued = service.store.get(job_id)
     assert client.post(f"/jobs/{job_id}/pause").status_code == 200
     service.reconciler().run_once()
     # What the command sends for `resume --workers 4`: the size that the API shows, at another number of workers.
@@ -186,6 +186,8 @@ def test_resume_at_another_size_computes_the_reservation_anew(service: FakeServi
     assert scaling["resources_per_worker"] == {"CPU": 1.0}
     answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": scaling | {"num_workers": 4}})
     assert answer.status_code == 200, answer.text
-    after = service.store.jobs[job_id].memory
-    assert ([*before], [*after]) == ([2], [4])
-    assert after[4] < before[2]
+    resumed = service.store.get(job_id)
+    assert queued is not None
+    assert resumed is not None
+    assert ([*queued.memory], [*resumed.memory]) == ([2], [4])
+    assert resumed.memory[4] < queued.memory[2]
