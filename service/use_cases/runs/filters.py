@@ -17,7 +17,7 @@ _LEVEL = re.compile(
 """Line format of train_loop.telemetry.logs; logs of older versions may have Ray's prefix before it."""
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+Z? +\[?[A-Za-z]+")
 """Start of a log record: its time and level."""
-_TRACEBACK = re.compile(r"(Traceback \(most recent call last\):|ray\.exceptions\.\w+|ray::)")
+_TRACEBACK = re.compile(r"(Traceback \(most recent call last\):|ray(\.\w+)*\.exceptions\.\w+|ray::)")
 """Start of a traceback below a record."""
 _RAYS_REPORT = re.compile(
     r"open an issue on|Full stack trace|abbreviated stack trace"

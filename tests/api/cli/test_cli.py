@@ -66,6 +66,10 @@ ray.exceptions.RayTaskError(DataError): ray::Map() (pid=1)
 (raylet) A worker died or was killed. Consider enabling resource isolation via --enable-resource-isolation.
     - objects spillable: 1
 2026-11-27 01:02:05,456 ERROR train_loop.ray_train.driver: the attempt failed: bad.jsonl, line 7: invalid JSON
+ray.data.exceptions.SystemException
+
+The above exception was the direct cause of the following exception:
+
 Traceback (most recent call last):
   File "train_loop/ray_train/driver.py", line 9, in run_attempt
 
