@@ -1,4 +1,4 @@
-"""Ray's reports of dead actors, in words of their own. Pure functions."""
+"""Sentences for Ray's reports of dead actors. Pure functions."""
 
 import re
 
@@ -19,6 +19,6 @@ def describe_death(report: str) -> str:
 
 
 def shorten_report(text: str) -> str:
-    """Return an error's text, or one sentence if it is Ray's report of a dead actor, whose ids help nobody."""
+    """Return an error's text, or one sentence without ids if it is Ray's report of a dead actor."""
     actor = _ACTOR.search(text)
     return text if actor is None else f"Ray's actor {actor[1]} {describe_death(text)}"

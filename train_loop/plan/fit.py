@@ -68,7 +68,7 @@ class MemoryNeed:
 
 
 def certain_needs(spec: JobSpec, plan: Plan) -> tuple[MemoryNeed, ...]:
-    """Return what a run needs for certain: in a step, at its end, and while its weights are initialised."""
+    """Return the certain needs of a run: in a step, at its end, and while its weights are initialised."""
     terms = [term for term in plan.memory if not term.estimated]
     return _need(spec, "in a step", terms), _update(spec, plan), _initialisation(spec, plan)
 
@@ -92,7 +92,7 @@ def _update(spec: JobSpec, plan: Plan) -> MemoryNeed:
 
 
 def estimated_need(spec: JobSpec, plan: Plan) -> MemoryNeed:
-    """Return what a step needs with the estimated terms."""
+    """Return the needs of a step with the estimated terms."""
     need = _need(spec, "in a step, with activations", plan.memory)
     if not need.device:
         return need

@@ -110,7 +110,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
 
 
 def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
-    """Estimate what an `any_size` run keeps of a step's gradients, and the buffer of its exchange."""
+    """Estimate the bytes that an `any_size` run keeps of a step's gradients, and the buffer of its exchange."""
     if tree is None:
         return ()
     kept = tree.partial_sums(mesh)

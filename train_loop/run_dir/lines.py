@@ -153,7 +153,7 @@ def read_appended(path: Path, start: int, length: int) -> bytes:
 def _open_regular(path: Path) -> BinaryIO:
     """Open a local log for reading. Raises OSError for a link, a FIFO or a device in its place.
 
-    The API shows logs: whoever can write in the folder could show files that only the service may read.
+    The API shows logs: a user who can write in the folder could show files that only the service may read.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -83,7 +83,7 @@ def is_below(place: str, root: str) -> bool:
 def _steps_below(place: str, root: str) -> tuple[str, str]:
     """Return the first two path components below a root; empty strings if there are none.
 
-    Servers may read `//`, `/./` and percent-encoded components as other paths, so compare what they may read.
+    Servers may read `//`, `/./` and percent-encoded components as other paths: compare the paths that they may read.
     """
     if not is_below(place, root):
         return "", ""

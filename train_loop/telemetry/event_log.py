@@ -217,7 +217,7 @@ def _newest(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
 
 
 def preempted_ranks(attempt: AttemptDir) -> list[int]:
-    """Return the ranks that the newest preemption notice names; none if there was no notice."""
+    """Return the ranks that the newest preemption notice names; an empty list without a notice."""
     return list((_newest(attempt, "preemption_notice") or {}).get("ranks", []))
 
 

@@ -69,7 +69,7 @@ def _line_bytes(file: SourceFile) -> tuple[int, int]:
         # Threads read by the policy and the timeouts of this one.
         reads = [partial(copy_context().run, _longest, file, start, _PLACE_BYTES) for start in starts]
         with ThreadPoolExecutor(_PLACES_AT_ONCE) as pool:
-            # Of a line of two steps or more, one place lies at least a step before its end.
+            # A line of two steps or more has a place that lies at least a step before its end.
             return max(pool.map(lambda read: read(), reads)), 2 * step
 
 

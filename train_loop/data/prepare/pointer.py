@@ -37,7 +37,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
 def as_in_parent(dataset: Dataset, run_dir: RunDir) -> Dataset:
     """Return a run's dataset with the fingerprint of its parent's if both have the same samples.
 
-    The run then goes on at the parent's position, whatever versions have prepared the samples again.
+    The run then continues at the parent's position, whatever versions have prepared the samples again.
     """
     parent = run_dir.parent()
     if parent is None:
