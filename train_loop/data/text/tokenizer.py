@@ -166,6 +166,11 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         )
     if not isinstance(loaded.eos_token_id, int):
         raise DataError(f"the tokenizer in {folder} has no eos_token; documents must end with one, so name it there")
+    if not _has_words(backend):
+        raise DataError(
+            f"the tokenizer in {folder} ({type(loaded).__name__}) has only special tokens, so all text would be lost: "
+            "its vocabulary file is absent or belongs to another class; save it again as a fast tokenizer"
+        )
     with _named_faults():
         theirs = [list(loaded(text)["input_ids"]) for text in _PROBES]
     backend.no_truncation()
@@ -183,6 +188,15 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         loaded.special_tokens_map,
         loaded.pad_token_id,
     )
+
+
+def _has_words(tokenizer: Tokenizer) -> bool:
+    """Return whether a vocabulary has more than special tokens.
+
+    Classes of transformers make up the special ones if a folder lacks their files.
+    """
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | {"▁"}
+    return not tokenizer.get_vocab(with_added_tokens=False).keys() <= special
 
 
 @contextmanager

@@ -21,6 +21,19 @@ def test_vocabulary_and_merges_are_enough(tmp_path: Path) -> None:
     assert tokenizer.vocab == 258
 
 
+@pytest.mark.parametrize(
+    "name", ["BarthezTokenizer", "GPT2Tokenizer", "PegasusTokenizer", "Qwen2Tokenizer", "T5Tokenizer"]
+)
+def test_folder_without_the_vocabulary_of_its_class_is_refused(tmp_path: Path, name: str) -> None:
+    # transformers makes tokenizers of such folders that write all words as the unknown token, or not at all.
+    (tmp_path / "other.tiktoken").write_text("YQ== 0\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
+    config = {"tokenizer_class": name, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"has only special tokens, so all text would be lost|cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
