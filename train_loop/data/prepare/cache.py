@@ -28,7 +28,7 @@ from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, SourceSpec
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
 
-TEXT_RULES = 6
+TEXT_RULES = 7
 """Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
 
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")

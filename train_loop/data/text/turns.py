@@ -1,14 +1,17 @@
 """The turns of the assistant in a rendered conversation: the text that the model has to write."""
 
-from collections.abc import Collection
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from train_loop.data.text.chat_template import ChatTemplate, Span, other_calls, unseen
+from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, other_calls, unseen
 from train_loop.data.text.content import texts_of, with_texts
-from train_loop.data.text.messages import Message
+from train_loop.data.text.messages import THOUGHTS, Message
 from train_loop.data.text.turn import Turn, TurnFinder
 from train_loop.data.text.values import Region, Values
 
@@ -37,21 +40,52 @@ def _marked_spans(template: ChatTemplate, messages: list[Message], untrained: Co
     text, spans = template.marked_text(messages)
     if not untrained:
         return spans
-    mark = next(unseen(text))
-    marked = [_everywhere(message, mark) if n in untrained else message for n, message in enumerate(messages)]
-    other, others = template.marked_text(marked)
-    if len(others) != len(spans):
-        raise TemplateError("the spans of {% generation %} change with the contents of messages")
-    return [span for span, (start, stop) in zip(spans, others, strict=True) if mark not in other[start:stop]]
+    marks = dict(zip(unseen(text), range(len(messages)), strict=False))
+    # A template may write another turn with content than without, so that a mark in empty content changes it.
+    for in_empty in (True, False):
+        marked = [_everywhere(messages[number], mark, in_empty=in_empty) for mark, number in marks.items()]
+        with suppress(*REFUSED):
+            other, others = template.marked_text(marked)
+            if len(others) == len(spans):
+                writers = _writers(messages, marks, other, others)
+                return [span for span, one in zip(spans, writers, strict=True) if not one & set(untrained)]
+    raise TemplateError("the spans of {% generation %} change with the contents of messages")
 
 
-def _everywhere(message: Message, mark: str) -> Message:
-    """Return a message with marks around its texts and in each of its tool calls."""
-    calls, content = message.get("tool_calls"), message.get("content")
+def _writers(messages: list[Message], marks: dict[str, int], text: str, spans: list[Span]) -> Iterator[set[int]]:
+    """Yield the assistant messages that each span may belong to: those with marks in it, or else around it.
+
+    A span can hold the end of a turn alone.
+    """
+    found = [(match.start(), marks[match.group()]) for match in re.finditer(f"[{''.join(marks)}]", text)]
+    for start, stop in spans:
+        first, after = bisect_left(found, (start,)), bisect_left(found, (stop,))
+        own = {number for _, number in found[first:after]}
+        before = found[first - 1][1] if first else -1
+        if not own and before >= 0 and messages[before]["role"] == "assistant":
+            own = {before}
+        rest = range(before + 1, found[after][1] + 1 if after < len(found) else len(messages))
+        yield own or {number for number in rest if messages[number]["role"] == "assistant"}
+
+
+def _everywhere(message: Message, mark: str, *, in_empty: bool) -> Message:
+    """Return a message with marks around an answer's texts and in its tool calls, or within a question's texts.
+
+    A template may look at the beginning and the end of questions. `in_empty`: whether empty content gets a mark.
+    """
+    calls, texts = message.get("tool_calls"), texts_of(message.get("content"))
+    if message["role"] != "assistant":
+        return message | {"content": with_texts(message["content"], [_within(text, mark) for text in texts])}
     new = message | ({"tool_calls": other_calls(calls, mark)} if calls else {})
-    if not content and calls:
+    new |= {key: mark + message[key] + mark for key in THOUGHTS & message.keys() if isinstance(message[key], str)}
+    if not any(texts) and (calls or not in_empty):
         return new
-    return new | {"content": with_texts(content, [mark + text + mark for text in texts_of(content)])}
+    return new | {"content": with_texts(message["content"], [mark + text + mark for text in texts])}
+
+
+def _within(text: str, mark: str) -> str:
+    middle = len(text) // 2
+    return text[:middle] + mark + text[middle:]
 
 
 class _Known(NamedTuple):

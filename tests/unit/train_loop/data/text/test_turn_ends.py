@@ -189,3 +189,27 @@ def test_missing_bos_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no bos_token, which data.add_bos needs"):
         load_tokenizer(folder).adding_bos(True)
     assert load_tokenizer(folder).adding_bos(False).encode(["a"])[0][-1] == load_tokenizer(folder).eos
+
+
+# Each part of a turn is marked on its own; the end also without content; and EOS after the last turn.
+PARTED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% if m.thinking %}{% generation %}<t>{{ m.thinking }}</t>{% endgeneration %}\n{% endif %}
+{%- if m.content %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}
+{%- generation %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}
+{% endfor %}{% generation %}<|endoftext|>{% endgeneration %}"""
+
+
+@pytest.mark.parametrize(
+    "wrong", [assistant("b"), assistant(""), assistant("b", thinking="t"), assistant("", tool_calls=CALL)]
+)
+@pytest.mark.parametrize("question", ["a", "b"])
+def test_no_marked_part_of_an_untrained_turn_is_trained(tmp_path: Path, wrong: Any, question: str) -> None:
+    tokens = added("<|im_start|>", "<|im_end|>", "<|endoftext|>", special=True)
+    folder = write(tmp_path, PARTED, tokens=tokens, eos="<|endoftext|>")
+    untrained = wrong | {"weight": 0}
+    first = shown(folder, [user(question), untrained, user("c"), assistant("d")])
+    assert first.partition("<|im_start|>user\nc")[0].count("⟦") == 0
+    assert first.endswith("<|im_start|>assistant\n⟦d<|im_end|><|endoftext|>⟧")
+    last = shown(folder, [user("c"), assistant("d"), user(question), untrained])
+    assert last.count("⟦") == 1
+    assert "⟦d<|im_end|>⟧" in last
