@@ -13,7 +13,7 @@ from train_loop.data.text.chat_template import REFUSED, ChatTemplate, Span, othe
 from train_loop.data.text.content import texts_of, with_texts
 from train_loop.data.text.messages import THOUGHTS, Message
 from train_loop.data.text.turn import Turn, TurnFinder
-from train_loop.data.text.values import Region, Values
+from train_loop.data.text.values import START, Region, Values
 
 
 def find_turns(values: Values, untrained: Collection[int] = ()) -> list[Turn]:
@@ -26,13 +26,24 @@ def find_turns(values: Values, untrained: Collection[int] = ()) -> list[Turn]:
     trained = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
     if not template.marks_answers:
         repeated = _Repeated(finder, values)
-        return [repeated.turn(number) for number in trained]
+        turns = [repeated.turn(number) for number in trained]
+        _check_echoes(values, dict(zip(trained, turns, strict=True)))
+        return turns
     spans = _marked_spans(template, messages, untrained)
     # Turns end as the last one does: one is enough, and each takes time.
     return [
         *(Turn(start, stop, stop) for start, stop in spans[:-1]),
         *(finder.marked(span, trained[-1:]) for span in spans[-1:]),
     ]
+
+
+def _check_echoes(values: Values, turns: dict[int, Turn]) -> None:
+    """Raise TemplateError if a turn reaches to where a later message quotes it: it would hold that one's header."""
+    contents = ("content", START)
+    echoes = [place for place, value in values.places if value.message < 0 and value.key in contents]
+    for number, turn in turns.items():
+        if any(turn.start < place <= turn.end for place in echoes):
+            raise TemplateError(f"the content of messages[{number}] occurs again after it")
 
 
 def _marked_spans(template: ChatTemplate, messages: list[Message], untrained: Collection[int]) -> list[Span]:

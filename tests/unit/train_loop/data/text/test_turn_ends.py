@@ -213,3 +213,13 @@ def test_no_marked_part_of_an_untrained_turn_is_trained(tmp_path: Path, wrong: A
     last = shown(folder, [user("c"), assistant("d"), user(question), untrained])
     assert last.count("⟦") == 1
     assert "⟦d<|im_end|>⟧" in last
+
+
+def test_header_that_quotes_an_answer_is_not_trained(tmp_path: Path) -> None:
+    # The number of messages changes the whole text with each message.
+    quoting = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}"
+    quoting += " re {{ messages[loop.index0 - 1].content if loop.index0 }}\n{{ m.content }}\n{% endfor %}"
+    tokens = added("<|im_start|>", "<|endoftext|>", special=True)
+    folder = write(tmp_path, quoting, tokens=tokens, eos="<|endoftext|>")
+    with pytest.raises(DataError, match=r"the content of messages\[1\] occurs again after it; mark it with"):
+        shown(folder, TALK)
