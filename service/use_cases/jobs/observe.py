@@ -37,12 +37,13 @@ class Observer:
         latest = self._latest(job, submission)
         self.cluster.note(job.id, written)
         idle_seconds = self.idle.seconds(job, written)
+        has_output = written.size > 0 or (latest.fenced and latest.attempt >= job.attempt.number)
         return Observation(
             submission=submission,
             training=written.training,
             outcome=written.outcome,
             stop=written.stop,
-            committed=self._committed(job, job.attempt, submission, written, idle_seconds=idle_seconds),
+            committed=self._committed(job, submission, written, has_output=has_output, idle_seconds=idle_seconds),
             loss_reason=written.lost,
             driver_end=self._driver_end(job.attempt, submission, written),
             waits_for=written.waits_for,
@@ -50,7 +51,7 @@ class Observer:
             unreachable=self.cluster.unreachable(),
             group_up=written.ready,
             idle_seconds=idle_seconds,
-            has_output=written.size > 0 or (latest.fenced and latest.attempt >= job.attempt.number),
+            has_output=has_output,
             newer=latest if latest.attempt > job.attempt.number else None,
             previous=self._previous(job, job.attempt),
             observed=True,
@@ -73,15 +74,16 @@ class Observer:
     def _committed(
         self,
         job: Job,
-        attempt: Attempt,
         submission: SubmissionStatus,
         written: AttemptObservation,
         *,
+        has_output: bool,
         idle_seconds: float,
     ) -> int | None:
         """Return the newest committed step; None as long as the attempt may commit another one."""
-        unknown = submission is SubmissionStatus.UNKNOWN or attempt.submitted_at is None
-        exited = not (unknown or submission.alive)
+        # A reconciler that lost its lease may have submitted the attempt without storing that.
+        submitted = submission is not SubmissionStatus.MISSING or job.attempts[-1].submitted_at is not None
+        exited = (submitted or has_output) and not (submission is SubmissionStatus.UNKNOWN or submission.alive)
         may_have_ended = written.outcome is not None or exited or hangs(job, idle_seconds)
         return self.run_dirs.committed(job.run_dir) if may_have_ended else None
 

@@ -1,4 +1,4 @@
-"""What the reason of a simulated job must agree with: its state, its attempts, its drivers and its checkpoints."""
+"""Rules for the reason of a simulated job: it agrees with state, attempts, drivers and checkpoints."""
 
 import re
 from collections.abc import Mapping
@@ -28,8 +28,11 @@ def _contradiction(attempt: Attempt, outcome: Outcome | None) -> str | None:
     if attempt.result != "moved" and (code is None) == (attempt.result == "failed"):
         return f"ended as {attempt.result} for the reason {attempt.reason}"
     if code is Code.DRIVER_LOST and outcome is not None:
+        # A driver that starts after its attempt has ended finds the fence.
+        if outcome.code == Code.FENCED:
+            return None
         return f"has the outcome {outcome} and the reason {attempt.reason}"
-    # Of an outcome that cannot be read, or after a planned end of the cluster, the code is another.
+    # The code differs for an unreadable outcome, and after a planned end of the cluster.
     if code in (None, Code.STORAGE_UNAVAILABLE, Code.MOVING) or outcome is None or outcome.result != "failed":
         return None
     if code_of(outcome.code) is not code:

@@ -1,5 +1,6 @@
 """The reasons that the reconciler reports while a job waits."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
+from service.domain.jobs.observation import SubmissionStatus
 from service.domain.jobs.reason import Code
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterUnreachable
@@ -40,6 +42,18 @@ def test_storage_that_fails_after_the_end_does_not_replace_the_reason(
     reason = service.get(job.id).reason
     assert reason is not None
     assert (reason.code, reason.message) == (Code.DATA_ERROR, "no rows")
+
+
+@pytest.mark.parametrize("submission", [SubmissionStatus.FAILED, SubmissionStatus.MISSING])
+def test_checkpoint_of_an_attempt_is_found_although_its_submission_was_not_stored(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch, submission: SubmissionStatus
+) -> None:
+    """A reconciler that lost its lease submits an attempt, but cannot store that."""
+    job = service.get(started(service).id)
+    monkeypatch.setattr(LocalRunDirs, "committed", lambda *_: 3)
+    unstored = replace(job, attempts=(replace(job.attempts[-1], submitted_at=None),))
+    assert service.reconciler().observer.observe(unstored, submission).committed == 3
+    assert service.reconciler().observer.observe(unstored, SubmissionStatus.RUNNING).committed is None
 
 
 def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(service: FakeService) -> None:
