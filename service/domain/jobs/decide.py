@@ -4,6 +4,7 @@ A decision is the job to store and the side effects to run first. Effects are re
 and store, the service decides again. `admission` decides for all jobs at once which of them start.
 """
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from train_loop.run_dir import Outcome, Stop
 _SLACK_SECONDS = 60.0
 _HEAD_END_SECONDS = 10.0
 """Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
+_MOST_HEAD_END_SECONDS = 300.0
+"""Limit of that delay, which doubles with each head in a row that ends before its driver has started."""
 _OWN_END_SECONDS = 5.0
 """Seconds that a driver without workers has to end by itself."""
 _NEVER_RAN = "the head of Ray has ended before the driver had started"
@@ -152,7 +155,14 @@ def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float
     # The attempt keeps the reason: soon the job's own is that Ray does not answer.
     job = job.end_attempt("moved", now=now, reason=reason, step=committed)
     job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
-    return replace(job, reason=reason, next_attempt_at=now + _HEAD_END_SECONDS)
+    return replace(job, reason=reason, next_attempt_at=now + _delay_after_head(job))
+
+
+def _delay_after_head(job: Job) -> float:
+    """Return the seconds until the next attempt: more if heads end again and again before a driver has started."""
+    ends = (attempt.reason.message if attempt.reason else None for attempt in reversed(job.attempts))
+    in_a_row = sum(1 for _ in itertools.takewhile(_NEVER_RAN.__eq__, ends))
+    return min(_HEAD_END_SECONDS * 2.0 ** min(max(in_a_row - 1, 0), 30), _MOST_HEAD_END_SECONDS)
 
 
 def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
@@ -340,7 +350,9 @@ def _unsaved(seen: Observation, attempt: Attempt, *, late: bool) -> str:
     """Return why an attempt ended before it saved, and the newest checkpoint."""
     if not seen.observed:
         return f"{_UNREAD.message}, nor is its newest checkpoint"
-    if (notice := _notice(seen, attempt)) is not None:
+    # STOPPED: the service itself has stopped the driver, which takes the signal for a notice of its host.
+    notice = None if seen.submission is SubmissionStatus.STOPPED else _notice(seen, attempt)
+    if notice is not None:
         cause = f"{notice}; the driver was ended before it had saved"
     elif seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
         cause = f"{seen.loss_reason.message.removesuffix(RESUMES)} before it saved"

@@ -308,6 +308,18 @@ def test_attempt_that_a_head_took_with_it_before_it_began_is_no_failure(job: Job
     assert len(later.attempts) == len(job.attempts) + 1
 
 
+def test_heads_that_end_again_and_again_before_an_attempt_began_are_given_more_and_more_time() -> None:
+    job, delays = live(JobState.STARTING), list[float]()
+    for _ in range(8):
+        job = step(job, Observation(SubmissionStatus.MISSING)).job
+        delays.append((job.next_attempt_at or 0) - NOW)
+        job = replace(job.begin_attempt(now=NOW).mark_submitted(now=NOW), next_attempt_at=None)
+    assert delays == [10, 20, 40, 80, 160, 300, 300, 300]
+    job = step(job, Observation(SubmissionStatus.FAILED, has_output=True)).job
+    job = replace(job.begin_attempt(now=NOW).mark_submitted(now=NOW), next_attempt_at=None)
+    assert step(job, Observation(SubmissionStatus.MISSING)).job.next_attempt_at == NOW + 10
+
+
 @pytest.mark.parametrize(
     ("stop", "outcome"),
     [

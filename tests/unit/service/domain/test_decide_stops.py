@@ -134,7 +134,7 @@ def test_stop_without_outcome_names_its_cause_and_the_newest_checkpoint(
 
 @pytest.mark.parametrize("submission", [SubmissionStatus.MISSING, SubmissionStatus.FAILED])
 @pytest.mark.parametrize(("job", "result"), [(cancelling(), "cancelled"), (pausing(), "paused")])
-def test_planned_end_of_the_head_during_a_stop_is_named_and_no_failure(
+def test_planned_end_of_the_head_during_a_stop_is_named_and_not_a_failure(
     job: Job, result: str, submission: SubmissionStatus
 ) -> None:
     """The head adds its reason to the request of the service, which does not replace it."""
@@ -146,6 +146,11 @@ def test_planned_end_of_the_head_during_a_stop_is_named_and_no_failure(
     assert reason_message(done) == (
         f"{job.stop_request.reason.message} (the head ends as planned; the driver was ended before it had saved; "
         "the newest checkpoint is of step 10)"
+    )
+    # The service has stopped the driver, which adds a notice when it gets the signal.
+    stopped = step(job, Observation(SubmissionStatus.STOPPED, stop=noticed, observed=True, has_output=True)).job
+    assert reason_message(stopped) == (
+        f"{job.stop_request.reason.message} (stopped before it saved; there is no checkpoint)"
     )
     # A request that the head made itself is not the service's.
     own = Stop(mode="pause", attempt=1, reason="the head ends as planned")
