@@ -56,7 +56,10 @@ def test_request_of_the_service_stays_and_gets_the_reason(tmp_path: Path) -> Non
             assert run_dir.stop(attempt=2) == own.model_copy(update={"reason": REASON})
     # A request to an earlier attempt is over.
     ask_to_leave(run_dir, 3, reason=REASON)
-    assert run_dir.stop(attempt=3) == Stop(mode="pause", attempt=3, reason=REASON)
+    later = Stop(mode="pause", attempt=3, reason=REASON)
+    assert run_dir.stop(attempt=3) == later
+    ask_to_leave(run_dir, 2, reason="its host is shut down")
+    assert run_dir.stop() == later
 
 
 @pytest.fixture
