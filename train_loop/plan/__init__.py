@@ -32,7 +32,7 @@ from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_byte
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
-from train_loop.plan.reserve import reservation_problem, reservations
+from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
 from train_loop.plan.resources import (
     DATA_CPUS,
     data_starves,
@@ -108,6 +108,7 @@ __all__ = [
     "shards_of",
     "splits",
     "task_bytes",
+    "task_reservation",
     "tokenizer_bytes",
     "too_big",
     "unknown_memory",

@@ -15,6 +15,8 @@ _HELPER_BYTES = 1536 * 2**20
 """Memory of a job's other processes: driver, controller, and tasks of Ray Data."""
 _MARGIN = 2
 """Factor of the estimated terms, which depend on the model's code and on kernels."""
+_SHARE = 0.97
+"""Maximum part of a node that is reserved beyond certain needs: a node may have less memory after an update."""
 _UNIT = 64 * 2**20
 """Reservations are multiples of it."""
 
@@ -40,7 +42,15 @@ def _reservation(spec: JobSpec, plan: Plan, largest: LargestRead | None, memory:
     preparation = max(task_bytes(spec, largest), tokenizer_bytes(spec, largest)[0])
     wanted = max(wanted, -(-preparation // world))
     # A job that is alone always starts.
-    return max(least, min(-(-wanted // _UNIT) * _UNIT, memory // world))
+    return max(least, min(-(-wanted // _UNIT) * _UNIT, int(_SHARE * memory) // world))
+
+
+def task_reservation(spec: JobSpec, largest: LargestRead | None) -> int:
+    """Return the bytes that a task of preparation reserves: at most those of the job's workers, which start later.
+
+    With a larger reservation, a task could wait until other jobs end.
+    """
+    return min(task_bytes(spec, largest), int(spec.scaling.resources_per_worker[MEMORY]) * spec.scaling.world)
 
 
 def _spare_bytes(spec: JobSpec) -> int:

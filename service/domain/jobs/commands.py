@@ -53,7 +53,9 @@ def request_resume(job: Job, size: JobSize | None, *, deadline: float, now: floa
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train from a checkpoint")
     sized = job
-    if size is not None and size.scaling != job.requested_scaling:
+    other = size is not None and size.scaling != job.requested_scaling
+    # The memory of the host may have changed since the job was checked.
+    if size is not None and (other or (job.state is JobState.PAUSED and size.memory != job.memory)):
         # The attempt has the size that the job holds now. `granted` belongs to the previous size.
         sized = replace(job, scaling=size.scaling, sizes=size.sizes, memory=size.memory, granted=None)
     if job.state is JobState.PAUSED:

@@ -44,7 +44,7 @@ from train_loop.data.text.chat import load_chat_templates
 from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape
-from train_loop.plan import TOKENIZER_TEXT, task_bytes
+from train_loop.plan import TOKENIZER_TEXT, task_reservation
 from train_loop.run_dir import write_durably
 from train_loop.spec import MEMORY, ColumnsSpec, JobSpec
 from train_loop.system.memory_limit import is_limited
@@ -157,9 +157,9 @@ def _tasks(source: Source) -> list[list[Piece]]:
 
 def _reserved(spec: JobSpec, source: Source) -> dict[str, int]:
     """Return the memory that each task reserves under an embedded Ray, so that other jobs keep theirs."""
-    if not is_limited(os.environ):
+    if MEMORY not in spec.scaling.resources_per_worker or not is_limited(os.environ):
         return {}
-    return {MEMORY: task_bytes(spec, largest_read([("", source.spec, source.columns)]))}
+    return {MEMORY: task_reservation(spec, largest_read([("", source.spec, source.columns)]))}
 
 
 def _documents(

@@ -14,7 +14,7 @@ from service.domain.jobs.transitions import preempt, start
 from service.domain.queue.entry import QueueEntry
 from service.errors import IllegalState
 from tests.support.fakes.service import a_job
-from train_loop.spec import ScalingSpec
+from train_loop.spec import MEMORY, ScalingSpec
 
 NOW = 100.0
 ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
@@ -110,6 +110,13 @@ def test_new_scaling_applies_from_the_next_attempt() -> None:
     assert resume(in_state(JobState.PAUSING), four).size == four
     running = resume(in_state(JobState.RUNNING), four)
     assert (running.state, running.stop_request and running.stop_request.mode) == (JobState.PAUSING, "resize")
+
+
+def test_resume_of_a_paused_job_at_its_size_takes_the_memory_of_the_host_today() -> None:
+    paused, running = (replace(in_state(state), memory={2: 5}) for state in (JobState.PAUSED, JobState.RUNNING))
+    size = JobSize(paused.requested_scaling, memory={2: 3})
+    assert request_resume(paused, size, deadline=NOW, now=NOW).size.resources_per_worker[MEMORY] == 3
+    assert request_resume(running, size, deadline=NOW, now=NOW) == running
 
 
 def test_held_resources_are_those_of_the_current_attempt() -> None:
