@@ -146,13 +146,16 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "Prometheus and Grafana at port 443": {
         "monitoring": {"prometheusUrl": "https://p.example/x", "grafanaUrl": "https://g.example:443"}
     },
-    "variables that are no secrets": {
+    "variables without secrets": {
         "env": [
             {"name": "MAX_TOKEN", "value": "5"},
             {"name": "TOKENIZERS_PARALLELISM", "value": "true"},
             {"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"},
             {"name": "SSL_CLIENT_PRIVATE_KEY", "value": "/etc/key.pem"},
             {"name": "NO_PROXY", "value": "a@b,10.0.0.0/8"},
+            {"name": "PASSWORD", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+            {"name": "PROXY_PASSWORD", "value": "$(PASSWORD)"},
+            {"name": "HTTP_PROXY", "value": "http://me:$(PASSWORD)@proxy.example"},
         ]
     },
     "networks with exceptions": {

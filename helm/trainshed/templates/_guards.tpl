@@ -97,8 +97,10 @@
 {{- end }}
 {{- define "trainshed.plainSecrets" }}
 {{- range .env }}
-{{- $named := and .value (regexMatch "(?i)(secret|passw(or)?d|pwd|passphrase|token|(api|access|private|account|secret)_?key)$" .name) (not (regexMatch "^([0-9.]*|true|false|/.*)$" .value)) }}
-{{- if or $named (regexMatch "://[^/@\\s]*:[^/@\\s]+@" (.value | default "")) }}
+{{- /* $(NAME) stands for another variable, which may come from a Secret. */}}
+{{- $value := regexReplaceAll "\\$\\([-._A-Za-z][-._A-Za-z0-9]*\\)" (.value | default "") "" }}
+{{- $named := and $value (regexMatch "(?i)(secret|passw(or)?d|pwd|passphrase|token|(api|access|private|account|secret)_?key)$" .name) (not (regexMatch "^([0-9.]*|true|false|/.*)$" $value)) }}
+{{- if or $named (regexMatch "://[^/@\\s]*:[^/@\\s]+@" $value) }}
 {{- fail (printf "%s.%s has its secret in plain text, which all who can read the release see: use valueFrom with a Secret" $.name .name) }}
 {{- end }}
 {{- end }}
