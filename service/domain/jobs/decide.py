@@ -10,10 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from service.domain.jobs.condition import RESUMES, clock_time
+from service.domain.jobs.explain import (
+    UNREAD,
+    began,
+    crash_loop,
+    driver_loss,
+    last_end,
+    newest_checkpoint,
+    planned_end_notice,
+    reported_failure,
+    stop_reason,
+    wait_of_stop,
+    why_unsaved,
+)
 from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
-from service.domain.jobs.reason import Code, Reason, code_of
+from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
 
@@ -25,8 +37,6 @@ _MOST_HEAD_END_SECONDS = 300.0
 _OWN_END_SECONDS = 5.0
 """Seconds that a driver without workers has to end by itself."""
 _NEVER_RAN = "the head of Ray has ended before the driver had started"
-_UNREAD = Reason(Code.STORAGE_UNAVAILABLE, "its storage cannot be read, so its last outcome is not known")
-"""Reason of an attempt that ended after the deadline of its stop request, while nothing could be read of it."""
 _NO_FAILURE = (SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED)
 """Ends of a driver that was stopped, or whose outcome is not a failure although it cannot be read."""
 _FENCE_SECONDS = 600.0
@@ -117,7 +127,7 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
             return _submit(job, seen.previous, now)
         return Decision(_end_as_planned(job, _NEVER_RAN, committed=seen.committed, now=now))
     if not seen.submission.alive:
-        return Decision(_fail_attempt(job, _driver_loss(seen), committed=seen.committed, now=now, retry=retry))
+        return Decision(_fail_attempt(job, driver_loss(seen), committed=seen.committed, now=now, retry=retry))
     if hangs(job, seen.idle_seconds):
         idle = f"nothing was written for {seen.idle_seconds:.0f} s"
         reason = Reason(Code.HUNG, f"{idle}; stack traces of the ranks are in stacks/ of the attempt")
@@ -127,7 +137,7 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
 
 def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
     """Return why an attempt has ended if its head or host had asked it to leave; None if it has not, or otherwise."""
-    notice = _notice(seen, attempt)
+    notice = planned_end_notice(seen, attempt)
     if notice is None:
         return None
     resumes = "there is no checkpoint" if seen.committed is None else f"the run resumes from step {seen.committed}"
@@ -137,11 +147,6 @@ def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
     # Ranks whose pods end first are lost: that is not a fault either.
     left = seen.outcome.result in ("paused", "moved") or (seen.outcome.result == "failed" and seen.outcome.retryable)
     return f"{notice}; {resumes}" if left else None
-
-
-def _notice(seen: Observation, attempt: Attempt) -> str | None:
-    """Return why the head or the host of an attempt ends as planned; None if it has not said so."""
-    return seen.stop.reason if seen.stop is not None and seen.stop.attempt == attempt.number else None
 
 
 def _never_ran(seen: Observation) -> bool:
@@ -171,7 +176,7 @@ def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
         return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is SubmissionStatus.UNKNOWN:
         return Decision(job)
-    return Decision(_with_reason(job.mark_submitted(now=now), _last_end(job)), (Effect.SUBMIT,))
+    return Decision(_with_reason(job.mark_submitted(now=now), last_end(job)), (Effect.SUBMIT,))
 
 
 def hangs(job: Job, idle_seconds: float) -> bool:
@@ -198,7 +203,7 @@ def _live_reason(job: Job, seen: Observation) -> Reason | None:
         return seen.loss_reason or Reason(
             Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint"
         )
-    return _last_end(job)
+    return last_end(job)
 
 
 def _with_outage(job: Job, seen: Observation) -> Job:
@@ -224,7 +229,7 @@ def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now:
     if outcome.result != "failed":
         unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result} without a request")
         return _fail_attempt(job, unasked, committed=committed, now=now, retry=retry)
-    reason = _reported_failure(outcome)
+    reason = reported_failure(outcome)
     if outcome.retryable:
         return _fail_attempt(job, reason, committed=committed, now=now, retry=retry)
     job = job.end_attempt("failed", now=now, reason=reason, step=committed)
@@ -235,29 +240,10 @@ def _fail_attempt(job: Job, reason: Reason, *, committed: int | None, now: float
     """End the newest attempt as failed. Retry it after a delay, or fail the job if no attempts are left."""
     job = job.end_attempt("failed", now=now, reason=reason, step=committed)
     if len(job.failures) >= job.spec.failure.max_attempts:
-        return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
+        return job.move(JobState.FAILED, now=now, reason=crash_loop(job.failures))
     if job.state is JobState.RUNNING:
         job = job.move(JobState.RECOVERING, now=now)
-    return replace(_with_reason(job, _last_end(job)), next_attempt_at=now + retry.delay(job))
-
-
-def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
-    """Return why the job is not retried, with the message of each failure."""
-    each = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
-    message = f"{len(failures)} of {len(failures)} attempts failed without progress: {each}"
-    return Reason(Code.CRASH_LOOP, message, "fix the cause and clone the job, or raise failure.max_attempts")
-
-
-def _last_end(job: Job) -> Reason | None:
-    """Return why the newest ended attempt failed, with the count and limit of failures, or why it moved; else None."""
-    over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
-    if not over or over[-1].result not in ("failed", "moved") or over[-1].reason is None:
-        return None
-    if over[-1].result == "moved":
-        return over[-1].reason
-    counts = over[-1] in job.failures
-    tries = f" ({len(job.failures)} of {job.spec.failure.max_attempts})" if counts else ""
-    return replace(over[-1].reason, message=f"attempt {over[-1].number} failed{tries}: {over[-1].reason.message}")
+    return replace(_with_reason(job, last_end(job)), next_attempt_at=now + retry.delay(job))
 
 
 def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
@@ -265,7 +251,7 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
     attempt, stop_request = job.attempt, job.stop_request
     if attempt is None or attempt.ended_at is not None or stop_request is None:
         # Without the reason of an effect that failed in between.
-        return Decision(_finish_stop(_with_reason(job, _stop_reason(job, None)), now))
+        return Decision(_finish_stop(_with_reason(job, stop_reason(job, None)), now))
     if seen.outcome is not None:
         return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
     late = now >= stop_request.deadline
@@ -278,23 +264,12 @@ def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision
         return Decision(_with_outage(job, seen))
     if not seen.submission.alive:
         return Decision(_stop_without_outcome(job, seen, now))
-    return Decision(_with_reason(job, _wait_of_stop(stop_request, seen)), stop_now)
+    return Decision(_with_reason(job, wait_of_stop(stop_request, seen)), stop_now)
 
 
 def _is_asked(stop: Stop | None, wanted: Stop) -> bool:
     """Return whether a request is the wanted one; a head that ends as planned adds its reason."""
     return stop is not None and stop.model_copy(update={"reason": None}) == wanted
-
-
-def _wait_of_stop(stop_request: StopRequest, seen: Observation) -> Reason:
-    """Return the reason of a job whose attempt has not ended yet: the request, or what delays it, and its deadline."""
-    delay, latest = seen.condition, f"until {clock_time(stop_request.deadline)} at the latest"
-    if delay is not None and delay.code is Code.STALLED:
-        command = "cancel" if stop_request.mode == "cancel" else "pause"
-        remedy = f"to stop without a new checkpoint: trainshed {command} JOB --grace 0"
-        return replace(delay, message=f"{delay.message}; the {stop_request.mode} waits {latest}", remedy=remedy)
-    waits = f"; waits for {seen.waits_for}, {latest}" if seen.waits_for else ""
-    return delay or replace(stop_request.reason, message=f"{stop_request.reason.message}{waits}")
 
 
 def _is_stuck(job: Job, seen: Observation, now: float) -> bool:
@@ -310,8 +285,8 @@ def _is_stuck(job: Job, seen: Observation, now: float) -> bool:
 
 def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float) -> Job:
     """Return the job after its driver has written an outcome and its workers have ended."""
-    reason = _reported_failure(outcome) if outcome.result == "failed" else None
-    message, newest = outcome.reason, _newest(committed)
+    reason = reported_failure(outcome) if outcome.result == "failed" else None
+    message, newest = outcome.reason, newest_checkpoint(committed)
     if reason is not None and not str(message).endswith(newest):
         message = f"{message}; {newest}"
     result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
@@ -320,7 +295,7 @@ def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now
         return job.move(JobState.SUCCEEDED, now=now)
     if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
         return job.move(JobState.FAILED, now=now, reason=reason)
-    return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
+    return _finish_stop(_with_reason(job, stop_reason(job, message)), now)
 
 
 def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
@@ -333,51 +308,17 @@ def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
     elif _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
         result = "service_stopped"
-    elif _notice(seen, attempt) or seen.submission in _NO_FAILURE or not _began(attempt, seen):
+    elif planned_end_notice(seen, attempt) or seen.submission in _NO_FAILURE or not began(attempt, seen):
         result = wanted_stop(request, attempt).result
     else:
-        result, failure = "failed", _driver_loss(seen) if seen.observed else _UNREAD
-    message = _unsaved(seen, attempt, late=now >= request.deadline) if _began(attempt, seen) else None
+        result, failure = "failed", driver_loss(seen) if seen.observed else UNREAD
+    message = why_unsaved(seen, attempt, late=now >= request.deadline) if began(attempt, seen) else None
     job = job.end_attempt(result, now=now, reason=failure, step=seen.committed)
-    return _finish_stop(_with_reason(job, _stop_reason(job, message)), now)
-
-
-def _began(attempt: Attempt, seen: Observation) -> bool:
-    return attempt.submitted_at is not None or seen.has_output
-
-
-def _unsaved(seen: Observation, attempt: Attempt, *, late: bool) -> str:
-    """Return why an attempt ended before it saved, and the newest checkpoint."""
-    if not seen.observed:
-        return f"{_UNREAD.message}, nor is its newest checkpoint"
-    # STOPPED: the service itself has stopped the driver, which takes the signal for a notice of its host.
-    notice = None if seen.submission is SubmissionStatus.STOPPED else _notice(seen, attempt)
-    if notice is not None:
-        cause = f"{notice}; the driver was ended before it had saved"
-    elif seen.loss_reason is not None and seen.training is WorkerStatus.LOST:
-        cause = f"{seen.loss_reason.message.removesuffix(RESUMES)} before it saved"
-    elif seen.submission is not SubmissionStatus.STOPPED:
-        cause = f"{_driver_loss(seen).message} before it saved"
-    elif not seen.has_output:
-        cause = "stopped before its driver had started"
-    else:
-        cause = f"stopped {'at the deadline ' if late else ''}before it saved"
-    return f"{cause}; {_newest(seen.committed)}"
-
-
-def _newest(step: int | None) -> str:
-    return "there is no checkpoint" if step is None else f"the newest checkpoint is of step {step}"
+    return _finish_stop(_with_reason(job, stop_reason(job, message)), now)
 
 
 def _service_stops(job: Job) -> bool:
     return job.stop_request is not None and job.stop_request.reason.code is Code.SERVICE_STOPPED
-
-
-def _stop_reason(job: Job, message: str | None) -> Reason | None:
-    """Return the reason of the stop request, with a message appended. It replaces errors from before the end."""
-    if job.stop_request is None or message is None:
-        return job.stop_request.reason if job.stop_request is not None else job.reason
-    return replace(job.stop_request.reason, message=f"{job.stop_request.reason.message} ({message})")
 
 
 def _finish_stop(job: Job, now: float) -> Job:
@@ -386,18 +327,6 @@ def _finish_stop(job: Job, now: float) -> Job:
         return job.move(JobState.CANCELLED, now=now, reason=job.reason)
     paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
     return resume(paused, now=now) if job.stop_request is not None and job.stop_request.then_resume else paused
-
-
-def _reported_failure(outcome: Outcome) -> Reason:
-    return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
-
-
-def _driver_loss(seen: Observation) -> Reason:
-    """Return the reason of an attempt whose driver ended without an outcome."""
-    how = seen.driver_end or f"the status of its submission is {seen.submission}"
-    if seen.submission is SubmissionStatus.STOPPED:
-        how = f"it was stopped in Ray, not by the service ({how})" if seen.driver_end else "it was stopped in Ray"
-    return Reason(Code.DRIVER_LOST, f"the driver was lost: {how}")
 
 
 def _with_reason(job: Job, reason: Reason | None) -> Job:
