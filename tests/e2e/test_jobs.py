@@ -296,14 +296,14 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
     assert waits is not None
     assert waits.code == "capacity"
     assert waits.message.startswith("next in the queue; waits for "), waits
-    assert waits.message.endswith(" of memory (3.0 GiB of the cluster's 3.0 GiB are reserved)"), waits
+    assert waits.message.endswith(" of memory (2.9 GiB of the cluster's 3.0 GiB are reserved)"), waits
     assert job.reason is not None
     assert (job.state, job.reason.code) == (JobState.FAILED, "out_of_memory"), service.debug_report(job_id)
     assert "ran out of host memory" in job.reason.message
     reports = service.events(job_id, "out_of_memory")
     assert [(event["memory"], event["again"]) for event in reports] == [("host", False), ("host", True)]
     assert all("you tried to allocate" in event["error"] for event in reports), reports
-    assert all("limit 3.0 GiB, which memory in scaling.resources_per_worker raises" in one["error"] for one in reports)
+    assert all("limit 2.9 GiB, which memory in scaling.resources_per_worker raises" in one["error"] for one in reports)
     (end,) = service.events(job_id, "training_ended")
     assert end["code"] == "out_of_memory"
     service.wait_for_state(other, JobState.SUCCEEDED)
