@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, UserError, VersionSkewError
+from train_loop.faults.collective import contact_lost, explain_contact
 from train_loop.faults.ray_reports import shorten_report
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, storage_may_fail
@@ -80,7 +81,8 @@ def failed(error: BaseException) -> Outcome:
         return _named(found)
     if killed_for_memory(message(error)):
         return Outcome(result="failed", code=MemoryRanOutError.code, reason=message(error), retryable=True)
-    return Outcome(result="failed", code="worker_failure", reason=shorten_report(message(error)), retryable=True)
+    text = explain_contact(shorten_report(message(error)))
+    return Outcome(result="failed", code="worker_failure", reason=text, retryable=True)
 
 
 def _named(
@@ -121,13 +123,17 @@ def from_ranks(error: BaseException) -> bool:
     return bool(getattr(error, "worker_failures", None))
 
 
+def _only_lost_contact(error: BaseException) -> bool:
+    return contact_lost(reason(error)) is not None
+
+
 def cause(error: BaseException) -> BaseException:
     """Return the original error inside Ray's wrappers. Errors of Trainshed are not unwrapped further."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user error or full memory on one rank makes its peers fail with lost connections: prefer it as the cause.
     causes = sorted(
         map(cause, failures.values()),
-        key=lambda e: (not isinstance(e, USER_ERRORS), not isinstance(e, MemoryRanOutError)),
+        key=lambda e: (not isinstance(e, USER_ERRORS), not isinstance(e, MemoryRanOutError), _only_lost_contact(e)),
     )
     wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)

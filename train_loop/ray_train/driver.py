@@ -250,7 +250,8 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
         loss = last_loss(attempt)
         if loss is not None and loss.get("cause") != "error" and outcome.code == "worker_failure":
             survivors = f" ({loss['survivors']})" if loss.get("survivors") else ""
-            code = MemoryRanOutError.code if loss.get("cause") == "out_of_memory" else outcome.code
+            codes = {"out_of_memory": MemoryRanOutError.code, "hung": "hung"}
+            code = codes.get(str(loss.get("cause")), outcome.code)
             return outcome.model_copy(update={"code": code, "reason": f"{loss['error']}{survivors}"})
     return outcome
 

@@ -1,9 +1,11 @@
 """Diagnosis of a failed worker group: which ranks died, on which hosts and why. Pure functions."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from train_loop.faults.collective import LOST_CONNECTION, TIMEOUT, contact_lost
 from train_loop.faults.ray_reports import TERMINATED
+from train_loop.liveness.group import Stall
 from train_loop.plan import list_ranks
 
 
@@ -23,6 +25,10 @@ class Evidence:
     """Ranks that Ray reports as dead, with their ends: "died: its node has died"."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Errors of ranks that are alive, one line each."""
+    stall: Stall | None = None
+    """Ranks that waited for others when the group failed."""
+    without_storage: Collection[str] = ()
+    """Hosts whose storage did not answer when the group failed."""
     cut_off: str | None = None
     """Name of the controller's host if all of several other hosts are silent: its network has failed then."""
 
@@ -45,7 +51,7 @@ class Loss:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     kind: str
-    """host_lost, out_of_memory, killed or error."""
+    """host_lost, out_of_memory, killed, hung, disconnected or error."""
     cause: str
     """Text such as "host node3 was lost (ranks 2 and 3)"."""
     survivors: str | None
@@ -58,15 +64,52 @@ def explain(evidence: Evidence) -> Loss:
         others = ", ".join(sorted(set(evidence.hosts.values()) - {evidence.cut_off}))
         cause = f"host {evidence.cut_off} was disconnected from {others}"
         return Loss(tuple(sorted(evidence.hosts)), (evidence.cut_off,), "host_lost", cause, None)
-    dead = evidence.dead or set(evidence.errors)
-    ranks = tuple(sorted(dead))
-    hosts = tuple(dict.fromkeys(evidence.hosts[rank] for rank in ranks if rank in evidence.hosts))
-    if not evidence.dead:
-        first = next(iter(sorted(evidence.errors)), None)
-        cause = "unknown" if first is None else f"rank {first}: {evidence.errors[first]}"
-        return Loss(ranks, hosts, "error", cause, None)
-    kind = "host_lost" if evidence.lost_hosts else "out_of_memory" if evidence.out_of_memory else "killed"
-    return Loss(ranks, hosts, kind, "; ".join(_causes(evidence)), _survivors(evidence, dead))
+    if evidence.dead and not _aborted(evidence):
+        kind = "host_lost" if evidence.lost_hosts else "out_of_memory" if evidence.out_of_memory else "killed"
+        return _loss(evidence, evidence.dead, kind, "; ".join(_causes(evidence)))
+    contact = {rank: contact_lost(error) for rank, error in evidence.errors.items()}
+    first = next((rank for rank in sorted(contact) if contact[rank] is None), None)
+    if first is not None:
+        # Its peers may only have lost the connection to it.
+        return _loss(evidence, evidence.errors, "error", f"rank {first}: {evidence.errors[first]}")
+    if evidence.stall is not None or TIMEOUT in contact.values():
+        return _loss(evidence, _late(evidence), "hung", _hang(evidence))
+    if contact:
+        lost = f"{list_ranks(sorted(contact))} lost the connection to other ranks, although none is known to have ended"
+        return _loss(evidence, contact, "disconnected", lost)
+    return _loss(evidence, (), "error", "unknown")
+
+
+def _loss(evidence: Evidence, ranks: Iterable[int], kind: str, cause: str) -> Loss:
+    ordered = tuple(sorted(ranks))
+    hosts = tuple(dict.fromkeys(evidence.hosts[rank] for rank in ordered if rank in evidence.hosts))
+    told = kind in ("host_lost", "out_of_memory", "killed")
+    return Loss(ordered, hosts, kind, cause, _survivors(evidence, set(ordered)) if told else None)
+
+
+def _aborted(evidence: Evidence) -> bool:
+    """Return whether the dead ranks only waited: NCCL ends a rank by SIGABRT at the timeout of an operation."""
+    aborts = all("SIGABRT" in evidence.ended.get(rank, "") for rank in evidence.dead)
+    return aborts and evidence.stall is not None and evidence.dead <= {*evidence.stall.waiting}
+
+
+def _late(evidence: Evidence) -> Collection[int]:
+    """Return the ranks that others waited for; those that waited if the late ones are not known."""
+    return evidence.errors if evidence.stall is None else evidence.stall.behind
+
+
+def _hang(evidence: Evidence) -> str:
+    stall = evidence.stall
+    if stall is not None and stall.waiting:
+        waited = f"{list_ranks(stall.waiting)} waited for {list_ranks(stall.behind)} until the timeout"
+        return f"training hung at step {stall.step}: {waited}; {stall.reason}"
+    if stall is not None:
+        return f"training hung at step {stall.step}: {stall.reason}"
+    waited = f"training hung: {list_ranks(sorted(evidence.errors))} waited for other ranks until the timeout"
+    if evidence.without_storage:
+        return f"{waited}; storage did not answer on {', '.join(sorted(evidence.without_storage))}"
+    silent = sorted(evidence.hosts.keys() - evidence.errors.keys())
+    return f"{waited}; {list_ranks(silent)} reported nothing" if silent else f"{waited}; no rank was seen to be late"
 
 
 def _causes(evidence: Evidence) -> list[str]:
@@ -88,4 +131,8 @@ def _survivors(evidence: Evidence, dead: Collection[int]) -> str | None:
     alive = {rank: error for rank, error in sorted(evidence.errors.items()) if rank not in dead}
     if not alive:
         return None
-    return f"{list_ranks(alive.keys())} reported: {next(iter(alive.values()))}"
+    # Another error says more than the connections that the death has closed.
+    told = next((error for error in alive.values() if contact_lost(error) is None), None)
+    if told is None:
+        told = LOST_CONNECTION if LOST_CONNECTION in map(contact_lost, alive.values()) else TIMEOUT
+    return f"{list_ranks(alive.keys())} reported: {told}"

@@ -24,6 +24,8 @@ class GroupFailure:
     """Ranks that Ray reports as dead, with their ends."""
     extra: Mapping[str, Any]
     """More fields for the event."""
+    stall: Stall | None = None
+    """Ranks that waited for others at that time."""
 
 
 @dataclass
@@ -70,5 +72,7 @@ class GroupRecord:
             out_of_memory=self.out_of_memory,
             unreachable=failure.unreachable,
             errors=failure.errors,
+            stall=failure.stall,
+            without_storage=self.without_storage,
             cut_off=own_host if len(others) > 1 and others <= late else None,
         )

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """Seconds without a heartbeat before a host is reported as silent, then declared lost."""
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
+_SHORT_STALL_SECONDS = 2.0
+"""Seconds without progress after which ranks of a failed group count as waiting."""
 STALL_AGAIN_SECONDS = 3.0
 """Minimum time between two reports of a stall, if other ranks are behind now."""
 LACK_AGAIN_SECONDS = 30.0
@@ -142,7 +144,10 @@ class GroupMonitor:
         """Record ranks that raised errors or that Ray reports as dead. The failure is reported once, with its cause."""
         with self._lock:
             if self._group is not None and self._group.failure is None:
-                self._group.failure = GroupFailure(self._clock(), errors, unreachable, extra)
+                now, stall = self._clock(), self._group.stall
+                # The timeout of an operation may be shorter than the time until a stall is reported.
+                stall = stall or self._group.liveness.stall(now, seconds=_SHORT_STALL_SECONDS)
+                self._group.failure = GroupFailure(now, errors, unreachable, extra, stall)
 
     def died(self, seconds: float) -> bool:
         """Return whether a rank or host of the group has died; wait up to `seconds` for it."""

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import cast
 
 from service.domain.jobs.head_node import HeadNode
-from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.reason import HANG_REMEDY, Code, Reason
 from train_loop.plan import list_ranks
 
 Event = Mapping[str, object]
@@ -94,13 +94,14 @@ def loss_of(event: Event) -> Reason | None:
     """Return the reason that a workers_lost event reports; None if it reports none."""
     if "error" not in event:
         return None
-    codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
+    codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY, "hung": Code.HUNG}
     if "cause" not in event and "hosts" not in event:
         message = f"workers were lost ({event['error']}){RESUMES}"
         return Reason(Code.WORKERS_LOST, message)
     survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
     message = f"{_sentence(event['error'])}{survivors}{RESUMES}"
-    return Reason(codes.get(str(event.get("cause")), Code.WORKERS_LOST), message)
+    code = codes.get(str(event.get("cause")), Code.WORKERS_LOST)
+    return Reason(code, message, HANG_REMEDY if code is Code.HUNG else None)
 
 
 def clock_time(seconds: float) -> str:

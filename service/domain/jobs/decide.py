@@ -15,6 +15,7 @@ from service.domain.jobs.explain import (
     began,
     crash_loop,
     driver_loss,
+    hang,
     last_end,
     newest_checkpoint,
     planned_end_notice,
@@ -129,9 +130,9 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     if not seen.submission.alive:
         return Decision(_fail_attempt(job, driver_loss(seen), committed=seen.committed, now=now, retry=retry))
     if hangs(job, seen.idle_seconds):
-        idle = f"nothing was written for {seen.idle_seconds:.0f} s"
-        reason = Reason(Code.HUNG, f"{idle}; stack traces of the ranks are in stacks/ of the attempt")
-        return Decision(_fail_attempt(job, reason, committed=seen.committed, now=now, retry=retry), (Effect.STOP_NOW,))
+        return Decision(
+            _fail_attempt(job, hang(seen), committed=seen.committed, now=now, retry=retry), (Effect.STOP_NOW,)
+        )
     return Decision(_follow_workers(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from service.domain.jobs.condition import RESUMES, clock_time
 from service.domain.jobs.job import Attempt, Job, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
-from service.domain.jobs.reason import Code, Reason, code_of
+from service.domain.jobs.reason import HANG_REMEDY, Code, Reason, code_of
 from train_loop.run_dir import Outcome
 
 UNREAD = Reason(Code.STORAGE_UNAVAILABLE, "its storage cannot be read, so its last outcome is not known")
@@ -21,7 +21,9 @@ def crash_loop(failures: tuple[Attempt, ...]) -> Reason:
     """Return why the job is not retried, with the message of each failure."""
     each = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
     message = f"{len(failures)} of {len(failures)} attempts failed without progress: {each}"
-    return Reason(Code.CRASH_LOOP, message, "fix the cause and clone the job, or raise failure.max_attempts")
+    newest = failures[-1].reason
+    remedy = "fix the cause" if newest is None or newest.remedy is None else newest.remedy
+    return Reason(Code.CRASH_LOOP, message, f"{remedy}, and clone the job, or raise failure.max_attempts")
 
 
 def last_end(job: Job) -> Reason | None:
@@ -85,7 +87,16 @@ def stop_reason(job: Job, message: str | None) -> Reason | None:
 
 def reported_failure(outcome: Outcome) -> Reason:
     """Return the reason of an attempt whose driver reported a failure."""
-    return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
+    code = code_of(outcome.code)
+    remedy = HANG_REMEDY if code is Code.HUNG else None
+    return Reason(code, outcome.reason or outcome.code or "the driver gave no reason", remedy)
+
+
+def hang(seen: Observation) -> Reason:
+    """Return the reason of an attempt that the service ends because it hangs."""
+    stall = seen.condition
+    where = f"; {stall.message}" if stall is not None and stall.code is Code.STALLED else ""
+    return Reason(Code.HUNG, f"the attempt hung: nothing was written for {seen.idle_seconds:.0f} s{where}", HANG_REMEDY)
 
 
 def driver_loss(seen: Observation) -> Reason:

@@ -63,6 +63,13 @@ class Reason:
     remedy: str | None = None
 
 
+HANG_REMEDY = (
+    "stack traces of the ranks are in stacks/ of the attempt, and trainshed logs JOB --rank N shows the log of one; "
+    "raise failure.hang_timeout_seconds if a step may take longer"
+)
+"""Remedy of a job whose ranks made no progress for longer than its spec allows."""
+
+
 def storage_unavailable(error: str, since: float | None = None, *, root: str | None = None) -> Reason:
     """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds)."""
     storage = "storage" if root is None else f"storage {root}"
@@ -109,7 +116,7 @@ MEANINGS: Mapping[Code, str] = MappingProxyType(
         Code.VERSION_SKEW: "service and cluster have different versions of Trainshed",
         Code.INTERRUPTED: "the driver was interrupted, and no user or service had requested it",
         Code.FENCED: "a newer worker group or attempt has replaced this one",
-        Code.HUNG: "no output for longer than `failure.hang_timeout_seconds`; the service stopped the attempt",
+        Code.HUNG: "no progress for longer than `failure.hang_timeout_seconds`; the workers or the attempt were ended",
         Code.CRASH_LOOP: "`failure.max_attempts` attempts in a row failed without a new committed step",
         Code.USER_ERROR: "the spec, the model or the data is wrong; a retry cannot fix it",
         Code.DATA_ERROR: "data that cannot be trained on",

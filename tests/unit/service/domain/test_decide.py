@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from service.domain.jobs.decide import Decision, Effect
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
-from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.reason import HANG_REMEDY, Code, Reason
 from service.domain.jobs.transitions import start
 from tests.support.builders.attempts import (
     ALIVE,
@@ -110,6 +110,18 @@ def test_last_failed_attempt_is_a_crash_loop_and_its_reason_lists_all_attempts()
     assert reason_message(job).endswith("without progress: attempt 1: x; attempt 2: x; attempt 3: the data ended")
 
 
+def test_hang_names_the_late_rank_and_the_remedy_also_in_the_last_reason() -> None:
+    stalled = Reason(Code.STALLED, "step 4 has made no progress for 8 s: rank 0 waits for rank 1 on node1")
+    seen = Observation(ALIVE, WorkerStatus.YES, idle_seconds=1e6, condition=stalled)
+    job = step(live(), seen).job
+    assert reason_message(job).endswith(f"the attempt hung: nothing was written for 1000000 s; {stalled.message}")
+    reported = Outcome(result="failed", code="hung", reason="training hung at step 4", retryable=True)
+    ended = step(live(attempt=3), Observation(ALIVE, outcome=reported)).job
+    assert ended.attempts[-1].reason == Reason(Code.HUNG, "training hung at step 4", HANG_REMEDY)
+    assert ended.reason is not None
+    assert ended.reason.remedy == f"{HANG_REMEDY}, and clone the job, or raise failure.max_attempts"
+
+
 def test_attempt_that_committed_a_step_resets_failure_count() -> None:
     job = live(attempt=3)
     job = step(job, Observation(ALIVE, outcome=failed(retryable=True), committed=10)).job
@@ -168,7 +180,7 @@ def test_idle_attempt_is_stopped_and_retried_after_hang_timeout() -> None:
     decision = step(job, Observation(ALIVE, WorkerStatus.YES, idle_seconds=361.0, committed=10))
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW,), JobState.RECOVERING)
     assert decision.job.attempts[-1].reason == Reason(
-        Code.HUNG, "nothing was written for 361 s; stack traces of the ranks are in stacks/ of the attempt"
+        Code.HUNG, "the attempt hung: nothing was written for 361 s", HANG_REMEDY
     )
 
 

@@ -67,6 +67,16 @@ def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.M
     assert (outcome.result, outcome.retryable) == ("failed", True)
 
 
+def test_outcome_of_a_hang_names_the_late_rank(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    journal = EventLog(attempt, epoch=lambda: 1)
+    journal.event("workers_lost", ranks=[1], hosts=["node1"], cause="hung", error="training hung: rank 1 is stopped")
+    journal.flush()
+    timeout = Outcome(result="failed", code="worker_failure", reason="Timed out", retryable=True)
+    told = driver._with_cause(timeout, attempt)
+    assert (told.code, told.reason, told.retryable) == ("hung", "training hung: rank 1 is stopped", True)
+
+
 @pytest.mark.parametrize(("service", "skew"), [("9.9.9", True), (own_version(), False), (None, False)])
 def test_driver_of_another_version_exits_before_reading_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str | None, skew: bool

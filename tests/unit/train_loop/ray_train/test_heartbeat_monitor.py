@@ -132,6 +132,16 @@ def test_failure_is_reported_once_with_the_silent_host(world: World) -> None:
     assert loss["survivors"] == "ranks 0 and 1 reported: Connection reset"
 
 
+@pytest.mark.parametrize("seconds", [4, 12], ids=["before a stall is reported", "after"])
+def test_timeout_is_a_hang_of_the_rank_that_was_waited_for(world: World, seconds: float) -> None:
+    world.run(seconds, stopped=3)
+    world.monitor.failed({0: "RuntimeError: Timed out waiting 10000ms for send operation to complete"}, {})
+    world.run(5, stopped=3)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["cause"], loss["ranks"], loss["hosts"]) == ("hung", (3,), ("node2",))
+    assert loss["error"].endswith("waited for rank 3 until the timeout; rank 3 on node2 is stopped (SIGSTOP)")
+
+
 def test_unresponsive_host_is_the_cause_if_ray_loses_its_ranks(world: World) -> None:
     world.dead.add("node2")
     world.run(1, 2, 3)
