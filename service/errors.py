@@ -189,6 +189,13 @@ class StaleAttempt(ServiceError):
         super().__init__(f"attempt {attempt} in {run_dir} was fenced off by a newer attempt or by the end of the job")
 
 
+class UnusableRunDir(ServiceError):
+    """A run directory whose spec cannot be read, or is that of another run: no attempt can start in it."""
+
+    def __init__(self, path: str, error: str) -> None:
+        super().__init__(f"{path} cannot be used: {error}")
+
+
 class Busy(ServiceError):
     """Too many concurrent requests: a job that changes constantly, or too many exports at once."""
 

@@ -36,6 +36,8 @@ class AttemptObservation:
     """Kubernetes node of the driver, if it is known."""
     waits_for: str | None = None
     """Cause of the wait after a request to stop, with the start of the wait."""
+    gone: bool = False
+    """True if the run directory does not exist, although its storage root is available."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class RunDirs(Protocol):
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
-        Raises StaleAttempt if this attempt is fenced off.
+        Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.
         """
 
     def fence_off(self, run_dir: str, *, attempt: int) -> None:

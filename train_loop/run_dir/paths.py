@@ -12,7 +12,8 @@ from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.fence import FenceStore
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
-from train_loop.run_dir.remote import is_remote, list_folder, read_whole
+from train_loop.run_dir.remote import is_remote, list_folder, read_whole, size_of
+from train_loop.run_dir.root import RUN_MARKER
 from train_loop.run_dir.sinks import SinkName
 from train_loop.spec import JobSpec, ScalingSpec, dump, load
 
@@ -220,6 +221,10 @@ class RunDir:
     def sink_file(self, sink: SinkName) -> Path:
         """Return the file with a sink's position in the run's metrics."""
         return self.root / "sinks" / f"{sink}.json"
+
+    def exists(self) -> bool:
+        """Return whether the run directory exists: it has its marker, or at least a spec."""
+        return any(size_of(self.root / name) is not None for name in (RUN_MARKER, "spec.json"))
 
     def spec(self) -> JobSpec:
         """Return the resolved spec. Raises FileNotFoundError or SpecError."""

@@ -11,7 +11,7 @@ from service.adapters.storage.roots import StorageRoots, root_of
 from service.adapters.storage.run_summary import RunSummaryReader
 from service.domain.jobs.condition import Conditions
 from service.domain.jobs.observation import LatestAttempt, WorkerStatus
-from service.errors import StaleAttempt
+from service.errors import StaleAttempt, UnusableRunDir
 from service.ports import (
     EMPTY_SUMMARY,
     AttemptObservation,
@@ -77,10 +77,13 @@ class LocalRunDirs:
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
-        Raises StaleAttempt if this attempt is fenced off.
+        Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.
         """
         directory = self._begin(run_dir)
-        directory.write_spec(spec)
+        try:
+            directory.write_spec(spec)
+        except ValueError as error:
+            raise UnusableRunDir(f"{run_dir}/spec.json", str(error)) from error
         directory.attempt(attempt).write_size(size)
         directory.write_fence(attempt)
         if directory.fence().attempt > attempt:
@@ -116,6 +119,8 @@ class LocalRunDirs:
             conditions.draining,
             waits_for=conditions.waits_for,
             head=conditions.head,
+            # Once there are events, the folder exists: two more requests to object storage would be wasted.
+            gone=not size and not directory.exists(),
         )
 
     def latest(self, run_dir: str) -> LatestAttempt:

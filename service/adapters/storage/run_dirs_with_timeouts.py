@@ -33,7 +33,7 @@ class GuardedRunDirs:
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
-        Raises StaleAttempt if this attempt is fenced off.
+        Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.
         """
         self._write(run_dir, partial(self._inner.prepare, run_dir, spec, size, attempt=attempt))
 

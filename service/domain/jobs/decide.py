@@ -89,7 +89,11 @@ def decide(job: Job, seen: Observation, *, now: float, retry: Retry) -> Decision
     if seen.newer is not None:
         # Without effects: if this copy of the job is stale, and not the stored one, the store discards the change.
         return Decision(job.catch_up(seen.newer.attempt, seen.newer.size, now=now))
-    decision = rule(job, seen, now, retry)
+    return _with_last_effects(job, rule(job, seen, now, retry), now)
+
+
+def _with_last_effects(job: Job, decision: Decision, now: float) -> Decision:
+    """Return a decision with the effects at the end of a job's activity, if it ends that."""
     if decision.job.state in _RULES:
         return decision
     fence = (Effect.FENCE_OFF,) if job.attempts else ()
@@ -117,6 +121,8 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
         return Decision(_end_as_planned(job, left, committed=seen.committed, now=now))
     if attempt.ended_at is None and seen.outcome is not None:
         return Decision(_end_with_outcome(job, seen.outcome, committed=seen.committed, now=now, retry=retry))
+    if seen.gone is not None and seen.submission is not SubmissionStatus.UNKNOWN:
+        return _without_run_dir(job, seen, seen.gone, now)
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is SubmissionStatus.UNKNOWN:
@@ -134,6 +140,26 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
             _fail_attempt(job, hang(seen), committed=seen.committed, now=now, retry=retry), (Effect.STOP_NOW,)
         )
     return Decision(_follow_workers(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
+
+
+def _without_run_dir(job: Job, seen: Observation, gone: Reason, now: float) -> Decision:
+    """Decide about a job whose run directory is gone: another attempt would begin at the first step in silence."""
+    if job.attempts[-1].ended_at is None and seen.submission.alive and not hangs(job, seen.idle_seconds):
+        return Decision(_with_reason(job, gone))
+    stop_now = (Effect.STOP_NOW,) if seen.submission.alive else ()
+    reason = replace(gone, remedy="submit the job again, or clone a job whose checkpoints are kept")
+    return Decision(_fail(job, reason, committed=None, now=now), stop_now)
+
+
+def give_up(job: Job, error: str, *, now: float) -> Decision:
+    """End a job whose run directory cannot be used: no retry can help."""
+    reason = Reason(Code.USER_ERROR, error, "remove or restore that file, and clone the job from its newest checkpoint")
+    return _with_last_effects(job, Decision(_fail(job, reason, committed=None, now=now)), now)
+
+
+def _fail(job: Job, reason: Reason, *, committed: int | None, now: float) -> Job:
+    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
+    return job.move(JobState.FAILED, now=now, reason=reason)
 
 
 def _planned_end(seen: Observation, attempt: Attempt) -> str | None:
@@ -233,8 +259,7 @@ def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now:
     reason = reported_failure(outcome)
     if outcome.retryable:
         return _fail_attempt(job, reason, committed=committed, now=now, retry=retry)
-    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
-    return job.move(JobState.FAILED, now=now, reason=reason)
+    return _fail(job, reason, committed=committed, now=now)
 
 
 def _fail_attempt(job: Job, reason: Reason, *, committed: int | None, now: float, retry: Retry) -> Job:

@@ -76,5 +76,7 @@ class Observation:
     """A newer attempt than the job has: the stored job is older than the run, as after a restore."""
     previous: SubmissionStatus = SubmissionStatus.MISSING
     """Status of the attempt before; read only until the newest one is submitted."""
+    gone: Reason | None = None
+    """Reason of a submitted attempt whose run directory does not exist any more."""
     observed: bool = False
     """True if the run directory was read."""

@@ -81,6 +81,13 @@ def storage_unavailable(error: str, since: float | None = None, *, root: str | N
     )
 
 
+def run_dir_gone(run_dir: str) -> Reason:
+    """Return the reason of a job whose run directory was deleted or moved, while its storage root is available."""
+    message = f"the run directory {run_dir} is gone, with its checkpoints; its storage is available"
+    remedy = "move it back while the workers train, or cancel the job and submit it again"
+    return Reason(Code.STORAGE_UNAVAILABLE, message, remedy)
+
+
 def describe_exit(code: int) -> str:
     """Return how a process ended, as a clause, from its exit code; a shell reports signal n as 128 + n."""
     number = -code if code < 0 else code - 128

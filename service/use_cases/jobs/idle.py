@@ -40,7 +40,7 @@ class IdleTimers:
         """Return the idle time of an attempt in seconds; 0 before its workers are ready."""
         now, size = self.clock(), (len(job.attempts), observed.size)
         before = self._known.get(job.id, _Idle(size, now, now))
-        if not observed.ready or before.size[0] != size[0]:
+        if not (observed.ready or observed.gone) or before.size[0] != size[0]:
             found = _Idle(size, now, now)
         elif before.size != size:
             longest = max(before.longest, before.seconds)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from service.domain.jobs.decide import hangs
 from service.domain.jobs.job import Attempt, Job
 from service.domain.jobs.observation import NO_ATTEMPT, LatestAttempt, Observation, SubmissionStatus
-from service.domain.jobs.reason import Reason
+from service.domain.jobs.reason import Reason, run_dir_gone
 from service.ports import AttemptObservation, RunDirs
 from service.use_cases.jobs.cluster_view import ClusterView
 from service.use_cases.jobs.idle import IdleTimers
@@ -54,6 +54,7 @@ class Observer:
             has_output=has_output,
             newer=latest if latest.attempt > job.attempt.number else None,
             previous=self._previous(job, job.attempt),
+            gone=run_dir_gone(job.run_dir) if written.gone and job.attempt.submitted_at is not None else None,
             observed=True,
         )
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 
-from service.domain.jobs.decide import Decision, Retry, decide
+from service.domain.jobs.decide import Decision, Retry, decide, give_up
 from service.domain.jobs.job import ACTIVE, Job, JobState
 from service.domain.jobs.observation import Observation
 from service.domain.jobs.reason import Code, Reason, storage_unavailable
@@ -22,18 +22,9 @@ from service.domain.queue.admission import admit
 from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import QueuePolicy
 from service.domain.queue.snapshot import Admission, QueueSnapshot
-from service.errors import ClusterError, NotReady, StorageAway
+from service.errors import ClusterError, NotReady, StorageAway, UnusableRunDir
 from service.fault_log import FaultLog
-from service.ports import (
-    Cluster,
-    JobStore,
-    Lease,
-    Metrics,
-    NoMetrics,
-    NoTracer,
-    RunDirs,
-    Tracer,
-)
+from service.ports import Cluster, JobStore, Lease, Metrics, NoMetrics, NoTracer, RunDirs, Tracer
 from service.use_cases.jobs.cluster_view import ClusterView
 from service.use_cases.jobs.effects import Effects
 from service.use_cases.jobs.idle import IdleTimers
@@ -240,6 +231,8 @@ class Reconciler:
         for effect in decision.effects:
             try:
                 self.effects.run(effect, job)
+            except UnusableRunDir as error:
+                return self._apply(job, give_up(job, str(error), now=self.clock()))
             except Exception as error:
                 if not isinstance(error, ClusterError) and not _storage_failed(error):
                     raise

@@ -1,5 +1,6 @@
 """The reasons that the reconciler reports while a job waits."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterUnreachable
 from service.ports import Node
 from service.use_cases.doctor.nodes import list_nodes
-from tests.support.fakes.service import FakeService, started
+from tests.support.fakes.service import FakeService, spec_body, started
 from train_loop.plan import missing_places
 from train_loop.run_dir import Outcome
 
@@ -263,3 +264,74 @@ def test_storage_that_fails_between_two_reads_is_the_reason_of_the_job(tmp_path:
     service.run_dirs = LocalRunDirs()
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.SUCCEEDED
+
+
+def _run_dir(service: FakeService, job: str) -> Path:
+    return Path(service.get(job).run_dir.removeprefix("file://"))
+
+
+def test_deleted_run_directory_is_named_and_ends_the_job_once_its_driver_has_ended(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    shutil.rmtree(_run_dir(service, job.id))
+    reconciler.run_once()
+    named = service.get(job.id)
+    assert named.reason is not None
+    assert (named.state, named.reason.code) == (JobState.RUNNING, Code.STORAGE_UNAVAILABLE)
+    assert named.run_dir in named.reason.message
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.FAILED
+    reconciler.run_once()
+    ended = service.get(job.id)
+    assert (ended.state, ended.reason and ended.reason.message) == (JobState.FAILED, named.reason.message)
+
+
+def test_run_directory_that_returns_ends_the_reason(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    there, away = _run_dir(service, job.id), service.root / "away"
+    there.rename(away)
+    reconciler.run_once()
+    away.rename(there)
+    reconciler.run_once()
+    assert (service.get(job.id).state, service.get(job.id).reason) == (JobState.RUNNING, None)
+
+
+def test_workers_that_never_end_without_their_run_directory_are_stopped(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    shutil.rmtree(_run_dir(service, job.id))
+    for _ in range(40):
+        service.clock.now += 60
+        reconciler.run_once()
+    assert service.get(job.id).state is JobState.FAILED
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [("{broken", "the stored spec is not JSON"), ("{}", "name"), (spec_body(name="other"), "holds another spec")],
+)
+def test_spec_that_breaks_between_attempts_ends_the_job_with_its_path(
+    service: FakeService, content: str, wrong: str
+) -> None:
+    job, reconciler = started(service), service.reconciler()
+    path = _run_dir(service, job.id) / "spec.json"
+    service.end(job.id, Outcome(result="failed", code="worker_failure", reason="x", retryable=True))
+    path.write_text(content)
+    for _ in range(3):
+        reconciler.run_once()
+        service.clock.now += 100
+    ended = service.get(job.id)
+    assert ended.reason is not None
+    assert (ended.state, ended.reason.code) == (JobState.FAILED, Code.USER_ERROR)
+    assert str(path) in ended.reason.message
+    assert wrong in ended.reason.message
+
+
+def test_spec_that_is_gone_between_attempts_is_written_again(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    path = _run_dir(service, job.id) / "spec.json"
+    service.end(job.id, Outcome(result="failed", code="worker_failure", reason="x", retryable=True))
+    path.unlink()
+    for _ in range(3):
+        reconciler.run_once()
+        service.clock.now += 100
+    assert len(service.cluster.launches) == 2
+    assert path.exists()
