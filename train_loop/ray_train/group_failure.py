@@ -94,7 +94,7 @@ def _aborted(evidence: Evidence) -> bool:
 
 
 def _late(evidence: Evidence) -> Collection[int]:
-    """Return the ranks that others waited for; those that waited if the late ones are not known."""
+    """Return the ranks that others waited for; the waiting ones if the late ones are not known."""
     return evidence.errors if evidence.stall is None else evidence.stall.behind
 
 

@@ -1,4 +1,4 @@
-"""Errors of gloo, NCCL and the store: which say that a rank is late or gone, and what a job's reason says instead."""
+"""Errors of gloo, NCCL and the store about a rank that is late or gone, and the sentence that replaces them."""
 
 import pytest
 
