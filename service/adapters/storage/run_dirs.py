@@ -30,6 +30,7 @@ from train_loop.run_dir import (
     Parent,
     RunDir,
     Stop,
+    is_remote,
     read_appended,
     read_lines,
     size_appended,
@@ -119,8 +120,8 @@ class LocalRunDirs:
             conditions.draining,
             waits_for=conditions.waits_for,
             head=conditions.head,
-            # Once there are events, the folder exists: two more requests to object storage would be wasted.
-            gone=not size and not directory.exists(),
+            # On object storage each look is a request, and an attempt with events has a run directory.
+            gone=not (size and is_remote(directory.root)) and not directory.exists(),
         )
 
     def latest(self, run_dir: str) -> LatestAttempt:

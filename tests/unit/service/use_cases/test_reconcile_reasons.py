@@ -270,9 +270,14 @@ def _run_dir(service: FakeService, job: str) -> Path:
     return Path(service.get(job).run_dir.removeprefix("file://"))
 
 
-def test_deleted_run_directory_is_named_and_ends_the_job_once_its_driver_has_ended(service: FakeService) -> None:
+@pytest.mark.parametrize("rest", [(), ("attempts",)], ids=["whole", "with a folder that is still written"])
+def test_deleted_run_directory_is_named_and_ends_the_job_once_its_driver_has_ended(
+    service: FakeService, rest: tuple[str, ...]
+) -> None:
     job, reconciler = started(service), service.reconciler()
-    shutil.rmtree(_run_dir(service, job.id))
+    for path in _run_dir(service, job.id).iterdir():
+        if path.name not in rest:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     reconciler.run_once()
     named = service.get(job.id)
     assert named.reason is not None
