@@ -74,11 +74,11 @@ def storage_unavailable(error: str, since: float | None = None, *, root: str | N
     """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds)."""
     storage = "storage" if root is None else f"storage {root}"
     when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return Reason(
-        Code.STORAGE_UNAVAILABLE,
-        f"{storage} has been unavailable{when}: {error}",
-        "mount it again on every host; workers train until their next save, which waits for the storage",
-    )
+    fix = "mount it again on every host"
+    if "Permission denied" in error:
+        fix = "let the users of service and workers read and write there"
+    remedy = f"{fix}; workers train until their next save, which waits for the storage"
+    return Reason(Code.STORAGE_UNAVAILABLE, f"{storage} has been unavailable{when}: {error}", remedy)
 
 
 def run_dir_gone(run_dir: str) -> Reason:

@@ -11,7 +11,7 @@ from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
-from service.domain.jobs.reason import Code
+from service.domain.jobs.reason import Code, storage_unavailable
 from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterUnreachable
 from service.ports import Node
@@ -340,3 +340,21 @@ def test_spec_that_is_gone_between_attempts_is_written_again(service: FakeServic
         service.clock.now += 100
     assert len(service.cluster.launches) == 2
     assert path.exists()
+
+
+def test_run_directory_that_cannot_be_read_is_named_with_its_remedy(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = started(service)
+
+    def refuse(_: Any, run_dir: str, attempt: int) -> Any:
+        raise PermissionError(13, "Permission denied", f"{run_dir}/attempts/{attempt}/events.jsonl")
+
+    monkeypatch.setattr(LocalRunDirs, "observe", refuse)
+    service.reconciler().run_once()
+    reason = service.get(job.id).reason
+    assert reason is not None
+    assert job.run_dir in reason.message
+    assert "Permission denied" in reason.message
+    # The guard of the service makes it an outage.
+    assert str(storage_unavailable(reason.message).remedy).startswith("let the users of service and workers read")
