@@ -13,6 +13,8 @@ from trainshed.address import find_key, find_local, find_url
 if TYPE_CHECKING:
     from trainshed.address import LocalService
 
+_DIRECT: dict[str, httpx.BaseTransport | None] = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
+"""Hosts to which httpx uses no proxy of the environment: a proxy cannot reach a service of this machine."""
 _ACCEPT_SECONDS, _POLL_SECONDS = 2.0, 0.01
 """Timeout for the service to accept a connection, and the pause between two checks."""
 
@@ -27,7 +29,7 @@ def open_http(
     headers = {"Authorization": f"Bearer {key or find_key()}"}
     local = None if url else find_local()
     if local is None:
-        return httpx.Client(base_url=url or find_url(), headers=headers, transport=transport)
+        return httpx.Client(base_url=url or find_url(), headers=headers, transport=transport, mounts=_DIRECT)
     # A proxy of the environment would receive the key.
     hooks: dict[str, list[Callable[..., Any]]] = {"request": [PeerCheck(local)]}
     return httpx.Client(base_url=local.url, headers=headers, transport=transport, event_hooks=hooks, trust_env=False)

@@ -322,6 +322,14 @@ def test_digests_are_those_of_the_newest_checkpoint(
     assert job.digests(10).sha256 != newest.sha256
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_client_of_loopback_url_ignores_proxy(kind: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for host in ("127.0.0.1", "localhost"):
+        with _client(kind, proxy.url.replace("127.0.0.1", host)) as client:
+            assert list(client.jobs()) == []
+
+
 def test_client_finds_service_and_key_as_the_cli_does(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
