@@ -193,7 +193,7 @@ def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float
 def _delay_after_head(job: Job) -> float:
     """Return the seconds until the next attempt: more if heads end again and again before a driver has started."""
     ends = (attempt.reason.message if attempt.reason else None for attempt in reversed(job.attempts))
-    in_a_row = sum(1 for _ in itertools.takewhile(_NEVER_RAN.__eq__, ends))
+    in_a_row = sum(1 for _ in itertools.takewhile(lambda end: end == _NEVER_RAN, ends))
     return min(_HEAD_END_SECONDS * 2.0 ** min(max(in_a_row - 1, 0), 30), _MOST_HEAD_END_SECONDS)
 
 

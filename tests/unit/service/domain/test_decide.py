@@ -310,7 +310,11 @@ def test_planned_end_of_the_head_is_named_and_no_failure(state: JobState, outcom
     assert step(begun, Observation(ALIVE, WorkerStatus.YES)).job.reason is None
 
 
-@pytest.mark.parametrize("job", [live(JobState.STARTING), live(JobState.RECOVERING, attempt=3)])
+@pytest.mark.parametrize(
+    "job",
+    [live(JobState.STARTING), live(JobState.RECOVERING, attempt=3), live().catch_up(2, None, now=1.0)],
+    ids=["first", "third", "after one without a reason"],
+)
 def test_attempt_that_a_head_took_with_it_before_it_began_is_no_failure(job: Job) -> None:
     failed_before = job.failures
     job = step(job, Observation(SubmissionStatus.MISSING)).job
