@@ -6,13 +6,15 @@ The reservations of all jobs together stay below the memory of the node, so that
 from collections.abc import Mapping, Sequence
 
 from train_loop.plan.data_facts import LargestRead
-from train_loop.plan.fit import PROCESS_BYTES, NodeRoom, certain_needs, estimated_need, task_bytes, tokenizer_bytes
+from train_loop.plan.fit import NodeRoom, certain_needs, estimated_need, task_bytes, tokenizer_bytes
 from train_loop.plan.plan import Plan
 from train_loop.plan.resources import format_bytes
 from train_loop.spec import MEMORY, JobSpec, Problem
 
 _HELPER_BYTES = 1536 * 2**20
 """Memory of a job's other processes: driver, controller, and tasks of Ray Data."""
+_SPARE_BYTES = 320 * 2**20
+"""Memory of a spare worker: 300 MiB were measured. Its resident 436 MiB include pages that all processes share."""
 _MARGIN = 2
 """Factor of the estimated terms, which depend on the model's code and on kernels."""
 _SHARE = 0.97
@@ -54,7 +56,7 @@ def task_reservation(spec: JobSpec, largest: LargestRead | None) -> int:
 
 
 def _spare_bytes(spec: JobSpec) -> int:
-    return (spec.scaling.world + 1) * PROCESS_BYTES if spec.failure.spare_workers else 0
+    return (spec.scaling.world + 1) * _SPARE_BYTES if spec.failure.spare_workers else 0
 
 
 def certain_bytes(spec: JobSpec, plan: Plan) -> int:
