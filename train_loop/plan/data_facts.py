@@ -36,7 +36,7 @@ class LargestRead:
     text: bool
     """Whether its rows must be tokenised."""
     corpus: int = 0
-    """Bytes of all files of the data."""
+    """Bytes of all text: sizes of files, and of Parquet the decompressed columns, in which equal texts count once."""
     unseen: int = 0
     """Bytes that a JSON line of any file may have, where not all of the file was read; 0 if all lines are known."""
 

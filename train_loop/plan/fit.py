@@ -181,8 +181,7 @@ def tokenizer_bytes(spec: JobSpec, largest: LargestRead | None) -> tuple[int, in
     """Return the likely and the largest memory of a tokenizer's training, which the driver runs; 0 without training."""
     if not spec.data.reads_text or spec.model.tokenizer or spec.model.path or largest is None:
         return 0, 0
-    # A compressed file has more text than bytes.
-    text = TOKENIZER_TEXT if largest.format == "parquet" else min(largest.corpus, TOKENIZER_TEXT)
+    text = min(largest.corpus, TOKENIZER_TEXT)
     likely, most = _TRAINER_RATES
     return _TRAINER_BYTES + likely * text, _TRAINER_BYTES + most * text
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from train_loop.data.files import open_file, report_damage
 from train_loop.data.prepare.rows import READ_AHEAD, rows_at_once
 from train_loop.data.prepare.sources import SourceFile, list_files
-from train_loop.plan import LargestRead
+from train_loop.plan import TOKENIZER_TEXT, LargestRead
 from train_loop.spec import ColumnsSpec, SourceSpec
 
 _FILES = 8
@@ -42,19 +42,28 @@ def largest_read(sources: Iterable[Placed]) -> LargestRead | None:
     largest = max(reads, key=lambda read: read.group_bytes + read.row_bytes, default=None)
     if largest is None:
         return None
-    corpus = sum(file.size for _, _, files in listed for file in files)
+    corpus = sum(read.corpus for read in reads) + sum(_unopened_text(files) for _, _, files in listed)
     return replace(largest, corpus=corpus, unseen=max(read.unseen for read in reads))
 
 
+def _by_size(files: list[SourceFile]) -> list[SourceFile]:
+    return sorted(files, key=lambda file: -file.size)
+
+
+def _unopened_text(files: list[SourceFile]) -> int:
+    """Return the bytes of text in the files that are not opened. Those of Parquet files are not known: the maximum."""
+    return sum(TOKENIZER_TEXT if file.format == "parquet" else file.size for file in _by_size(files)[_FILES:])
+
+
 def _reads(pointer: str, columns: ColumnsSpec, files: list[SourceFile]) -> Iterator[LargestRead]:
-    largest = sorted(files, key=lambda file: -file.size)[:_FILES]
-    for file in (file for file in largest if file.size):
+    for file in (file for file in _by_size(files)[:_FILES] if file.size):
         of_file = partial(LargestRead, f"{pointer}/path", file.uri, file.format, text=not columns.tokenised)
         if file.format == "parquet":
-            yield from (of_file(packed, batch, row) for packed, batch, row in _parquet_sizes(file, columns))
+            for packed, batch, row, plain in _parquet_sizes(file, columns):
+                yield of_file(packed, batch, row, corpus=plain)
         else:
             row, unseen = (file.size, 0) if file.format == "text" else _line_bytes(file)
-            yield of_file(0, 0, row, unseen=unseen)
+            yield of_file(0, 0, row, corpus=file.size, unseen=unseen)
 
 
 def _line_bytes(file: SourceFile) -> tuple[int, int]:
@@ -90,8 +99,8 @@ def _packed_line_bytes(file: SourceFile) -> tuple[int, int]:
     return max(map(len, beginning), default=0), rest
 
 
-def _parquet_sizes(file: SourceFile, columns: ColumnsSpec) -> Iterator[tuple[int, int, int]]:
-    """Yield the compressed bytes of each row group that are read ahead, and the bytes of a batch and of a mean row."""
+def _parquet_sizes(file: SourceFile, columns: ColumnsSpec) -> Iterator[tuple[int, int, int, int]]:
+    """Yield of each row group the compressed bytes that are read ahead, and those of a batch, a mean row, all rows."""
     with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
         footer = pq.ParquetFile(opened).metadata
     for group in map(footer.row_group, range(footer.num_row_groups)):
@@ -101,7 +110,7 @@ def _parquet_sizes(file: SourceFile, columns: ColumnsSpec) -> Iterator[tuple[int
         packed = sum(min(one.total_compressed_size, READ_AHEAD) for one in used)
         plain = sum(one.total_uncompressed_size for one in used)
         rows = min(rows_at_once(group.num_rows, group.total_byte_size), group.num_rows)
-        yield packed, plain * rows // group.num_rows, plain // group.num_rows
+        yield packed, plain * rows // group.num_rows, plain // group.num_rows, plain
 
 
 def _columns(group: Any) -> Iterator[Any]:

@@ -60,8 +60,9 @@ def test_task_of_preparation_reserves_no_more_than_the_workers_of_its_job() -> N
 
 def test_two_small_jobs_fit_beside_each_other_on_a_laptop_of_8_gb() -> None:
     # 85 % of 8 GB, without the object store.
-    node = NodeRoom({"CPU": 8.0}, 6_300_000_000, limited=True)
+    memory = 6_300_000_000
+    node = NodeRoom({"CPU": 8.0}, memory, limited=True)
     for workers, spares in ((1, True), (2, False)):
         spec = parse(raw_spec(scaling={"num_workers": workers}, failure={"spare_workers": spares}))
         each = reservations(spec, plan_sizes(spec, read_shape(TINY)), None, [node])[workers]
-        assert 2 * workers * each <= node.host, (workers, each)
+        assert 2 * workers * each <= memory, (workers, each)

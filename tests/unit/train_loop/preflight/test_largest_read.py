@@ -12,7 +12,7 @@ import pytest
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import may_read, raw_spec
 from train_loop.data.prepare.largest_read import largest_read
-from train_loop.plan import LargestRead
+from train_loop.plan import TOKENIZER_TEXT, LargestRead
 from train_loop.preflight.checks import answer
 from train_loop.spec import parse
 
@@ -90,3 +90,14 @@ def test_compressed_lines_are_read_at_their_beginning(tmp_path: Path) -> None:
             stream.write(line * count)
         largest = found(tmp_path, "a.jsonl.gz")
         assert (largest.row, largest.unseen == 0) == (len(line), all_seen)
+
+
+def test_text_of_parquet_is_that_of_its_columns_unless_files_are_not_opened(tmp_path: Path) -> None:
+    texts = ["".join(random.Random(seed).choices("abcdefgh ", k=500)) for seed in range(200)]
+    table = pa.table({"text": texts, "other": [["y" * 99]] * 200})
+    for number in range(8):
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    columns = {"columns": {"text": "text"}}
+    assert found(tmp_path, "*.parquet", **columns).corpus == pytest.approx(8 * 200 * 504, rel=0.05)
+    pq.write_table(table, tmp_path / "8.parquet")
+    assert found(tmp_path, "*.parquet", **columns).corpus > TOKENIZER_TEXT
