@@ -28,6 +28,6 @@ def test_all_files_but_those_for_gpus_are_run(commands: list[list[Path]]) -> Non
 
 @pytest.mark.parametrize(("locale", "passed"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8")])
 def test_ascii_locale_is_not_passed_on(locale: str, passed: str) -> None:
-    command = ["make", "--eval", "show:; @echo $$LC_ALL", "show"]
+    command = ["make", "--no-print-directory", "--eval", "show:; @echo $$LC_ALL", "show"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": locale})
     assert shown.stdout.strip() == passed
