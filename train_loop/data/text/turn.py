@@ -238,6 +238,8 @@ class TurnFinder:
         earlier, prompt = self.prompt(last)
         if prompt and last == number and self.text.startswith(earlier + prompt):
             return len(earlier), len(earlier) + len(prompt)
+        if not prompt and last == number and len(earlier) <= before and self._is_always_prompted(number, earlier):
+            return len(earlier), len(earlier)
         try:
             if floor is None:
                 # Earlier messages may render differently without later ones, for example without their reasoning.
@@ -246,6 +248,15 @@ class TurnFinder:
             return None
         start = self.text.find(prompt, floor, before)
         return None if start < 0 else (start, start + len(prompt))
+
+    def _is_always_prompted(self, number: int, earlier: str) -> bool:
+        """Return whether the text before an answer ends with a prompt that is not there before a user's message."""
+        if not earlier or not self.text.startswith(earlier):
+            return False
+        question: Message = {"role": "user", "content": next(unseen(self.text))}
+        with suppress(*REFUSED):
+            return not self.template.text([*self.messages[:number], question]).startswith(earlier)
+        return False
 
     def prompt(self, number: int) -> tuple[str, str]:
         """Return the text before a message, and the generation prompt after it; empty if the template rejects them."""

@@ -25,6 +25,10 @@ CHATML_TEXT = (
 UNENDED = CHATML.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
 NOT_LAST = CHATML.replace("<|im_end|>\n", "{% if not loop.last %}<|im_end|>\n{% endif %}")
 FOOTER = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+ALWAYS_PROMPTED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<|answer|>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\n' }}"
+)
 SPELLED = "{% for m in messages %}### {{ m.role }}: {{ m.content }} ### End\n{% endfor %}"
 
 
@@ -70,6 +74,21 @@ def test_header_with_a_name_is_not_trained(tmp_path: Path) -> None:
     folder = write(tmp_path, template, tokens=tokens, eos="<|im_end|>")
     found = shown(folder, [user("a"), assistant("b"), user("c") | {"name": "Bob"}, assistant("d")])
     assert "⟦b<|im_end|>⟧\n<|im_start|>Bob\nc" in found
+
+
+def test_answer_begins_after_a_prompt_that_the_template_always_writes(tmp_path: Path) -> None:
+    """As in Command R7B's template for tools, which ignores `add_generation_prompt`."""
+    folder = write(
+        tmp_path,
+        ALWAYS_PROMPTED,
+        tokens=added("<|im_start|>", "<|im_end|>", "<|answer|>", special=True),
+        eos="<|im_end|>",
+    )
+    assert shown(folder, TALK) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦<|answer|>b<|im_end|>⟧\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦<|answer|>d<|im_end|>⟧\n"
+        "<|im_start|>assistant\n<|im_end|>"
+    )
 
 
 def test_end_of_the_text_does_not_hide_ends_of_turns(tmp_path: Path) -> None:
