@@ -4,6 +4,8 @@ Each such error blames the rank that waited. Pure; the controller imports it.
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 _TIMEOUT = re.compile(
     r"timed out|wait timeout|socket timeout|operation timeout|application timeout|timeout.* monitoredbarrier",
@@ -19,6 +21,12 @@ _LOST = re.compile(
 _RAISED = re.compile(r"^(?:rank \d+: )?(?:RuntimeError|(?:\w+\.)*Dist(?:Network|Store|Backend)?Error): ")
 """Classes that PyTorch raises for them. Python's own ConnectionError comes from storage or a hub instead."""
 TIMEOUT, LOST_CONNECTION = "a timeout", "a lost connection"
+_UNKNOWN_RANK: Mapping[str, str] = MappingProxyType(
+    {
+        TIMEOUT: "training hung: a rank got no answer from the others until its timeout; it is not known which is late",
+        LOST_CONNECTION: "a rank lost its connection to another one; it is not known which has ended",
+    }
+)
 
 
 def contact_lost(error: str) -> str | None:
@@ -32,12 +40,5 @@ def contact_lost(error: str) -> str | None:
 
 def explain_contact(error: str) -> str:
     """Return the text of an error; a sentence if it is about the contact with an unknown rank."""
-    match contact_lost(error):
-        case "a timeout":
-            return (
-                "training hung: a rank got no answer from the others until its timeout; it is not known which is late"
-            )
-        case "a lost connection":
-            return "a rank lost its connection to another one; it is not known which has ended"
-        case _:
-            return error
+    lost = contact_lost(error)
+    return error if lost is None else _UNKNOWN_RANK[lost]
