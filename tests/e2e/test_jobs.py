@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.session import RayAddress
-from service.api.schemas import ExaminationOut
+from service.api.schemas import ExaminationOut, ReasonOut
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
 from tests.support.builders.folders import write_tokenizer
@@ -406,8 +406,12 @@ def test_invalid_input_is_rejected_over_http_with_rule_value_and_remedy(service:
 
 def test_job_too_large_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
     job_id = service.submit(training={"global_batch_size": 16}, scaling={"num_workers": 16})
-    reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
-    assert reason.code == "unschedulable"
+
+    def unschedulable() -> ReasonOut | None:
+        reason = service.client.job(job_id).reason
+        return reason if reason is not None and reason.code == "unschedulable" else None
+
+    reason = wait_for(unschedulable, "the reason")
     assert reason.message.startswith("16 workers need 8 CPU (the cluster has 3) and ")
     assert reason.message.endswith(" GiB of memory (the cluster has 3.0 GiB)")
     assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
