@@ -79,7 +79,7 @@ class HostCheck:
             await self.app(scope, receive, send)
             return
         answer = problem(refusal)
-        # What follows in the connection may be the rest of this request.
+        # The next bytes of the connection may be the rest of this request.
         answer.headers["connection"] = "close"
         await answer(scope, receive, send)
 

@@ -181,7 +181,7 @@ def test_resume_at_another_size_computes_the_reservation_anew(service: FakeServi
     queued = service.store.get(job_id)
     assert client.post(f"/jobs/{job_id}/pause").status_code == 200
     service.reconciler().run_once()
-    # What the command sends for `resume --workers 4`: the size that the API shows, at another number of workers.
+    # The command sends this for `resume --workers 4`: the size that the API shows, at another number of workers.
     scaling = client.get(f"/jobs/{job_id}").json()["scaling"]
     assert scaling["resources_per_worker"] == {"CPU": 1.0}
     answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": scaling | {"num_workers": 4}})

@@ -230,7 +230,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     assert not Path(left.temp_dir).exists()
 
 
-@pytest.mark.skipif("MORE" not in os.environ, reason="a Ray of its own: `make more` runs it")
+@pytest.mark.skipif("MORE" not in os.environ, reason="starts another Ray: `make more` runs it")
 def test_ray_of_the_prepare_command_listens_on_loopback_with_tls(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(raw_spec()))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -264,7 +264,7 @@ LOSSES = (
     (lose_the_driver, "the driver was lost: it was killed by signal 9 (SIGKILL), exit code 137 before it saved"),
     (cancel_a_hanging_rank, "the workers did not save (RANK is stopped (SIGSTOP))"),
 )
-"""What is lost before or during a stop, and the reason, one attempt of a job after the other."""
+"""Losses before or during a stop, and their reasons, one attempt of a job after the other."""
 
 
 @pytest.mark.skipif("MORE" not in os.environ, reason="four attempts of a job: `make more` runs it")

@@ -33,7 +33,7 @@ def why_no_images() -> str | None:
     except (subprocess.CalledProcessError, KeyError, TypeError):
         return "`make images` has built no images"
     if not Path(".git").exists():
-        return "needs the repository, to tell of which commit the images are"
+        return "needs the repository, to compare the images with its commit"
     return None if built == {output("git", "rev-parse", "HEAD")} else "the images are of another commit: `make images`"
 
 

@@ -70,7 +70,7 @@ def command_lines(proc: Path = Path("/proc"), *, mark: bytes | None = None) -> I
 
 
 class Asker:
-    """Asks the drivers of a head to leave, each in a thread of its own: the storage of one job may hang."""
+    """Asks the drivers of a head to leave, each in a separate thread: the storage of one job may hang."""
 
     def __init__(self, find: Callable[[], set[Driver]], ask: Callable[[Driver], None]) -> None:
         self._find, self._ask = find, ask
@@ -95,7 +95,7 @@ class Asker:
             time.sleep(_AGAIN_SECONDS)
 
     def wait(self, seconds: float) -> set[Driver]:
-        """Wait until no driver is left or the time is over. Return those that are left."""
+        """Wait until no driver is left or the time is over. Return the remaining drivers."""
         end = quiet = time.monotonic()
         end += seconds
         while True:

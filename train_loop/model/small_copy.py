@@ -35,7 +35,7 @@ _MOST_WEIGHTS = 50_000_000
 
 
 class SmallCopyError(Exception):
-    """A config that allows no small copy, or only one that cannot be called."""
+    """A config that allows no small copy, or none that can be called."""
 
 
 def compute_on_copy(

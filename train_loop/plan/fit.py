@@ -44,7 +44,7 @@ class NodeRoom:
     object_store: int = 0
     """Part of the host memory that Ray's objects may take."""
     limited: bool = False
-    """Whether each worker may use only the host memory that it reserves."""
+    """True if each worker may use only the host memory that it reserves."""
 
 
 @dataclass(frozen=True)

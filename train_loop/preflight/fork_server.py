@@ -115,7 +115,7 @@ def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
     _limit(question)
     try:
         found = json.dumps(answer(question)).encode()
-    except BaseException as error:  # also a panic of Rust code, which is no Exception
+    except BaseException as error:  # also a panic of Rust code, which Exception does not include
         if lacks_memory(error):
             found = _NO_MEMORY
         else:

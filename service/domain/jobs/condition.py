@@ -36,7 +36,7 @@ class Conditions:
     head: HeadNode | None = None
     """Kubernetes node of the driver, if the event names it."""
     waits_for: str | None = None
-    """What the attempt waits for since it was asked to stop, with the start of the wait."""
+    """Cause of the attempt's wait after a request to stop, with the start of the wait."""
     _hosts: dict[int, str] = field(default_factory=dict)
     _active: dict[str, Reason] = field(default_factory=dict)
 

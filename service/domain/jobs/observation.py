@@ -77,6 +77,6 @@ class Observation:
     previous: SubmissionStatus = SubmissionStatus.MISSING
     """Status of the attempt before; read only until the newest one is submitted."""
     gone: Reason | None = None
-    """Reason of a submitted attempt whose run directory does not exist any more."""
+    """Reason of a submitted attempt whose run directory was deleted or moved."""
     observed: bool = False
     """True if the run directory was read."""

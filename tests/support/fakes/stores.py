@@ -253,7 +253,7 @@ class MemoryCluster:
     memory: int | None = 1 << 50
     """Host memory of each node in bytes."""
     limited: bool = False
-    """Whether the nodes limit workers to the memory that they reserve, as embedded Ray does."""
+    """True if the nodes limit workers to the memory that they reserve, as embedded Ray does."""
     submissions: dict[str, SubmissionStatus] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     launches: list[SubmitRequest] = field(default_factory=list)

@@ -162,7 +162,7 @@ def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialT
 
 
 def generation_config(model: PreTrainedModel, home: Path | None) -> dict[str, Any]:
-    """Return the fields of a folder's generation_config.json, or else those that follow from a model's config.
+    """Return the fields of a folder's generation_config.json, or else the fields that follow from a model's config.
 
     Raises DataError for a file that is not a JSON object.
     """

@@ -24,7 +24,7 @@ _LINKS = {"role", "content", "tool_call_id"}
 _LONGEST_TEXT = 1 << 20
 """Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
 _MOST_MESSAGES, _MOST_TIMES = 50_000, 100
-"""Maximum messages that are rendered to encode a conversation: these, and so many times its own."""
+"""Maximum messages that are rendered to encode a conversation: a constant, and a factor of its own number."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 

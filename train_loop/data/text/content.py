@@ -24,7 +24,7 @@ def replaced(content: Content, text: str) -> Content:
 
 
 def problem_of(content: Any) -> str | None:
-    """Return what is wrong with a content; None if it is text or a list of text parts."""
+    """Return the fault of a content; None if it is text or a list of text parts."""
     if isinstance(content, str):
         return None
     if not isinstance(content, list):

@@ -17,7 +17,7 @@ from train_loop.data.text.content import texts_of, with_texts
 from train_loop.data.text.messages import THOUGHTS, Message
 
 START = "beginning of the content"
-"""Pseudo key of what a content begins with: a template may leave out an answer's reasoning."""
+"""Pseudo key of the start of a content: a template may leave out an answer's reasoning."""
 _NUMBER = re.compile(r"\d+")
 
 

@@ -1,4 +1,4 @@
-"""Ray's reports of dead actors, in words of their own."""
+"""Sentences for Ray's reports of dead actors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Turns of long conversations: those that are found together equal those found one by one, in linear time."""
+"""Turns of long conversations: a search for all together finds the same as one for each, in linear time."""
 
 from contextlib import suppress
 from pathlib import Path
