@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
 
 from train_loop.optim import Ema
 
@@ -47,7 +47,7 @@ class LossWindow:
 class TrainState:
     """Model, optimizers, schedules, average and counters; the counters are the same on every rank."""
 
-    model: PreTrainedModel
+    model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[LambdaLR, ...]
     """One for each optimizer, all at the same step and learning rate."""

@@ -141,7 +141,7 @@ def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch,
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
     """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
     read = next(rows)
-    check_vocabulary(read, run.state.model)
+    check_vocabulary(read, run.loss.anatomy.vocabulary)
     with clock.waiting():
         batch = share_rows(read, count=run.order.per_rank, dataset=run.dataset, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])

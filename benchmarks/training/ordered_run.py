@@ -31,16 +31,17 @@ class Loop:
         self._spec, self._mesh = spec, mesh
         plan = plan_job(spec, model_shape(spec.model))
         sharded = build_sharded(spec, mesh)
+        self._vocabulary = plan.shape.vocab
         self._count = plan.batch.per_data_rank
         self._loss = build_loss(sharded, spec, plan)
-        self._state = build_state(sharded.model, spec, mesh, steps=1000)
+        self._state = build_state(sharded.anatomy, spec, mesh, steps=1000)
         self._ordered = order_sums(sharded.model, plan, mesh, seed=spec.training.seed)
 
     def step(self, seed: int) -> float:
         """Train one step on random rows; return its seconds."""
         length = self._spec.data.sequence_length
         draw = np.random.default_rng([seed, self._mesh.data_rank])
-        ids = draw.integers(0, self._state.model.config.vocab_size, (self._count, length)).astype(np.int32)
+        ids = draw.integers(0, self._vocabulary, (self._count, length)).astype(np.int32)
         positions = np.tile(np.arange(length, dtype=np.int32), (self._count, 1))
         rows = Rows(np.arange(self._count), np.full(self._count, length, np.int32), ids, ids, positions)
         dataset = Dataset(

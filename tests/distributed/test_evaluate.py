@@ -27,6 +27,7 @@ from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.loss import LossRule, TokenLoss
 from train_loop.loop.session import Session
 from train_loop.model.build import build_model, materialise
+from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.folder import model_shape
 from train_loop.model.probe import probe
 from train_loop.optim import Ema
@@ -84,11 +85,12 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
         )
         mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
         model, blueprint = build_model(job.model), build_model(job.model)
-        parallelize(model, mesh, job, probe(model).attention)
+        anatomy = causal_anatomy(model)
+        parallelize(anatomy, mesh, job, probe(model).attention)
         materialise(model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
-            loss, dataset = TokenLoss(model, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
+            loss, dataset = TokenLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
             result = evaluate(loss, dataset, mesh, per_device=2)
             assert result is not None
             found[name, data] = result
@@ -236,7 +238,7 @@ def averaged(dtype: str) -> dict[str, bool]:
     )
     mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
     model, blueprint = build_model(job.model), build_model(job.model)
-    parallelize(model, mesh, job, probe(model).attention)
+    parallelize(causal_anatomy(model), mesh, job, probe(model).attention)
     materialise(model, blueprint, seed=1, device=mesh.device)
     other = {name: p.detach().clone() for name, p in model.named_parameters()}
     materialise(model, blueprint, seed=0, device=mesh.device)

@@ -123,19 +123,19 @@ def _weights_that_matter(batch: StepBatch) -> Tensor | None:
     return batch.weights
 
 
-def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:
+def check_vocabulary(rows: Rows | None, vocabulary: int | None) -> None:
     """Raise DataError for a token outside the model's vocabulary. A GPU would only report a failed assertion."""
-    if rows is None:
+    if rows is None or vocabulary is None:
         return
-    vocab = model.get_input_embeddings().num_embeddings
     trained = np.where(rows.labels == IGNORE, 0, rows.labels)
     for name, ids in (("token", rows.input_ids), ("label", trained)):
-        strange = np.argwhere((ids < 0) | (ids >= vocab))
+        strange = np.argwhere((ids < 0) | (ids >= vocabulary))
         if len(strange):
             row, place = strange[0]
             raise DataError(
-                f"sample {rows.samples[row]} has {name} {ids[row, place]} at position {place}, outside the model's "
-                f"vocabulary of {vocab}; tokenise with the model's own tokenizer, or correct the model's vocab_size"
+                f"sample {rows.samples[row]} has {name} {ids[row, place]} at position {place}, outside the "
+                f"model's vocabulary of {vocabulary}; tokenise with the model's own tokenizer, or correct the model's "
+                "vocab_size"
             )
 
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
 from torch.amp import GradScaler
-from transformers import PreTrainedModel
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.loop.loss import LossRule, TokenLoss
 from train_loop.loop.session import Session
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
@@ -20,7 +22,7 @@ from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
 from train_loop.system.retry import patiently
-from train_loop.telemetry.flops import Flops, count_flops
+from train_loop.telemetry.flops import Flops
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -73,7 +75,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         global_batch=plan.batch.global_batch,
         origin=origin,
     )
-    state = build_state(sharded.model, spec, mesh, steps=steps)
+    state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
     return Run(
@@ -86,7 +88,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         state=state,
         loss=build_loss(sharded, spec, plan),
         flops=count_flops(
-            sharded.model,
+            sharded.anatomy,
             sequence_length=dataset.sequence_length,
             dtype=spec.strategy.param_dtype,
             device=mesh.device,
@@ -99,7 +101,19 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     )
 
 
-def order_sums(model: PreTrainedModel, plan: Plan, mesh: Mesh, *, seed: int) -> OrderedReduction | None:
+def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: torch.device) -> Flops:
+    """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
+    return Flops(
+        parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()),
+        layers=anatomy.depth,
+        attention_width=anatomy.attention_width,
+        sequence_length=sequence_length,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        dtype=dtype,
+    )
+
+
+def order_sums(model: nn.Module, plan: Plan, mesh: Mesh, *, seed: int) -> OrderedReduction | None:
     """Make a model sum in the order of the plan's reduction tree, if it has one."""
     if plan.tree is None:
         return None
@@ -113,17 +127,17 @@ def build_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.head_is_last else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)
-    return TokenLoss(sharded.model, rule, chunk_rows=rows)
+    return TokenLoss(sharded.anatomy, rule, chunk_rows=rows)
 
 
-def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
+def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
     """Build optimizers, schedules over `steps` steps, gradient scaler and EMA for a model with loaded weights."""
     training = spec.training
-    optimizers = build_optimizers(model, training)
+    optimizers = build_optimizers(anatomy, training)
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
     scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
-    average = Ema(model, training.ema_decay) if training.ema_decay is not None else None
-    return TrainState(model, optimizers, schedulers, scaler, average)
+    average = Ema(anatomy.model, training.ema_decay) if training.ema_decay is not None else None
+    return TrainState(anatomy.model, optimizers, schedulers, scaler, average)
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:

@@ -115,6 +115,6 @@ def _batches(loss: TokenLoss, dataset: Dataset, mesh: Mesh, per_device: int) -> 
     order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
     deal = StepOrder(order, mesh.plan.dp, per_device)
     for rows in local_stream(StreamPlan(dataset, deal, 0, deal.steps_left(0)), mesh.plan, mesh.rank):
-        check_vocabulary(rows, loss.model)
+        check_vocabulary(rows, loss.anatomy.vocabulary)
         batch = share_rows(rows, count=per_device, dataset=dataset, mesh=mesh)
         yield from micro_batches(batch, per_device, loss.model, mesh)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.faults import own_faults
 
 
@@ -66,16 +66,16 @@ class TokenLoss:
     With chunks the head returns the loss instead of logits, while FSDP still has its weight gathered.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, rule: LossRule = CROSS_ENTROPY, *, chunk_rows: int | None = None
-    ) -> None:
-        self.model = model
+    def __init__(self, anatomy: Anatomy, rule: LossRule = CROSS_ENTROPY, *, chunk_rows: int | None = None) -> None:
+        self.anatomy = anatomy
+        self.model = anatomy.model
         self.rule = rule
         self._chunk_rows = chunk_rows
         self._due: tuple[LossRule, MicroBatch] | None = None
         if chunk_rows is not None:
-            self._head: nn.Linear = model.get_output_embeddings()
-            self._head.forward = self._chunked_head
+            assert isinstance(anatomy.head, nn.Linear), "only models whose head is the last operation have chunks"
+            self._head = anatomy.head
+            self._head.forward = self._chunked_head  # type: ignore[assignment, method-assign]
 
     def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
         """Return the summed loss of this rank's slice, by training's rule unless `rule` is given.

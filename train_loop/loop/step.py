@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.loss import TokenLoss
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.optim import clip_gradients
 from train_loop.parallel.ordered import OrderedReduction
 from train_loop.state import TrainState, seed_generators
@@ -72,7 +72,7 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, s
 
     FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
     """
-    root = _prefetch(loss.model)
+    root = _prefetch(loss.anatomy)
     losses: list[Tensor] = []
     for batch in batches:
         # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
@@ -97,7 +97,7 @@ def accumulate_in_order(
     step: int,
 ) -> Tensor:
     """Accumulate a step's gradients as `accumulate` does, in the order of a reduction tree, and return its loss."""
-    _prefetch(loss.model)
+    _prefetch(loss.anatomy)
     ordered.begin_step()
     losses: list[Tensor] = []
     for number, batch in enumerate(batches):
@@ -113,11 +113,11 @@ def accumulate_in_order(
     return ordered.sum(torch.stack(losses))
 
 
-def _prefetch(model: PreTrainedModel) -> FSDPModule:
+def _prefetch(anatomy: Anatomy) -> FSDPModule:
     """Gather the parameters that forward needs first, while masks are built. Return the model as an FSDP unit."""
-    embeddings = model.get_input_embeddings()
-    assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
-    for module in (model, embeddings):
+    for module in filter(None, (anatomy.model, anatomy.embeddings)):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
-    return model
+    root = anatomy.model
+    assert isinstance(root, FSDPModule), "parallelize makes every model an FSDP unit"
+    return root

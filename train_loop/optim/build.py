@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import PreTrainedModel
 
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.eight_bit import adamw_8bit_class
 from train_loop.optim.muon import Muon
@@ -17,15 +17,15 @@ from train_loop.telemetry.timers import ComputeTimer
 Group = dict[str, Any]
 
 
-def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Optimizer, ...]:
+def build_optimizers(anatomy: Anatomy, training: TrainingSpec) -> tuple[Optimizer, ...]:
     """Build the spec's optimizer for all trained parameters; muon leaves some of them to a second one, AdamW.
 
     Raises UserError if a package that it needs is not installed.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
     if training.optimizer != "muon":
         return (_build(training.optimizer, parameters, training),)
-    matrices = muon_matrices(model)
+    matrices = muon_matrices(anatomy)
     parts = {
         "muon": [p for p in parameters if id(p) in matrices],
         "adamw": [p for p in parameters if id(p) not in matrices],
@@ -33,14 +33,14 @@ def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Op
     return tuple(_build(name, part, training) for name, part in parts.items() if part)
 
 
-def muon_matrices(model: PreTrainedModel) -> set[int]:
+def muon_matrices(anatomy: Anatomy) -> set[int]:
     """Return the ids of the parameters that muon updates, frozen or not.
 
     Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
     """
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings()]
+    tables = [one for one in anatomy.model.modules() if isinstance(one, nn.Embedding) or one is anatomy.head]
     rows = {id(p) for table in tables for p in table.parameters()}
-    return {id(p) for p in model.parameters() if p.ndim == 2 and id(p) not in rows}
+    return {id(p) for p in anatomy.model.parameters() if p.ndim == 2 and id(p) not in rows}
 
 
 def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) -> Optimizer:

@@ -4,10 +4,12 @@ import copy
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from train_loop.model.attention import apply_attention
 from train_loop.model.build import DTYPES, build_model
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, check_positions, probe
@@ -22,13 +24,18 @@ from train_loop.telemetry.timers import ComputeTimer
 class ShardedModel(NamedTuple):
     """A model with loaded weights, sharded over the mesh."""
 
-    model: PreTrainedModel
+    anatomy: Anatomy
     timer: ComputeTimer
     """Timer of its computation."""
     head_is_last: bool
     """True if the head is the model's last operation, so that the loss can be computed inside of it."""
     unused: list[str]
     """Tensors of the model's folder that the model does not use."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model itself."""
+        return self.anatomy.model
 
 
 def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
@@ -44,8 +51,9 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     apply_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = copy.deepcopy(model)
-    timer = parallelize(model, mesh, spec, seen.attention)
+    anatomy = causal_anatomy(model)
+    timer = parallelize(anatomy, mesh, spec, seen.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return ShardedModel(model, timer, seen.head_is_last, unused)
+    return ShardedModel(anatomy, timer, seen.head_is_last, unused)

@@ -3,19 +3,19 @@
 from collections.abc import Iterable, Sequence
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.spec import WrapPolicySpec
 
 
-def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
-    """Return the modules in the model's _no_split_modules, or else the policy's, in module order.
+def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the layers that the model states, or else the policy's, in module order.
 
     Raises ModelError if there are none.
     """
-    own = modules_of(model, model._no_split_modules or ())
-    layers = own or modules_of(model, policy.transformer_layer_cls_to_wrap)
+    model = anatomy.model
+    layers = list(anatomy.layers) or modules_of(model, policy.transformer_layer_cls_to_wrap)
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layer classes in _no_split_modules; name one in "
@@ -24,19 +24,19 @@ def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Mo
     return layers
 
 
-def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
+def find_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:
     """Return the units below the root, inner units before outer ones; a unit of several modules shares a gather.
 
     Raises ModelError for a class name that matches nothing, and for a parameter that several units share.
     """
-    check_names(model, policy)
+    check_names(anatomy, policy)
     # Children come after their parents in module order, and must be sharded before them.
-    units = [[module] for module in reversed(wrapped_layers(model, policy))] + _outer_units(model, policy)
-    check_shared(model, units)
+    units = [[module] for module in reversed(wrapped_layers(anatomy, policy))] + _outer_units(anatomy, policy)
+    check_shared(anatomy.model, units)
     return units
 
 
-def check_shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -> None:
+def check_shared(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
     """Raise ModelError for a parameter in two units, or in a unit and the root; inner units come first."""
     owners: dict[int, tuple[int, str]] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -52,7 +52,7 @@ def check_shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -
                     raise ModelError(_shared(model, units, first, name))
 
 
-def _shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]], one: str, other: str) -> str:
+def _shared(model: nn.Module, units: Sequence[Sequence[nn.Module]], one: str, other: str) -> str:
     held = {id(p): type(module).__name__ for unit in units for module in unit for p in module.parameters()}
     shared = model.get_parameter(one)
     free = {
@@ -68,9 +68,9 @@ def _shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]], one: s
     )
 
 
-def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
-    """Return the layers that become units, in execution order. Raises ModelError as `decoder_layers` does."""
-    return modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
+def wrapped_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the layers that become units, in execution order. Raises ModelError as `repeated_layers` does."""
+    return modules_of(anatomy.model, policy.transformer_layer_cls_to_wrap) or repeated_layers(anatomy, policy)
 
 
 def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -79,9 +79,9 @@ def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if chosen.intersection(module.modules()) == {module}]
 
 
-def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
+def check_names(anatomy: Anatomy, policy: WrapPolicySpec) -> None:
     """Raise ModelError for a class to wrap that matches no module, or that is not a layer's class."""
-    ends = {"wrap_embeddings": model.get_input_embeddings(), "wrap_lm_output": model.get_output_embeddings()}
+    model, ends = anatomy.model, {"wrap_embeddings": anatomy.embeddings, "wrap_lm_output": anatomy.head}
     for name in policy.transformer_layer_cls_to_wrap:
         for field, module in ends.items():
             if type(module).__name__ == name:
@@ -105,21 +105,16 @@ def wrappable(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def norms(model: nn.Module) -> list[nn.Module]:
-    """Return the normalisation layers."""
-    return [m for m in model.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(recurse=False))]
-
-
 def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return the modules below the root whose class has one of the names."""
     wanted = set(names)
     return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
 
-def _outer_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embeddings.weight is head.weight:
+def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:
+    chosen = [(anatomy.embeddings, policy.wrap_embeddings), (anatomy.head, policy.wrap_lm_output)]
+    if anatomy.is_tied:
         # Tied embeddings must stay one parameter: they are one unit together, or stay with the root.
-        return [[embeddings, head]] if policy.wrap_embeddings or policy.wrap_lm_output else []
-    chosen = [(embeddings, policy.wrap_embeddings), (head, policy.wrap_lm_output)]
-    return [[module] for module, wrap in chosen if wrap]
+        both = [module for module, _ in chosen if module is not None]
+        return [both] if policy.wrap_embeddings or policy.wrap_lm_output else []
+    return [[module] for module, wrap in chosen if wrap and module is not None]

@@ -28,6 +28,8 @@ from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import DTYPES, build_model, check_rules
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
@@ -36,7 +38,7 @@ from train_loop.model.separation import check_causal, check_packing
 from train_loop.model.supported import check_decoder, check_dense, check_rows
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.optim.build import muon_matrices
-from train_loop.parallel.units import decoder_layers, find_units
+from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
@@ -110,16 +112,17 @@ def check_model(
         check_causal(seen.separation, model)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
+    anatomy = causal_anatomy(model)
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
-    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
+    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, seen, spec)]
     # Counted last, because the check of freeze_module_prefix freezes.
-    return (shape if problems else replace(shape, counts=_count_parameters(model, spec))), problems
+    return (shape if problems else replace(shape, counts=_count_parameters(anatomy, spec))), problems
 
 
-def _count_parameters(model: PreTrainedModel, spec: JobSpec) -> ParameterCounts:
+def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
     """Count the parameters of a model whose frozen modules are frozen."""
-    layers = [sum(p.numel() for p in one.parameters()) for one in decoder_layers(model, spec.strategy.wrap_policy)]
-    parameters, matrices = list(model.parameters()), muon_matrices(model)
+    layers = [sum(p.numel() for p in one.parameters()) for one in repeated_layers(anatomy, spec.strategy.wrap_policy)]
+    parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
     total = sum(p.numel() for p in parameters)
     return ParameterCounts(
@@ -128,7 +131,7 @@ def _count_parameters(model: PreTrainedModel, spec: JobSpec) -> ParameterCounts:
         trained_matrices=sum(p.numel() for p in trained if id(p) in matrices),
         layer=max(layers),
         outside=max(total - sum(layers), 0),
-        module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
+        module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
     )
 
 
@@ -167,21 +170,21 @@ def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -
     return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
 
 
-def _wishes_not_granted(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec) -> list[Problem]:
+def _wishes_not_granted(anatomy: Anatomy, seen: ModelProbe, spec: JobSpec) -> list[Problem]:
     """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
     checks: list[tuple[str, Callable[[], object]]] = [
         ("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
-        ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
+        ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(anatomy, policy)),
         ("/training/chunked_loss", lambda: check_head(seen, spec)),
         ("/data/sequence_length", lambda: check_positions(seen, spec)),
-        ("/model/freeze_module_prefix", lambda: freeze(model, spec.model.freeze_module_prefix)),
+        ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:
         tiles = strategy.tiled_num_shards
         checks.append(
-            ("/strategy/apply_tiled_mlp", lambda: apply_tiled_mlp(decoder_layers(model, policy), tiles=tiles))
+            ("/strategy/apply_tiled_mlp", lambda: apply_tiled_mlp(repeated_layers(anatomy, policy), tiles=tiles))
         )
     problems = []
     for pointer, check in checks:

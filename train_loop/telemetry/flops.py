@@ -4,9 +4,6 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
 """Model FLOPs utilisation (Chowdhery et al., 2022): N all parameters, L layers, d heads x head_dim, s sequence length.
 
@@ -80,17 +77,3 @@ class Flops:
     def stated(self) -> dict[str, Any]:
         """Return the formula and its numbers, for the event `training_started`."""
         return {"formula": FORMULA, **asdict(self), "flops_per_token": self.per_token, "peak_flops": self.peak}
-
-
-def count_flops(model: PreTrainedModel, *, sequence_length: int, dtype: str, device: torch.device) -> Flops:
-    """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return Flops(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=config.num_hidden_layers,
-        attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
-        sequence_length=sequence_length,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        dtype=dtype,
-    )

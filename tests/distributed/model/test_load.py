@@ -24,6 +24,7 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import build_run
 from train_loop.loop.session import Session
 from train_loop.model.build import build_model, own_part
+from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.load import give_weights, read_headers
 from train_loop.model.probe import probe
 from train_loop.parallel.mesh import build_mesh
@@ -203,7 +204,7 @@ def cost_of_loading(folder: Path) -> tuple[int, int]:
     mesh = build_mesh(plan_mesh(world=dist.get_world_size(), fsdp_size=0, ulysses_size=1), torch.device("cpu"))
     model = build_model(job.model)
     blueprint = copy.deepcopy(model)
-    parallelize(model, mesh, job, probe(model).attention)
+    parallelize(causal_anatomy(model), mesh, job, probe(model).attention)
     Path("/proc/self/clear_refs").write_text("5")  # starts a new peak measurement
     before = memory("VmRSS")
     give_weights(model, blueprint, job.model, seed=0, device=mesh.device)

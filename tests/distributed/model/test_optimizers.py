@@ -115,7 +115,8 @@ def skip_a_step(run: Run) -> list[bool]:
     """Return True if a non-finite step left learning rate, weights, average and moments unchanged."""
     state = run.state
     batch = first_batch(run)
-    head = state.model.get_output_embeddings().weight
+    assert run.loss.anatomy.head is not None
+    head = run.loss.anatomy.head.get_parameter("weight")
     with torch.no_grad():
         head.fill_(torch.inf)
     before = {name: whole(average) for name, average in state.ema.averages.items()} if state.ema else {}

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.manifest import find_verified
@@ -69,7 +68,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def load_model(run_dir: RunDir, step: int) -> PreTrainedModel:
+def load_model(run_dir: RunDir, step: int) -> nn.Module:
     """Return the model of a checkpoint, sharded over all ranks. Raises UserError, CheckpointError."""
     find_verified(run_dir, step)
     here = _at_this_size(run_dir.spec())

@@ -14,6 +14,7 @@ from train_loop.loop.batch import MicroBatch
 from train_loop.loop.loss import TokenLoss
 from train_loop.model.attention import attention_inputs
 from train_loop.model.build import build_model, materialise
+from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.positions import apply_longrope, position_inputs
 from train_loop.model.probe import probe
 
@@ -62,7 +63,7 @@ def test_error_of_model_code_is_a_model_error_that_ends_the_run() -> None:
     with pytest.raises(
         ModelError, match=r"^GPT2LMHeadModel failed in its forward pass: IndexError: .*; the traceback"
     ) as raised:
-        TokenLoss(ready(config | dict.fromkeys(("bos_token_id", "eos_token_id"), 0)))(batch(24))
+        TokenLoss(causal_anatomy(ready(config | dict.fromkeys(("bos_token_id", "eos_token_id"), 0))))(batch(24))
     assert isinstance(raised.value.__cause__, IndexError)
     outcome = failed(raised.value)
     assert (outcome.code, outcome.retryable) == ("model_error", False)
@@ -77,7 +78,7 @@ def test_memory_or_network_error_in_the_forward_pass_is_unchanged(error: Excepti
 
     model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(type(error)) as raised:
-        TokenLoss(model)(batch(8))
+        TokenLoss(causal_anatomy(model))(batch(8))
     assert raised.value is error
 
 
@@ -86,5 +87,5 @@ def test_collective_error_in_the_forward_pass_is_unchanged() -> None:
     # Without a process group: errors of gloo come from the same code.
     model.model.layers[1].register_forward_pre_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
     with pytest.raises(ValueError, match="process group") as raised:
-        TokenLoss(model)(batch(8))
+        TokenLoss(causal_anatomy(model))(batch(8))
     assert not isinstance(raised.value, ModelError)
