@@ -22,6 +22,11 @@ ONE_RANK: Any = SimpleNamespace(
 )
 
 
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_model(spec().model)
+
+
 def test_tokens_in_vocabulary_and_ignored_labels_pass() -> None:
     rows = random_rows(3, 8, vocab=VOCAB, packed=False)
     rows.input_ids[0, 0], rows.labels[2, 7] = VOCAB - 1, -100
