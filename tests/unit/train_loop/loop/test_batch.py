@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.builders.specs import TINY
+from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import dataset_of, random_rows, weigh
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
 from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
+from train_loop.model.build import build_model
 from train_loop.plan import plan_mesh
 
 VOCAB = int(TINY["vocab_size"])
