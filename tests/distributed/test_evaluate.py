@@ -32,7 +32,7 @@ from train_loop.model.folder import model_shape
 from train_loop.model.probe import probe
 from train_loop.optim import Ema
 from train_loop.parallel.mesh import build_mesh
-from train_loop.parallel.shard import parallelize
+from train_loop.parallel.passes import parallelize
 from train_loop.plan import plan_job
 from train_loop.run import run
 from train_loop.run_dir import RunDir, read_lines

@@ -14,7 +14,6 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
-from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
@@ -22,6 +21,7 @@ from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
 from train_loop.system.retry import patiently
+from train_loop.telemetry.compile import CompileWatch
 from train_loop.telemetry.flops import Flops
 from train_loop.telemetry.timers import ComputeTimer
 

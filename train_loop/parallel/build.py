@@ -16,7 +16,8 @@ from train_loop.model.probe import check_attention, check_head, check_positions,
 from train_loop.model.separation import check_causal, check_packing
 from train_loop.model.supported import check_dense
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.shard import parallelize, place_buffers
+from train_loop.parallel.passes import parallelize
+from train_loop.parallel.shard import place_buffers
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
 

@@ -1,5 +1,6 @@
 """The device mesh and process groups of a run, built from a mesh plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from train_loop.errors import UserError
-from train_loop.plan import MeshPlan
+from train_loop.plan import Axis, MeshPlan
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,13 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
         raise UserError(
             f"num_workers={plan.world}, but {started} ranks started; start {plan.world}, or change the spec"
         )
-    fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
-    data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
-    for group in (*fsdp.get_all_groups(), data["sp"].get_group()):
+    parameters, samples = (_device_mesh(device, axes) for axes in (plan.parameters, plan.samples))
+    for group in (*parameters.get_all_groups(), *samples.get_all_groups()):
         # A mesh accepts no timeout: without this call its groups use torch's default of 30 min.
         _set_pg_timeout(timeout, group)
-    return Mesh(plan, dist.get_rank(), device, fsdp, data["sp"].get_group())
+    return Mesh(plan, dist.get_rank(), device, parameters, samples.get_group("sp"))
+
+
+def _device_mesh(device: torch.device, axes: Sequence[Axis]) -> DeviceMesh:
+    names = tuple(axis.name for axis in axes)
+    return init_device_mesh(device.type, tuple(axis.size for axis in axes), mesh_dim_names=names)

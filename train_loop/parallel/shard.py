@@ -1,50 +1,20 @@
-"""Parallelization of a model, in this order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
+"""FSDP2's units of a model: sharding, prefetching, and timing of a rank's computation without its waits in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.positions import apply_longrope
-from train_loop.model.probe import AttentionUse
-from train_loop.model.tiled_mlp import apply_tiled_mlp
-from train_loop.parallel.activation_checkpoint import apply_checkpointing
-from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.timing import time_units
-from train_loop.parallel.ulysses import apply_ulysses
-from train_loop.parallel.units import find_units, innermost, repeated_layers, wrapped_layers
-from train_loop.spec import JobSpec, StrategySpec
+from train_loop.parallel.units import find_units
+from train_loop.spec import StrategySpec
 from train_loop.telemetry.timers import ComputeTimer
-
-
-def parallelize(anatomy: Anatomy, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]) -> ComputeTimer:
-    """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError.
-
-    `attention` names the modules whose attention comes from the transformers registry.
-    """
-    model = anatomy.model
-    mode, strategy, timer = spec.model.gradient_checkpointing, spec.strategy, ComputeTimer(mesh.device)
-    apply_longrope(model, part=mesh.sequence_rank, parts=mesh.plan.sp)
-    apply_ulysses(model, mesh.sp, timer, attention)
-    layers = repeated_layers(anatomy, strategy.wrap_policy)
-    if strategy.apply_tiled_mlp:
-        apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
-    if mode != "none":
-        apply_checkpointing(layers, offload=mode == "offload", pin_memory=mesh.device.type == "cuda")
-    # Found by class name, before FSDP2 changes the names of classes.
-    wrapped = wrapped_layers(anatomy, strategy.wrap_policy)
-    if spec.model.compile:
-        apply_compile(innermost(wrapped))
-    apply_fsdp(anatomy, mesh, strategy)
-    units = [layer for layer in wrapped if isinstance(layer, FSDPModule)]
-    apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
-    time_units(model, timer)
-    return timer
 
 
 def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec) -> None:
@@ -100,3 +70,56 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def time_units(model: nn.Module, timer: ComputeTimer) -> None:
+    """Stop the timer while units gather parameters or reduce gradients, in every training pass.
+
+    Call it after FSDP2 has made the units: FSDP2's hooks then run between the first and last hooks registered here.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _UnitHooks(module, timer)
+    # FSDP2 reduces the root's gradients at the end of a pass, which has no hook.
+    model.register_forward_pre_hook(lambda *_: timer.drop(), prepend=True)
+
+
+class _UnitHooks:
+    """Hooks around FSDP2's work at the start of a unit's forward, and at the start and end of its backward."""
+
+    def __init__(self, unit: nn.Module, timer: ComputeTimer) -> None:
+        self._timer = timer
+        self._output: Any = None
+        unit.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
+        unit.register_forward_pre_hook(self._after_gather, with_kwargs=True)
+        unit.register_forward_hook(self._before_pre_backward, prepend=True)
+        unit.register_forward_hook(self._after_pre_backward)
+
+    # A tensor's gradient hooks run in the order of registration, and FSDP2 registers its own in between. FSDP2 passes
+    # new input tensors to the unit, and reduces gradients after those of the new tensors.
+
+    def _before_gather(self, unit: nn.Module, inputs: Any, named: Any) -> None:
+        self._timer.stop()
+        _at_gradient((inputs, named), self._timer.start)
+
+    def _after_gather(self, unit: nn.Module, inputs: Any, named: Any) -> None:
+        _at_gradient((inputs, named), self._timer.stop)
+        if torch.is_grad_enabled():
+            self._timer.start()
+
+    def _before_pre_backward(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        self._output = output
+        _at_gradient(output, self._timer.stop)
+
+    def _after_pre_backward(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        # FSDP2 may have cast the output since, but its hook is on the original tensor.
+        _at_gradient(self._output, self._timer.start)
+        self._output = None
+
+
+def _at_gradient(values: Any, act: Callable[[], None]) -> None:
+    """Call `act` when the gradient of the first tensor that requires one is computed."""
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda _: act())  # type: ignore[no-untyped-call]
+            return

@@ -29,7 +29,7 @@ from train_loop.plan.layout import (
     why_split,
 )
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
-from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
+from train_loop.plan.mesh import Axis, MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
@@ -54,6 +54,7 @@ __all__ = [
     "START",
     "TOKENIZER_TEXT",
     "WORKER_MEMORY_VARIABLE",
+    "Axis",
     "BatchPlan",
     "Capacity",
     "LargestRead",

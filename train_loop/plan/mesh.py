@@ -2,22 +2,56 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
+Role = Literal["replicate", "shard", "data", "sequence"]
+"""What the ranks of an axis do: hold copies or shards of parameters; read other samples, or parts of the same ones."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a grid that arranges all ranks."""
+
+    name: str
+    role: Role
+    size: int
+    stride: int = 1
+    """Distance between neighbours of a group: the product of the sizes of the axes inside this one."""
+
+    def place(self, rank: int) -> int:
+        """Return the place of a global rank along the axis."""
+        return rank // self.stride % self.size
+
+    def groups(self, world: int) -> list[range]:
+        """Return the groups of ranks that differ only in their place along the axis."""
+        span = self.size * self.stride
+        return [range(first, first + span, self.stride) for first in range(world) if self.place(first) == 0]
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The device mesh of a run, ddp outermost and sp innermost.
+    """The device mesh of a run: two grids of the same ranks, one for parameters and one for samples.
 
-    `fsdp` counts the ranks that share one copy of the parameters. Ulysses groups lie inside it, or inside ddp if
-    nothing is sharded. Ranks of one Ulysses group are neighbours and see the same samples.
+    `fsdp` counts the ranks that share one copy of the parameters, `ddp` the copies. Ulysses groups of `sp` ranks lie
+    inside fsdp, or inside ddp if nothing is sharded. They are innermost: their ranks are neighbours and see the same
+    samples.
     """
 
     ddp: int
     fsdp: int
     sp: int
+
+    @property
+    def parameters(self) -> tuple[Axis, ...]:
+        """Return the axes over which parameters are replicated and sharded, the outermost first."""
+        shards = Axis("fsdp", "shard", self.fsdp)
+        return (shards,) if self.ddp == 1 else (Axis("ddp", "replicate", self.ddp, stride=self.fsdp), shards)
+
+    @property
+    def samples(self) -> tuple[Axis, ...]:
+        """Return the axes over which samples and their tokens are split, the outermost first."""
+        return Axis("dp", "data", self.dp, stride=self.sp), Axis("sp", "sequence", self.sp)
 
     @property
     def world(self) -> int:
@@ -32,30 +66,30 @@ class MeshPlan:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the mesh shape for FSDP2: (fsdp,) or, for HSDP, (ddp, fsdp)."""
-        return (self.fsdp,) if self.ddp == 1 else (self.ddp, self.fsdp)
+        return tuple(axis.size for axis in self.parameters)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the axes of `shape`."""
-        return ("fsdp",) if self.ddp == 1 else ("ddp", "fsdp")
+        return tuple(axis.name for axis in self.parameters)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the size of every axis, including the Ulysses groups inside fsdp."""
-        return dict(zip(self.names, self.shape, strict=True)) | {"sp": self.sp}
+        """Return the size of every axis, including the Ulysses groups inside fsdp; dp follows from them."""
+        return {axis.name: axis.size for axis in (*self.parameters, *self.samples) if axis.role != "data"}
 
     def data_rank(self, rank: int) -> int:
         """Return the data-parallel rank of a global rank."""
-        return rank // self.sp
+        return self.samples[0].place(rank)
 
     def sequence_rank(self, rank: int) -> int:
         """Return the rank of a global rank within its Ulysses group."""
-        return rank % self.sp
+        return self.samples[1].place(rank)
 
 
 def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T]) -> dict[range, tuple[T, ...]]:
     """Return the Ulysses groups on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
-    groups = (range(first, first + mesh.sp) for first in range(0, mesh.world, mesh.sp))
+    groups = [group for axis in mesh.samples if axis.role == "sequence" for group in axis.groups(mesh.world)]
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
     return {group: names for group, names in found.items() if len(names) > 1}
 

@@ -36,8 +36,8 @@ from train_loop.model.load import match_folder
 from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
 from train_loop.model.separation import check_causal, check_packing
 from train_loop.model.supported import check_decoder, check_dense, check_rows
-from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.optim.build import muon_matrices
+from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens

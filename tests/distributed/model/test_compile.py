@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import Gradients, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
-from train_loop.parallel.compile import CompileWatch
+from train_loop.telemetry.compile import CompileWatch
 
 Result = tuple[float, Gradients]
 FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}

@@ -28,7 +28,7 @@ from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.load import give_weights, read_headers
 from train_loop.model.probe import probe
 from train_loop.parallel.mesh import build_mesh
-from train_loop.parallel.shard import parallelize
+from train_loop.parallel.passes import parallelize
 from train_loop.plan import plan_mesh
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec

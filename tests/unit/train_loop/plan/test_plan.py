@@ -1,5 +1,6 @@
 """The plan: degrees → mesh, batches → steps, parameters → memory, workers → resources."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_mesh_holds_every_rank_once_or_is_rejected(world: int, fsdp_size: int, u
     assert mesh.dp * mesh.sp == mesh.ddp * mesh.fsdp == world == mesh.world
     places = {(mesh.data_rank(rank), mesh.sequence_rank(rank)) for rank in range(world)}
     assert places == {(d, s) for d in range(mesh.dp) for s in range(mesh.sp)}
+    for grid in (mesh.parameters, mesh.samples):
+        at = {tuple(axis.place(rank) for axis in grid) for rank in range(world)}
+        assert at == set(product(*(range(axis.size) for axis in grid)))
+    for axis in (*mesh.parameters, *mesh.samples):
+        groups = axis.groups(world)
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        assert {tuple(map(axis.place, group)) for group in groups} == {tuple(range(axis.size))}
 
 
 def a_plan(**parts: dict[str, Any]) -> Plan:

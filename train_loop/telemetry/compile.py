@@ -1,17 +1,8 @@
-"""torch.compile of each layer, and a report of graphs and graph breaks."""
+"""Graphs and graph breaks of torch.compile."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
 from torch._dynamo.utils import counters
-
-
-def apply_compile(units: Sequence[nn.Module]) -> None:
-    """Compile the inside of each unit's call, so that FSDP's hooks, also those of other units, stay outside."""
-    for unit in units:
-        unit.forward = torch.compile(unit.forward)
 
 
 @dataclass

@@ -1,0 +1,151 @@
+"""Parallelization of a built model: one ordered tuple of passes, each of which changes the model in place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.distributed.fsdp import FSDPModule
+
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.positions import apply_longrope
+from train_loop.model.probe import AttentionUse
+from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp
+from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units
+from train_loop.parallel.ulysses import apply_ulysses
+from train_loop.parallel.units import innermost, repeated_layers, wrapped_layers
+from train_loop.plan import MeshPlan
+from train_loop.spec import JobSpec
+from train_loop.telemetry.timers import ComputeTimer
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on the meta device, and what passes need to know beside the mesh."""
+
+    anatomy: Anatomy
+    spec: JobSpec
+    attention: Mapping[str, AttentionUse]
+    """Modules whose attention comes from the transformers registry, by name."""
+    timer: ComputeTimer
+
+
+class Pass(Protocol):
+    """A change to a built model."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether a job needs the change."""
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Change the model in place. Raises ModelError for a model that cannot be changed."""
+
+
+class Positions:
+    """Each document uses the position factors of its own length, whichever part of it a rank has."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return True; only the model shows whether it has such factors."""
+        return True
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Change the model's rotary embeddings."""
+        apply_longrope(built.anatomy.model, part=mesh.sequence_rank, parts=mesh.plan.sp)
+
+
+class Sequence:
+    """Ranks share each sequence (Ulysses)."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether several ranks share a sequence."""
+        return mesh.sp > 1
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Exchange sequence parts for heads around attention."""
+        apply_ulysses(built.anatomy.model, mesh.sp, built.timer, built.attention)
+
+
+class Tiles:
+    """MLPs compute in tiles of tokens."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for tiles."""
+        return spec.strategy.apply_tiled_mlp
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Split the MLP of each layer."""
+        strategy = built.spec.strategy
+        apply_tiled_mlp(repeated_layers(built.anatomy, strategy.wrap_policy), tiles=strategy.tiled_num_shards)
+
+
+class Recompute:
+    """Backward recomputes the activations of each layer."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for activation checkpointing."""
+        return spec.model.gradient_checkpointing != "none"
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Checkpoint each layer."""
+        layers = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy)
+        offload = built.spec.model.gradient_checkpointing == "offload"
+        apply_checkpointing(layers, offload=offload, pin_memory=mesh.device.type == "cuda")
+
+
+class Compile:
+    """torch.compile translates the innermost units."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for compilation."""
+        return spec.model.compile
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Compile each unit that contains no other."""
+        apply_compile(innermost(wrapped_layers(built.anatomy, built.spec.strategy.wrap_policy)))
+
+
+class Shard:
+    """FSDP2 shards parameters, gradients and optimizer states."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return True; a single rank has units too, which hold master weights and compute in another dtype."""
+        return True
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Make the units, and set how far each gathers ahead."""
+        anatomy, strategy = built.anatomy, built.spec.strategy
+        # Found by class name, before FSDP2 changes the names of classes.
+        layers = wrapped_layers(anatomy, strategy.wrap_policy)
+        apply_fsdp(anatomy, mesh, strategy)
+        units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
+
+
+class Timing:
+    """The rank's timer stops while units wait for other ranks."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return True; every run reports the compute time of its ranks."""
+        return True
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Register the timer's hooks around those of FSDP2."""
+        time_units(built.anatomy.model, built.timer)
+
+
+# What changes a layer's parameters or inputs comes first. Then each pass wraps what the passes before it have made:
+# recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
+# a layer is gathered once. Tensor and expert passes belong before `Sequence`, which counts the heads of a rank, and
+# before `Shard`, which shards what they leave on it. Timing hooks surround those of FSDP2 and come last.
+PASSES: tuple[Pass, ...] = (Positions(), Sequence(), Tiles(), Recompute(), Compile(), Shard(), Timing())
+
+
+def parallelize(anatomy: Anatomy, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]) -> ComputeTimer:
+    """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError.
+
+    `attention` names the modules whose attention comes from the transformers registry.
+    """
+    built = BuiltModel(anatomy, spec, attention, ComputeTimer(mesh.device))
+    for one in PASSES:
+        if one.applies(spec, mesh.plan):
+            one.apply(built, mesh)
+    return built.timer
