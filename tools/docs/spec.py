@@ -54,6 +54,7 @@ EXAMPLES: dict[str, Any] = {
     "strategy.norm_dtype": "fp32",
     "strategy.reshard_after_forward": 4,
     "strategy.wrap_policy.transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+    "strategy.wrap_policy.min_num_params": 100_000_000,
     "checkpoint.every_seconds": 600,
     "checkpoint.keep_best": {"metric": "eval_loss", "mode": "min"},
     "checkpoint.keep_best.metric": "eval_loss",

@@ -1,12 +1,18 @@
 """Selection of FSDP units. Every parameter belongs to the innermost unit that holds it."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from torch import nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.plan import UnitSizes
 from train_loop.spec import WrapPolicySpec
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called, so that FSDP2 could not gather them."""
 
 
 def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
@@ -16,6 +22,7 @@ def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]
     """
     model = anatomy.model
     layers = list(anatomy.layers) or modules_of(model, policy.transformer_layer_cls_to_wrap)
+    layers = layers or innermost(_large_layers(anatomy, policy))
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layer classes in _no_split_modules; name one in "
@@ -27,13 +34,49 @@ def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]
 def find_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:
     """Return the units below the root, inner units before outer ones; a unit of several modules shares a gather.
 
-    Raises ModelError for a class name that matches nothing, and for a parameter that several units share.
+    Raises ModelError for a class name or a size that matches nothing, and for a parameter that several units share.
     """
     check_names(anatomy, policy)
-    # Children come after their parents in module order, and must be sharded before them.
-    units = [[module] for module in reversed(wrapped_layers(anatomy, policy))] + _outer_units(anatomy, policy)
+    # Children come after their parents in module order, and must be sharded before them. A large unit may contain the
+    # embeddings.
+    units = _outer_units(anatomy, policy) + [[module] for module in reversed(wrapped_layers(anatomy, policy))]
+    if not units:
+        raise ModelError(_too_large(anatomy, policy))
     check_shared(anatomy.model, units)
     return units
+
+
+def unit_sizes(anatomy: Anatomy, policy: WrapPolicySpec) -> UnitSizes | None:
+    """Return the sizes of the units of `min_num_params`; None without it."""
+    if policy.min_num_params is None:
+        return None
+    own, taken = dict[nn.Module, int](), set[int]()
+    for unit in find_units(anatomy, policy):
+        parameters = {id(p): p.numel() for module in unit for p in module.parameters() if id(p) not in taken}
+        taken |= parameters.keys()
+        # Tied embeddings, a unit of two modules, stay gathered between both: they count as a part of the root.
+        if len(unit) == 1:
+            own[unit[0]] = sum(parameters.values())
+    inside = {unit: set(unit.modules()) for unit in own}
+    gathered = {unit: sum(own[outer] for outer in own if unit in inside[outer]) for unit in own}
+    # Backward gathers ahead the unit that forward has left before.
+    left = list(_in_order_of_return(anatomy.model, own))
+    ahead = [gathered[unit] + own[before] for before, unit in pairwise(left)]
+    return UnitSizes(
+        root=_parameters(anatomy.model) - sum(own.values()),
+        all=sum(own.values()),
+        largest=max(own.values(), default=0),
+        gathered=max(gathered.values(), default=0),
+        ahead=max([*ahead, *gathered.values()], default=0),
+        has_head=anatomy.head in own,
+    )
+
+
+def _in_order_of_return(module: nn.Module, units: Container[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _in_order_of_return(child, units)
+    if module in units:
+        yield module
 
 
 def check_shared(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
@@ -70,7 +113,65 @@ def _shared(model: nn.Module, units: Sequence[Sequence[nn.Module]], one: str, ot
 
 def wrapped_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
     """Return the layers that become units, in execution order. Raises ModelError as `repeated_layers` does."""
+    if policy.min_num_params is not None:
+        return _large_layers(anatomy, policy)
     return modules_of(anatomy.model, policy.transformer_layer_cls_to_wrap) or repeated_layers(anatomy, policy)
+
+
+def _large_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the modules that `min_num_params` makes units, without embeddings and head, in execution order."""
+    return [one for one in large_modules(anatomy, policy) if one not in (anatomy.embeddings, anatomy.head)]
+
+
+def large_modules(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the modules with at least `min_num_params` parameters that no unit inside of them has, in module order.
+
+    This is the rule of torch's `size_based_auto_wrap_policy`. A module that shares a parameter with the rest of the
+    model is left out, because each parameter is in one unit.
+    """
+    least = policy.min_num_params
+    if least is None:
+        return []
+    found, taken = list[nn.Module](), {id(p) for end in _chosen_ends(anatomy, policy) for p in end.parameters()}
+    # Children before their parents.
+    for module in reversed(_separable(anatomy.model)):
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if sum(own.values()) >= least:
+            found.append(module)
+            taken |= own.keys()
+    return found[::-1]
+
+
+def _separable(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that could be units: they are called, and share no parameter with the rest of the model."""
+    names = _names_of_parameters(model)
+    # It uses its children's parameters without calling them.
+    hidden = {
+        child for one in model.modules() if isinstance(one, nn.MultiheadAttention) for child in [*one.modules()][1:]
+    }
+    return [
+        module
+        for module in model.modules()
+        if module is not model and module not in hidden and not isinstance(module, _CONTAINERS)
+        if all(names[key] == count for key, count in _names_of_parameters(module).items())
+    ]
+
+
+def _names_of_parameters(module: nn.Module) -> Counter[int]:
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _too_large(anatomy: Anatomy, policy: WrapPolicySpec) -> str:
+    ends = [anatomy.embeddings] if anatomy.is_tied and anatomy.embeddings is not None else []
+    largest = max(map(_parameters, [*_separable(anatomy.model), *ends]), default=0)
+    return (
+        f"min_num_params={policy.min_num_params} is more than the parameters of any module of "
+        f"{type(anatomy.model).__name__} that could be a unit; choose at most {largest}"
+    )
 
 
 def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -112,9 +213,21 @@ def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:
-    chosen = [(anatomy.embeddings, policy.wrap_embeddings), (anatomy.head, policy.wrap_lm_output)]
+    ends = _chosen_ends(anatomy, policy)
     if anatomy.is_tied:
-        # Tied embeddings must stay one parameter: they are one unit together, or stay with the root.
-        both = [module for module, _ in chosen if module is not None]
-        return [both] if policy.wrap_embeddings or policy.wrap_lm_output else []
-    return [[module] for module, wrap in chosen if wrap and module is not None]
+        return [ends] if ends else []
+    large = large_modules(anatomy, policy)
+    return [[end] for end in (anatomy.embeddings, anatomy.head) if end is not None and (end in ends or end in large)]
+
+
+def _chosen_ends(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the embeddings and the head, as far as the policy names them, or makes them a unit because they are tied.
+
+    Tied embeddings must stay one parameter: they are one unit together, or stay with the root.
+    """
+    chosen = [(anatomy.embeddings, policy.wrap_embeddings), (anatomy.head, policy.wrap_lm_output)]
+    if not anatomy.is_tied:
+        return [module for module, wrap in chosen if wrap and module is not None]
+    ends, least = [module for module, _ in chosen if module is not None], policy.min_num_params
+    is_large = least is not None and _parameters(ends[0]) >= least
+    return ends if policy.wrap_embeddings or policy.wrap_lm_output or is_large else []

@@ -43,7 +43,7 @@ from train_loop.plan.resources import (
     too_big,
 )
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import NEEDED, ModelShape, ParameterCounts, read_shape
+from train_loop.plan.shape import NEEDED, ModelShape, ParameterCounts, UnitSizes, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "Preview",
     "ReductionTree",
     "SampleCount",
+    "UnitSizes",
     "allowed_workers",
     "certain_needs",
     "cheapest_change",

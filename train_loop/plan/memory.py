@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from train_loop.plan.mesh import MeshPlan
-from train_loop.plan.shape import ModelShape
+from train_loop.plan.shape import ModelShape, UnitSizes
 from train_loop.plan.tree import ReductionTree
 from train_loop.spec import JobSpec
 
@@ -62,7 +62,7 @@ def estimate_memory(
     step = (
         MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
-        *_partial_sums(shape, mesh, tree, trained),
+        *_partial_sums(shape.units(spec.strategy.wrap_policy.min_num_params), mesh, tree, trained),
     )
     staged = -(-sum(term.bytes for term in state) // mesh.ddp)
     return (
@@ -87,14 +87,16 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
-    layers, outside = shape.layers * shape.layer_parameters, shape.embedding_parameters
-    ahead = min(2, shape.layers) * shape.layer_parameters if mesh.fsdp > 1 and not ordered else 0
-    # Embeddings that are units of their own are freed after use.
-    inside = max(outside, ahead) if wrap.wrap_embeddings or wrap.wrap_lm_output else outside + ahead
-    kept = 0 if reshard is None or reshard is True else layers if reshard is False else layers // reshard
-    # Chunks of logits have the head's gradient themselves.
-    head = 0 if frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None else shape.vocab * shape.hidden
-    later = 0 if frozen else master * outside // mesh.fsdp
+    units = shape.units(wrap.min_num_params)
+    outside, ahead = units.root, units.ahead if mesh.fsdp > 1 and not ordered else 0
+    # Embeddings that are units of their own are freed after use; by size, they are none of the root's parameters.
+    wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and wrap.min_num_params is None
+    inside = max(outside, ahead) if wrapped else outside + ahead
+    kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
+    # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
+    whole = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
+    head = 0 if whole else shape.vocab * shape.hidden
+    later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
     peaks = (
         (compute * (inside + head) - later, f"{compute} bytes x (embeddings + two layers + head's gradient)"),
         (
@@ -106,15 +108,19 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
             f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
         ),
     )
-    return max(peaks)
+    if wrap.min_num_params is None:
+        return max(peaks)
+    # A unit may be as large as the model: its whole gradient exists before its shards.
+    large = compute * (outside + head + 2 * units.gathered) - shard
+    return max(*peaks, (large, f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"))
 
 
-def _partial_sums(shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
+def _partial_sums(units: UnitSizes, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes that an `any_size` run keeps of a step's gradients, and the buffer of its exchange."""
     if tree is None:
         return ()
     kept = tree.partial_sums(mesh)
-    exchanged = 4 * max(shape.layer_parameters, shape.embedding_parameters) if mesh.world > 1 else 0
+    exchanged = 4 * max(units.largest, units.root) if mesh.world > 1 else 0
     formula = f"{kept} partial sums x 4 bytes x parameters / fsdp + 4 bytes x the largest unit"
     return (MemoryTerm("partial_sums", 4 * kept * shard + exchanged, formula),)
 

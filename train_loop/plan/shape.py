@@ -57,6 +57,24 @@ NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 @dataclass(frozen=True)
+class UnitSizes:
+    """Numbers of parameters of a model's FSDP units."""
+
+    root: int
+    """Parameters outside the other units, and tied embeddings: they stay gathered."""
+    all: int
+    """Parameters of all other units."""
+    largest: int
+    """Parameters of the largest unit, without those of units inside of it."""
+    gathered: int
+    """Most parameters that one unit and the units around it gather."""
+    ahead: int
+    """The same with the unit that is gathered ahead."""
+    has_head: bool = False
+    """True if the head is a unit of its own by its size."""
+
+
+@dataclass(frozen=True)
 class ParameterCounts:
     """Exact numbers of parameters, from the model on the meta device."""
 
@@ -71,6 +89,8 @@ class ParameterCounts:
     """Parameters outside the decoder layers."""
     module: int
     """Parameters of the largest module without its children: each rank draws them whole for random weights."""
+    units: UnitSizes | None = None
+    """Units by `min_num_params`; None without it."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +153,24 @@ class ModelShape:
     def trained_matrices(self) -> int:
         """Return the parameters that muon updates; without counts, those of the layers."""
         return self.layers * self.layer_parameters if self.counts is None else self.counts.trained_matrices
+
+    def units(self, least: int | None) -> UnitSizes:
+        """Return the sizes of the units: layers, or modules of at least `least` parameters.
+
+        Without counts, the latter are an estimate: a layer that is large enough is one unit.
+        """
+        if self.counts is not None and self.counts.units is not None:
+            return self.counts.units
+        layer, root, layers = self.layer_parameters, self.embedding_parameters, self.layers * self.layer_parameters
+        if least is None:
+            return UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer)
+        table, unit = self.vocab * self.hidden, layer if layer >= least else layers
+        if table < least or self.tied:
+            return UnitSizes(root, layers, unit, unit, min(2 * unit, layers))
+        largest = max(unit, table)
+        return UnitSizes(
+            root - 2 * table, layers + 2 * table, largest, largest, max(min(2 * unit, layers), table + unit), True
+        )
 
     @property
     def largest_module(self) -> int:

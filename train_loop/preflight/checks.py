@@ -38,7 +38,7 @@ from train_loop.model.separation import check_causal, check_packing
 from train_loop.model.supported import check_decoder, check_dense, check_rows
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import apply_tiled_mlp
-from train_loop.parallel.units import find_units, repeated_layers
+from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
@@ -132,6 +132,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
         layer=max(layers),
         outside=max(total - sum(layers), 0),
         module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
+        units=unit_sizes(anatomy, spec.strategy.wrap_policy),
     )
 
 
@@ -173,10 +174,11 @@ def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -
 def _wishes_not_granted(anatomy: Anatomy, seen: ModelProbe, spec: JobSpec) -> list[Problem]:
     """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
+    by = "transformer_layer_cls_to_wrap" if policy.min_num_params is None else "min_num_params"
     checks: list[tuple[str, Callable[[], object]]] = [
         ("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
-        ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(anatomy, policy)),
+        (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy)),
         ("/training/chunked_loss", lambda: check_head(seen, spec)),
         ("/data/sequence_length", lambda: check_positions(seen, spec)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),

@@ -29,7 +29,7 @@ _NOT_YET = _by_name(
         "quantization_config quantization_bit qlora",
         "": "head load add_tokens kernels images balance experts_implementation router_dtype router_aux_loss "
         "router_z_loss precision cast_forward_inputs gradient_sync ignored_params "
-        "pin_memory matmul_precision shard_vision min_num_params deterministic groups optimizer_state profile "
+        "pin_memory matmul_precision shard_vision deterministic groups optimizer_state profile "
         "neftune_noise_alpha group_by_length length_column_name tf32",
         "training.router_aux_loss": "router_aux_loss_coef moe_aux_loss_coeff",
         "tensor parallelism (strategy.tp_size)": "tp_size tensor_parallel_size tensor_model_parallel_size autotp_size",
@@ -98,6 +98,7 @@ _OURS = _by_name(
         "strategy.reshard_after_forward": "fsdp_reshard_after_forward",
         "strategy.wrap_policy": "fsdp_auto_wrap_policy auto_wrap_policy",
         "strategy.wrap_policy.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+        "strategy.wrap_policy.min_num_params": "fsdp_min_num_params",
         "strategy.backward_prefetch": "fsdp_backward_prefetch",
         "strategy.forward_prefetch": "fsdp_forward_prefetch",
         "strategy.fsdp_size": "hsdp",

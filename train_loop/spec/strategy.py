@@ -15,11 +15,26 @@ class WrapPolicySpec(SpecModel):
         default=(),
         description="class names of the modules; empty: the model's own list of modules that must not be split",
     )
+    min_num_params: int | None = Field(
+        default=None,
+        ge=1,
+        description="make units of modules by size instead of by class: those with at least so many parameters that no "
+        "unit inside of them has",
+    )
     wrap_embeddings: bool = Field(default=False, description="make the input embeddings an FSDP unit")
     wrap_lm_output: bool = Field(default=False, description="make the output layer an FSDP unit")
     moe_experts: Annotated[tuple[str, ...], only(())] = Field(
         default=(), description="class names of experts; not supported yet"
     )
+
+    @model_validator(mode="after")
+    def _one_way_to_wrap(self) -> "WrapPolicySpec":
+        if self.min_num_params is not None and self.transformer_layer_cls_to_wrap:
+            raise ValueError(
+                f"min_num_params={self.min_num_params} selects units by size and transformer_layer_cls_to_wrap="
+                f"{', '.join(self.transformer_layer_cls_to_wrap)} by class; remove one"
+            )
+        return self
 
 
 SaveMode = Literal["sync", "thread", "process"]
@@ -97,5 +112,15 @@ class StrategySpec(SpecModel):
         if self.sharding_strategy == "NO_SHARD" and self.fsdp_size > 1:
             raise ValueError(
                 f"sharding_strategy=NO_SHARD shards nothing, but fsdp_size={self.fsdp_size} requests shards; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tiles_are_gathered_once(self) -> "StrategySpec":
+        least = self.wrap_policy.min_num_params
+        if self.apply_tiled_mlp and least is not None:
+            raise ValueError(
+                f"apply_tiled_mlp gathers each MLP once for all tiles, but min_num_params={least} may make units of "
+                "its parts; remove one"
             )
         return self

@@ -38,6 +38,8 @@ BIT_EQUAL: dict[str, Parts] = {
     "wrapped head": {"strategy": {"wrap_policy": {"wrap_lm_output": True}}},
     "wrapped all": {"strategy": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
     "finer units": {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}}},
+    "units by size": {"strategy": {"wrap_policy": {"min_num_params": 1000}}},
+    "large units": {"strategy": {"wrap_policy": {"min_num_params": 9000}}},
     "output dtype": {"strategy": {"output_dtype": "fp32"}},
 }
 EQUAL: dict[str, Parts] = {

@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from tests.support.builders.specs import TINY, raw_spec
+from tests.support.builders.specs import TINY, may_read, raw_spec
 from train_loop.model.build import build_model
 from train_loop.model.families.causal import causal_anatomy
 from train_loop.model.folder import model_shape
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import apply_fsdp
 from train_loop.plan import plan_job
+from train_loop.preflight.checks import check_model
 from train_loop.spec import JobSpec, parse
 
 LAYERS = 6
@@ -72,3 +74,23 @@ def test_plan_counts_what_is_gathered_at_the_peak_of_a_step(world: int, reshard:
     terms = {term.name: term.bytes for term in plan_job(spec, model_shape(spec.model)).memory}
     planned = terms["gathered_parameters"] + terms["gradients"]
     assert 0.8 * planned < max(seen) < 1.01 * planned
+
+
+@pytest.mark.parametrize("least", [500, 4000, 7760, 12000, 30000])
+def test_plan_counts_what_units_by_size_gather(world: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TINY | {"num_hidden_layers": LAYERS, "vocab_size": 600}
+    strategy = {"wrap_policy": {"min_num_params": least}}
+    spec = parse(raw_spec(model={"config": config}, strategy=strategy, scaling={"num_workers": world}))
+    shape, problems = check_model(spec, may_read())
+    assert shape is not None
+    assert problems == []
+    model, seen, reduce = sharded(spec, world), list[int](), FSDPParamGroup.post_backward
+
+    def watched(group: FSDPParamGroup, *inputs: Any) -> None:
+        seen.append(held(model))
+        reduce(group, *inputs)
+
+    monkeypatch.setattr(FSDPParamGroup, "post_backward", watched)
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    terms = {term.name: term.bytes for term in plan_job(spec, shape).memory}
+    assert max(seen) == pytest.approx(terms["gathered_parameters"] + terms["gradients"], rel=0.01)
