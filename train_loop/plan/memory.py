@@ -79,9 +79,9 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
 
     FSDP2 copies units also on one rank. The root unit, which has the embeddings and the head, stays gathered while each
-    layer and the one after it are gathered. The peak is inside the layers, where the head has its whole
-    gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or at the end,
-    when the root's gradients are reduced. An `ordered` exchange has its buffer among the partial sums.
+    layer and the one after it are gathered. The peak is inside the layers, where the head has its whole gradient, and
+    the root no sharded one; or at the start of backward, before sharded gradients exist; or at the end, when the root's
+    gradients are reduced. An `ordered` exchange has its buffer among the partial sums.
     """
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
@@ -94,11 +94,12 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     inside = max(outside, ahead) if wrapped else outside + ahead
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
-    whole = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
-    head = 0 if whole else shape.vocab * shape.hidden
+    without = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
+    head = 0 if without else shape.vocab * shape.hidden
     later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
+    both = "two layers" if wrap.min_num_params is None else "units gathered at once"
     peaks = (
-        (compute * (inside + head) - later, f"{compute} bytes x (embeddings + two layers + head's gradient)"),
+        (compute * (inside + head) - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
         (
             compute * (outside + kept + head) - master * shape.trained // mesh.fsdp,
             f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
@@ -108,11 +109,10 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
             f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
         ),
     )
-    if wrap.min_num_params is None:
-        return max(peaks)
-    # A unit may be as large as the model: its whole gradient exists before its shards.
+    # A unit by size may be as large as the model: its whole gradient exists before its shards.
     large = compute * (outside + head + 2 * units.gathered) - shard
-    return max(*peaks, (large, f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"))
+    formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
+    return max(peaks) if wrap.min_num_params is None else max(*peaks, (large, formula))
 
 
 def _partial_sums(units: UnitSizes, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:

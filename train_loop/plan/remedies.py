@@ -43,15 +43,17 @@ def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
 
 def _computing(spec: JobSpec) -> list[str]:
     model, training, strategy = spec.model, spec.training, spec.strategy
+    by_size = strategy.wrap_policy.min_num_params is not None
     size = training.per_device_train_batch_size
     checkpointing = model.gradient_checkpointing
     choices = [
         (training.chunked_loss is False, "training.chunked_loss: null"),
         (strategy.sharding_strategy == "NO_SHARD", "strategy.sharding_strategy: FULL_SHARD"),
         (strategy.reshard_after_forward is False, "strategy.reshard_after_forward: null"),
+        (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
         (checkpointing == "none", "model.gradient_checkpointing: full"),
-        (not strategy.apply_tiled_mlp, "strategy.apply_tiled_mlp: true"),
+        (not strategy.apply_tiled_mlp and not by_size, "strategy.apply_tiled_mlp: true"),
         (strategy.fsdp_size > 1, "strategy.fsdp_size: 0"),
         (training.optimizer == "adamw", "training.optimizer: adamw_8bit"),
         (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),

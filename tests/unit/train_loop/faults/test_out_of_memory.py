@@ -123,6 +123,11 @@ def test_killed_rank_is_reported_if_the_model_is_unreadable(tmp_path: Path) -> N
         ({"model": {"gradient_checkpointing": "none"}}, "device", "model.gradient_checkpointing: full"),
         ({"training": {"per_device_train_batch_size": 4}}, "device", "training.per_device_train_batch_size: 2 at"),
         ({"strategy": {"sharding_strategy": "NO_SHARD"}}, "device", "strategy.sharding_strategy: FULL_SHARD"),
+        (
+            {"strategy": {"wrap_policy": {"min_num_params": 9}}},
+            "device",
+            "a smaller strategy.wrap_policy.min_num_params",
+        ),
         ({"training": {"chunked_loss": False}}, "device", "training.chunked_loss: null"),
         ({}, "host", "failure.spare_workers: false"),
     ],
