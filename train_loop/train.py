@@ -21,7 +21,7 @@ from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.loop.build import Run, build_run
-from train_loop.loop.coordination import MOVE, RankRequests, StopSignal, agree, agree_on_stop, who_works
+from train_loop.loop.coordination import MOVE, Agreement, RankRequests, StopSignal, agree, agree_on_stop, gather_workers
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.metrics import measure, record_start, record_step, write_line
 from train_loop.loop.profiling import profiled
@@ -47,9 +47,9 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         with no_garbage_collection():
             resume(run)
             keep_what_is_there()
-            record_start(run, who_works())
+            record_start(run, gather_workers())
             try:
-                stop = loop(run, saver, watchdog)
+                stop = TrainingLoop(run, saver, watchdog).train()
             except UserError:
                 # Keep the checkpoint in flight: it precedes the user's error.
                 saver.wait()
@@ -57,7 +57,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     session.mark(run.state.step, Phase.END)
     if stop is not None and stop.checkpoint:
         session.journal.event("stopping", mode=stop.mode, waits_for=f"the checkpoint of step {run.state.step}")
-    save_failure = close(saver, stop)
+    save_failure = finish_saving(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(session.access)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=save_failure)
@@ -68,61 +68,136 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     return outcome
 
 
-def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
-    """Train until the run is done or must stop. Return the stop request; the last checkpoint may still be in flight."""
-    state, training, stop, measured = run.state, run.spec.training, None, dict[str, float]()
-    times, watch = SaveSchedule(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
-    sign = StopSignal(run.session)
-    left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
-    rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
-    clock, mark = StepTimer(), run.session.mark
-    stop = finish_evaluation(run, sign)
-    while stop is None and not run.done:
-        watchdog.feed()
-        clock.begin()
-        mark(state.step + 1, Phase.DATA)
-        batch = next_batch(run, rows, clock)
-        clock.data_arrived()
-        mine = rank_requests(sign, times, watch, saver)
-        mark(state.step + 1, Phase.AGREE)
-        agreed = agree(batch, clock, mine, run.mesh, run.ordered)
-        stop = agreed.stop
+class TrainingLoop:
+    """The steps of a run on this rank, and what may stop or save it between two of them."""
+
+    def __init__(self, run: Run, saver: Saver, watchdog: Watchdog) -> None:
+        self.run, self.saver, self.watchdog = run, saver, watchdog
+        session, consumed = run.session, run.state.consumed
+        self.save_schedule = SaveSchedule(run.spec.checkpoint, step=run.state.step)
+        self.preemption = PreemptionWatch(session)
+        self.stop_signal = StopSignal(session)
+        remaining = StreamPlan(run.dataset, run.order, consumed, run.order.steps_left(consumed))
+        self.rows = session.open_stream(remaining, run.mesh.plan, run.mesh.rank)
+        self.clock = StepTimer()
+        self.measured = dict[str, float]()
+        """Values of the newest step by which checkpoints are compared."""
+
+    def train(self) -> Stop | None:
+        """Train until the run is done or must stop. Return the stop request; the last save may still be in flight."""
+        stop = self.finish_evaluation()
+        while stop is None and not self.run.done:
+            batch = self.next_batch()
+            agreed = self.agree(batch)
+            if (stop := agreed.stop) is not None:
+                break
+            result = self.train_step(batch, agreed)
+            evaluation, stop = self.evaluate_if_due()
+            self.record(result, agreed, evaluation, stop)
+            if stop is None:
+                self.save_if_due(agreed)
+        self.save_last(stop)
+        return stop
+
+    def next_batch(self) -> StepBatch:
+        """Return this rank's samples of the next step."""
+        self.watchdog.feed()
+        self.clock.begin()
+        self.run.session.mark(self.run.state.step + 1, Phase.DATA)
+        batch = next_batch(self.run, self.rows, self.clock)
+        self.clock.data_arrived()
+        return batch
+
+    def agree(self, batch: StepBatch) -> Agreement:
+        """Agree with all ranks on the next step: its divisor, and whether to stop, save or look for preemptions."""
+        run, requests = self.run, self.requests()
+        run.session.mark(run.state.step + 1, Phase.AGREE)
+        agreed = agree(batch, requests, objective=run.objective, reduction=run.reduction, clock=self.clock)
         if agreed.fatal:
-            saver.raise_fatal()
-        if stop is not None:
-            break
+            self.saver.raise_fatal()
+        return agreed
 
-        # ------------------------------------------------------------------------------------------ hot path
-        mark(state.step + 1, Phase.TRAIN)
-        profile = profiled(state.step + 1, run.session, steps=training.profile_steps, device=run.mesh.device)
-        with profile, clock.training(run.timer):
-            micro = micro_batches(batch, training.per_device_train_batch_size, state.model, run.mesh)
-            result = train_step(state, run.loss, micro, agreed.divisor, training.max_grad_norm, run.ordered)
+    def requests(self) -> RankRequests:
+        """Return this rank's requests to all ranks before a step."""
+        leads, preemption = dist.get_rank() == 0, self.preemption
+        stop = self.stop_signal.seen or (MOVE if leads and preemption.wants_to_move() else None)
+        save = leads and (self.save_schedule.overdue or preemption.wants_last_save())
+        return RankRequests(stop, save, check_preemption=leads and preemption.overdue, fatal=self.saver.failed_fatally)
+
+    def train_step(self, batch: StepBatch, agreed: Agreement) -> StepResult:
+        """Train one optimizer step: the hot path."""
+        run, training, state, number = self.run, self.run.spec.training, self.run.state, self.run.state.step + 1
+        run.session.mark(number, Phase.TRAIN)
+        profile = profiled(number, run.session, steps=training.profile_steps, device=run.mesh.device)
+        with profile, self.clock.training(run.compute_timer):
+            result = train_step(
+                state,
+                run.objective,
+                micro_batches(batch, training.per_device_train_batch_size, state.model, run.mesh),
+                divisor=agreed.divisor,
+                reduction=run.reduction,
+                max_grad_norm=training.max_grad_norm,
+            )
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
-        # --------------------------------------------------------------------------------------------------------
+        run.session.mark(state.step, Phase.AFTER)
+        check_step(run, result)
+        return result
 
-        mark(state.step, Phase.AFTER)
-        prove(run, result)
-        # An evaluation, if due; its results go to the metrics line of its step.
-        with clock.waiting():
-            evaluation, stop = evaluate_if_due(run, sign)
-        state.losses.add(result.loss)
-        measured = measure(state.losses.mean, result, evaluation)
+    def evaluate_if_due(self) -> tuple[Evaluation | None, Stop | None]:
+        """Evaluate every eval_steps steps and at the run's end. A collective call.
+
+        Return the evaluation, or the stop request that has interrupted it; neither if it is not due.
+        """
+        every, step = self.run.spec.training.eval_steps, self.run.state.step
+        with self.clock.waiting():
+            if every is None or (step % every and not self.run.done):
+                return None, None
+            return self.evaluate()
+
+    def evaluate(self) -> tuple[Evaluation | None, Stop | None]:
+        """Return the evaluation, or the stop request that has interrupted it. A collective call."""
+        found = evaluate_now(self.run, self.stop_signal)
+        return (None, found) if isinstance(found, Stop) else (found, None)
+
+    def finish_evaluation(self) -> Stop | None:
+        """Evaluate the newest step if a stop request has interrupted that. Return the request if one does so again."""
+        state = self.run.state
+        if not state.unlogged_line:
+            return None
+        evaluation, stop = self.evaluate()
+        if stop is None:
+            write_line(self.run, state.unlogged_line, evaluation)
+            state.unlogged_line = {}
+        return stop
+
+    def record(self, result: StepResult, agreed: Agreement, evaluation: Evaluation | None, stop: Stop | None) -> None:
+        """Write the metrics line of the step, if one is due. A collective call."""
+        losses = self.run.state.losses
+        losses.add(result.loss)
+        self.measured = measure(losses.mean, result, evaluation)
         # A cancelled run is not resumed.
-        record_step(run, result, clock, agreed, evaluation, resumes=stop is not None and stop.mode != "cancel")
-        if stop is not None:
-            break
-        collect_garbage(state.step)
-        # A checkpoint, if due. A save is collective: either all ranks save or none does.
-        if times.due(state.step) or agreed.save or (agreed.check_preemption and watch.sees_news()):
-            times.begin(state.step)
-            mark(state.step, Phase.SAVE)
-            save(run, saver, measured, clock)
-            run.session.expect_restart()
-    if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
-        mark(state.step, Phase.SAVE)
-        save(run, saver, measured, clock)
-    return stop
+        resumes = stop is not None and stop.mode != "cancel"
+        record_step(self.run, result, self.clock, agreed, evaluation, resumes=resumes)
+
+    def save_if_due(self, agreed: Agreement) -> None:
+        """Save a checkpoint if one is due. A save is collective: either all ranks save or none does."""
+        step, schedule = self.run.state.step, self.save_schedule
+        collect_garbage(step)
+        if schedule.due(step) or agreed.save or (agreed.check_preemption and self.preemption.sees_news()):
+            schedule.begin(step)
+            self.save()
+            self.run.session.expect_restart()
+
+    def save_last(self, stop: Stop | None) -> None:
+        """Save the newest step at the end, unless it is saved, or spec or stop request do not want it."""
+        wanted = stop.checkpoint if stop else self.run.spec.checkpoint.save_final
+        if wanted and self.save_schedule.saved < self.run.state.step:
+            self.save()
+
+    def save(self) -> None:
+        """Start saving a checkpoint of the newest step."""
+        self.run.session.mark(self.run.state.step, Phase.SAVE)
+        save(self.run, self.saver, self.measured, self.clock)
 
 
 def resume(run: Run) -> None:
@@ -130,73 +205,42 @@ def resume(run: Run) -> None:
     restore(run.state, run.session.access, run.order.order, seed=run.spec.training.seed, parent=run.parent)
 
 
-def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch, saver: Saver) -> RankRequests:
-    """Return this rank's requests to all ranks before a step."""
-    first = dist.get_rank() == 0
-    stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
-    save = first and (times.overdue or watch.wants_last_save())
-    return RankRequests(stop, save=save, check_preemption=first and watch.overdue, fatal=saver.failed_fatally)
-
-
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
     """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
     read = next(rows)
-    check_vocabulary(read, run.loss.anatomy.vocabulary)
+    check_vocabulary(read, run.objective.anatomy.vocabulary)
     with clock.waiting():
         batch = share_rows(read, count=run.order.per_rank, dataset=run.dataset, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
     return batch
 
 
-def prove(run: Run, result: StepResult) -> None:
+def check_step(run: Run, result: StepResult) -> None:
     """Check the finished step: count non-finite steps and report recompilations."""
     count_skips(run.state, result, run.spec.training, run.session.journal)
     # Graph breaks and repeated compilations slow training silently.
-    if run.watch is not None and (news := run.watch.news()):
+    if run.compile_watch is not None and (news := run.compile_watch.news()):
         run.session.journal.event("compiled", step=run.state.step, **news)
 
 
-def evaluate_if_due(run: Run, sign: StopSignal) -> tuple[Evaluation | None, Stop | None]:
-    """Evaluate every eval_steps steps and at the run's end. A collective call.
-
-    Return the evaluation, or the stop request that has interrupted it; neither if it is not due.
-    """
-    every = run.spec.training.eval_steps
-    if every is None or (run.state.step % every and not run.done):
-        return None, None
-    return evaluate_now(run, sign)
-
-
-def evaluate_now(run: Run, sign: StopSignal) -> tuple[Evaluation | None, Stop | None]:
+def evaluate_now(run: Run, stop_signal: StopSignal) -> Evaluation | Stop:
     """Return the evaluation, or the stop request that has interrupted it. A collective call.
 
     It uses the averaged weights if the run has an EMA.
     """
-    assert run.evaluation is not None, "a spec with eval_steps has eval data"
-    stop: Stop | None = None
-
-    def stops() -> bool:
-        nonlocal stop
-        stop = agree_on_stop(sign.seen)
-        return stop is not None
-
-    size, in_order = run.spec.training.per_device_train_batch_size, run.ordered is not None
+    assert run.evaluation_data is not None, "a spec with eval_steps has eval data"
     with run.state.ema.applied() if run.state.ema is not None else nullcontext():
-        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=size, in_order=in_order, stops=stops)
-    if found is not None:
-        log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
-    return found, stop
-
-
-def finish_evaluation(run: Run, sign: StopSignal) -> Stop | None:
-    """Evaluate the newest step if a stop request has interrupted that. Return the request if one does so again."""
-    if not run.state.unlogged_line:
-        return None
-    evaluation, stop = evaluate_now(run, sign)
-    if stop is None:
-        write_line(run, run.state.unlogged_line, evaluation)
-        run.state.unlogged_line = {}
-    return stop
+        found = evaluate(
+            run.objective,
+            run.evaluation_data,
+            run.reduction,
+            per_device=run.spec.training.per_device_train_batch_size,
+            find_stop=lambda: agree_on_stop(stop_signal.seen),
+        )
+    if isinstance(found, Evaluation):
+        values = ", ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+        log.info("evaluated: %s, %.2f s", values, found.seconds)
+    return found
 
 
 def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepTimer) -> None:
@@ -209,7 +253,7 @@ def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepTimer) -
     log.info("saving a checkpoint of step %d", run.state.step)
 
 
-def close(saver: Saver, stop: Stop | None) -> str | None:
+def finish_saving(saver: Saver, stop: Stop | None) -> str | None:
     """Wait for the last save. Raise its error, unless the run is being cancelled: then return the error's text."""
     try:
         saver.close()

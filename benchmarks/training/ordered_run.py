@@ -14,7 +14,8 @@ import torch.distributed as dist
 from benchmarks.training.ordered import DEFAULT, ORDERED
 from train_loop.data.dataset import Dataset, Part, Rows
 from train_loop.loop.batch import micro_batches, share_rows
-from train_loop.loop.build import build_loss, build_state, order_sums
+from train_loop.loop.build import build_objective, build_state
+from train_loop.loop.reduction import build_reduction
 from train_loop.loop.step import train_step
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
@@ -33,9 +34,9 @@ class Loop:
         sharded = build_sharded(spec, mesh)
         self._vocabulary = plan.shape.vocab
         self._count = plan.batch.per_data_rank
-        self._loss = build_loss(sharded, spec, plan)
+        self._objective = build_objective(sharded, spec, plan)
         self._state = build_state(sharded.anatomy, spec, mesh, steps=1000)
-        self._ordered = order_sums(sharded.model, plan, mesh, seed=spec.training.seed)
+        self._reduction = build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed)
 
     def step(self, seed: int) -> float:
         """Train one step on random rows; return its seconds."""
@@ -52,8 +53,14 @@ class Loop:
         batch = share_rows(rows, count=self._count, dataset=dataset, mesh=self._mesh)
         size = self._spec.training.per_device_train_batch_size
         micro = micro_batches(batch, size, self._state.model, self._mesh)
-        divisor = float(self._count * self._mesh.plan.dp * (length - 1))
-        train_step(self._state, self._loss, micro, divisor, self._spec.training.max_grad_norm, self._ordered)
+        train_step(
+            self._state,
+            self._objective,
+            micro,
+            divisor=float(self._count * self._mesh.plan.dp * (length - 1)),
+            reduction=self._reduction,
+            max_grad_norm=self._spec.training.max_grad_norm,
+        )
         return perf_counter() - begun
 
 

@@ -24,7 +24,8 @@ from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.pointer import pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.evaluate import Evaluation, evaluate
-from train_loop.loop.loss import LossRule, TokenLoss
+from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
+from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
 from train_loop.model.build import build_model, materialise
 from train_loop.model.families.causal import causal_anatomy
@@ -90,9 +91,9 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
         materialise(model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
-            loss, dataset = TokenLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
-            result = evaluate(loss, dataset, mesh, per_device=2)
-            assert result is not None
+            objective, dataset = TokenLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
+            result = evaluate(objective, dataset, PlainReduction(model, mesh), per_device=2)
+            assert isinstance(result, Evaluation)
             found[name, data] = result
             assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training for module in model.modules())
@@ -120,10 +121,11 @@ def found(folder: Path) -> list[dict[tuple[str, str], Evaluation]]:
 def test_every_mesh_returns_the_plain_loss(found: Any, folder: Path, mesh: str, data: str) -> None:
     loss, tokens = plainly(str(folder / "0" / f"{SAMPLES[data]}.parquet"))
     for rank in found:
-        assert rank[mesh, data].tokens == tokens
-        assert rank[mesh, data].loss == pytest.approx(loss, rel=1e-6)
-        assert rank[mesh, data].perplexity == pytest.approx(np.exp(loss), rel=1e-5)
-        assert rank[mesh, data].loss == found[0][mesh, data].loss
+        metrics = rank[mesh, data].metrics
+        assert metrics["tokens"] == tokens
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
+        assert metrics == found[0][mesh, data].metrics
 
 
 def a_job(folder: Path, **parts: dict[str, Any]) -> JobSpec:

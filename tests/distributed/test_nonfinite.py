@@ -29,8 +29,8 @@ def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
         def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             return output * math.nan if run.mesh.rank == 1 and first <= run.state.step + 1 <= last else output
 
-        assert run.loss.anatomy.embeddings is not None
-        run.loss.anatomy.embeddings.register_forward_hook(spoil)
+        assert run.objective.anatomy.embeddings is not None
+        run.objective.anatomy.embeddings.register_forward_hook(spoil)
         return run
 
     patch.setattr(train, "build_run", build_poisoned)

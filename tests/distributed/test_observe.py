@@ -66,7 +66,7 @@ def lag(patch: pytest.MonkeyPatch) -> None:
             if run.mesh.rank == 1 and run.state.step + 1 == 6:
                 time.sleep(3 * LAG)
 
-        for layer in run.loss.anatomy.layers:
+        for layer in run.objective.anatomy.layers:
             layer.get_submodule("mlp").register_forward_hook(slow_down)
         run.state.optimizers[0].register_step_pre_hook(sleep_in_optimizer)
         return run

@@ -1,7 +1,7 @@
 """Conversion of sample rows to the model's micro-batches. B: rows, T: sequence length, P: Ulysses ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,9 @@ class StepBatch:
     weights: Tensor | None  # [n, T] weight of label t, 0 if it is IGNORE; None if all weights are 1
     position_ids: Tensor  # [n, T]
 
-    @property
-    def divisor(self) -> Tensor:
-        """Return this batch's share of the loss divisor."""
-        return total_weight(self.labels, self.weights)
+    def part(self, rows: slice) -> "StepBatch":
+        """Return some of the rows."""
+        return replace(self, **{name: values[rows] for name, values in vars(self).items() if values is not None})
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,6 @@ def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
 def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
     """Shift weights like their labels; positions without a label get weight 0. Both are [n, T]."""
     return F.pad(weights[:, 1:], (0, 1)).masked_fill(shifted_labels == IGNORE, 0.0)
-
-
-def total_weight(labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the number of labels, or with weights their sum in float64."""
-    if weights is None:
-        return (labels != IGNORE).sum()
-    # The order of summation depends on the mesh; the result must not.
-    return weights.sum(dtype=torch.float64)
 
 
 def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mesh) -> Iterator[MicroBatch]:

@@ -1,21 +1,21 @@
-"""Assembly of a training run: builds model, data order, optimizers and loss from a spec and a session."""
+"""Assembly of a training run: builds model, data order, optimizers and objective from a spec and a session."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
-from train_loop.loop.loss import LossRule, TokenLoss
+from train_loop.loop.objectives.objective import Objective, check_objective
+from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
+from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.spec import JobSpec
@@ -38,14 +38,13 @@ class Run:
     steps: int
     """Optimizer steps of the whole run; an estimate if max_tokens ends it."""
     state: TrainState
-    loss: TokenLoss
+    objective: Objective
+    reduction: Reduction
     flops: Flops
-    timer: ComputeTimer
-    watch: CompileWatch | None
+    compute_timer: ComputeTimer
+    compile_watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
-    ordered: OrderedReduction | None = None
-    """Sums of an `any_size` run; None for other runs."""
-    evaluation: Dataset | None = None
+    evaluation_data: Dataset | None = None
     """Data for evaluation; None without eval data."""
     parent: Parent | None = None
     """Checkpoint of another run, from which this run starts until it has its own."""
@@ -78,6 +77,8 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
+    objective = build_objective(sharded, spec, plan)
+    check_objective(objective)
     return Run(
         spec=spec,
         session=session,
@@ -86,17 +87,17 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         order=_order(spec, plan, dataset, origin),
         steps=steps,
         state=state,
-        loss=build_loss(sharded, spec, plan),
+        objective=objective,
+        reduction=build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed),
         flops=count_flops(
             sharded.anatomy,
             sequence_length=dataset.sequence_length,
             dtype=spec.strategy.param_dtype,
             device=mesh.device,
         ),
-        timer=sharded.timer,
-        watch=CompileWatch() if spec.model.compile else None,
-        ordered=order_sums(sharded.model, plan, mesh, seed=spec.training.seed),
-        evaluation=evaluation,
+        compute_timer=sharded.timer,
+        compile_watch=CompileWatch() if spec.model.compile else None,
+        evaluation_data=evaluation,
         parent=parent,
     )
 
@@ -113,17 +114,11 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
     )
 
 
-def order_sums(model: nn.Module, plan: Plan, mesh: Mesh, *, seed: int) -> OrderedReduction | None:
-    """Make a model sum in the order of the plan's reduction tree, if it has one."""
-    if plan.tree is None:
-        return None
-    ordered = OrderedReduction(plan.tree, mesh, seed=seed)
-    ordered.install(model)
-    return ordered
+def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
+    """Build what a run trains: token cross entropy.
 
-
-def build_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
-    """Build the loss of a model, in chunks if the plan asks for them and the head is the model's last operation."""
+    It is computed in chunks if the plan asks for them and the head is the model's last operation.
+    """
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.head_is_last else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)

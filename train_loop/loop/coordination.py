@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from train_loop.loop.batch import StepBatch
+from train_loop.loop.objectives.objective import Objective
+from train_loop.loop.reduction import Reduction
 from train_loop.loop.session import Session
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.ordered import OrderedReduction
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.system.limited_log import LimitedLog
@@ -46,8 +48,8 @@ class RankRequests:
 class Agreement:
     """Decisions before a step, identical on all ranks."""
 
-    divisor: float
-    """Divisor of the step's loss: the number of labels, or the sum of their weights."""
+    divisor: float | None
+    """Divisor of the step's loss, for example its number of labels; None if only the loss counts."""
     tokens: int
     """Tokens of the whole step, without padding."""
     stop: Stop | None
@@ -60,7 +62,7 @@ class Agreement:
     """At least one rank has a fatal error."""
 
 
-def who_works() -> list[dict[str, Any]]:
+def gather_workers() -> list[dict[str, Any]]:
     """Return rank, host and pid of every rank, for debugging. A collective call."""
     workers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(workers, {"rank": dist.get_rank(), "host": socket.gethostname(), "pid": os.getpid()})
@@ -107,31 +109,39 @@ class StopSignal:
 
 
 def agree(
-    batch: StepBatch, clock: StepTimer, mine: RankRequests, mesh: Mesh, ordered: OrderedReduction | None = None
+    batch: StepBatch, requests: RankRequests, *, objective: Objective, reduction: Reduction, clock: StepTimer
 ) -> Agreement:
-    """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call.
-
-    `ordered` sums weights of labels in the order of a reduction tree; sums of counts are exact.
-    """
-    # Ulysses peers hold the same samples; count their tokens once.
-    divisor = batch.divisor
-    # A sum of weights makes the whole tensor float64, which represents all counts exactly.
-    counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
-    requests = [mine.save, mine.check_preemption, mine.fatal, *_votes(mine.stop)]
-    words = torch.cat([counts, counts.new_tensor(requests)])
+    """Combine the requests and counts of all ranks: one rank's request applies to all. A collective call."""
+    shares = _divisor_shares(objective, batch, reduction.parts)
+    share = batch.lengths.new_zeros(()) if shares is None else shares.sum()
+    # Ulysses peers hold the same samples; count their tokens once. A sum of weights makes the whole tensor float64,
+    # which represents all counts exactly.
+    counts = torch.stack([share, batch.lengths.sum().to(share.dtype)]) * (reduction.mesh.sequence_rank == 0)
+    own = [requests.save, requests.check_preemption, requests.fatal, *_votes(requests.stop)]
+    words = torch.cat([counts, counts.new_tensor(own)])
     with clock.waiting():
         dist.all_reduce(words)
-        whole, tokens, save, check_preemption, fatal, *stop_counts = words.tolist()
-        if ordered is not None and batch.weights is not None:
-            whole = ordered.sum_weights(batch.weights).item()
-    return Agreement(whole, int(tokens), _most_urgent(stop_counts), bool(save), bool(check_preemption), bool(fatal))
+        plain, tokens, save, check_preemption, fatal, *stop_counts = words.tolist()
+        divisor = None if shares is None else reduction.sum_shares(shares, plain)
+    return Agreement(divisor, int(tokens), _most_urgent(stop_counts), bool(save), bool(check_preemption), bool(fatal))
 
 
-def agree_on_stop(mine: Stop | None) -> Stop | None:
+def agree_on_stop(stop: Stop | None) -> Stop | None:
     """Return the most urgent stop request of all ranks. A collective call on the CPU, which waits for no GPU."""
-    votes = torch.tensor(_votes(mine))
+    votes = torch.tensor(_votes(stop))
     dist.all_reduce(votes)
     return _most_urgent(votes.tolist())
+
+
+def _divisor_shares(objective: Objective, batch: StepBatch, parts: int) -> Tensor | None:
+    """Return the divisor's share of each of `parts` equal parts of a batch, in int64 or float64."""
+    rows = len(batch.samples) // parts
+    shares = [objective.divisor(batch.part(slice(rows * part, rows * (part + 1)))) for part in range(parts)]
+    known = [share for share in shares if share is not None]
+    if len(known) < parts:
+        return None
+    found = torch.stack(known)
+    return found.double() if found.is_floating_point() else found.long()
 
 
 def _votes(stop: Stop | None) -> list[int]:
@@ -141,12 +151,12 @@ def _votes(stop: Stop | None) -> list[int]:
 
 
 def _most_urgent(votes: list[float]) -> Stop | None:
-    return next((stop for stop, times in zip(_STOPS, votes, strict=True) if times), None)
+    return next((stop for stop, count in zip(_STOPS, votes, strict=True) if count), None)
 
 
-def share_vitals(mine: RankStats, mesh: Mesh) -> list[RankStats]:
+def gather_stats(own: RankStats, mesh: Mesh) -> list[RankStats]:
     """Gather the statistics of all ranks. A collective call."""
-    stats_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
-    stats_WN[mesh.rank] = torch.tensor(mine)
+    stats_WN = torch.zeros(mesh.plan.world, len(own), dtype=torch.int64, device=mesh.device)
+    stats_WN[mesh.rank] = torch.tensor(own)
     dist.all_reduce(stats_WN)
     return [RankStats(*rank) for rank in stats_WN.tolist()]

@@ -3,12 +3,11 @@
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from train_loop.data.order import PADDING
 from train_loop.loop.build import Run
-from train_loop.loop.coordination import Agreement, share_vitals, warn_of_hosts
+from train_loop.loop.coordination import Agreement, gather_stats, warn_of_hosts
 from train_loop.loop.evaluate import Evaluation
 from train_loop.loop.step import StepResult
 from train_loop.optim import describe_groups
@@ -68,7 +67,7 @@ def record_step(
         state.losses.clear()
     seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
     per_worker = agreed.tokens / seconds / run.session.world
-    ranks = share_vitals(clock.take_vitals(run.mesh.device), run.mesh)
+    ranks = gather_stats(clock.take_vitals(run.mesh.device), run.mesh)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, loss, seconds)
     line = dict[str, Any](
         step=state.step,
@@ -86,6 +85,7 @@ def record_step(
         **_peaks(ranks),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
+        **result.means,
     )
     if resumes:
         state.unlogged_line = line
@@ -95,16 +95,19 @@ def record_step(
 
 def write_line(run: Run, line: Mapping[str, Any], evaluation: Evaluation | None) -> None:
     """Write a metrics line with the results of an evaluation, if there was one."""
-    found = {} if evaluation is None else {f"eval_{name}": value for name, value in asdict(evaluation).items()}
+    found = {} if evaluation is None else _prefixed(evaluation) | {"eval_seconds": evaluation.seconds}
     run.session.journal.metrics(**line, **found)
 
 
 def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:
     """Return the values by which checkpoints are compared; `loss` is the mean since the last logged line."""
-    measured = {"loss": loss, "grad_norm": result.grad_norm}
-    if evaluation is None:
-        return measured
-    return measured | {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
+    found = {} if evaluation is None else _prefixed(evaluation)
+    evaluated = {name: value for name, value in found.items() if isinstance(value, float)}
+    return {"loss": loss, "grad_norm": result.grad_norm, **evaluated}
+
+
+def _prefixed(evaluation: Evaluation) -> dict[str, float | int]:
+    return {f"eval_{name}": value for name, value in evaluation.metrics.items()}
 
 
 def _ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:

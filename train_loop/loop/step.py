@@ -1,20 +1,26 @@
-"""Optimizer step: forward, backward, clipping and update."""
+"""Optimizer step: forward, backward, clipping and update.
+
+The loss of a step is the sum of its terms over all micro-batches and ranks, divided by its count. No other factor
+applies, whatever the objective.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from train_loop.errors import UserError
 from train_loop.loop.batch import MicroBatch
-from train_loop.loop.loss import TokenLoss
+from train_loop.loop.objectives.objective import Objective, Terms
+from train_loop.loop.reduction import Reduction
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.optim import clip_gradients
-from train_loop.parallel.ordered import OrderedReduction
-from train_loop.state import TrainState, seed_generators
+from train_loop.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class StepResult:
     """Results of an optimizer step, identical on all ranks."""
 
     loss: float
-    """Loss per label, or per unit of weight, before the update."""
+    """Loss per count: per label, or per unit of weight; before the update."""
     grad_norm: float
     """Gradient norm before clipping."""
     lr: float
@@ -31,93 +37,105 @@ class StepResult:
     """False if loss or gradients were not finite and the weights remained unchanged."""
     overflow: bool
     """True if the update was skipped because the fp16 gradient scaler's factor was too large; the scaler lowers it."""
+    means: dict[str, float]
+    """The objective's named sums, divided by the step's count."""
+
+
+class StepSums(NamedTuple):
+    """Sums of a step over all micro-batches and ranks, divided by the step's count."""
+
+    loss: Tensor
+    means: dict[str, float]
+    late_divisor: float
+    """Number by which the gradients were divided after the last backward pass; 1 if they were divided before."""
 
 
 def train_step(
     state: TrainState,
-    loss: TokenLoss,
+    objective: Objective,
     batches: Iterable[MicroBatch],
-    divisor: float,
+    *,
+    divisor: float | None,
+    reduction: Reduction,
     max_grad_norm: float | None,
-    ordered: OrderedReduction | None = None,
 ) -> StepResult:
-    """Run forward, backward, clipping and update. `divisor` is the loss divisor over all ranks and micro-batches.
-
-    `ordered` sums in the order of a reduction tree.
-    """
+    """Run forward, backward, clipping and update. `divisor` is the step's count, if it is known before."""
     scaler = state.scaler
-    if ordered is None:
-        mean = accumulate(loss, batches, divisor, scaler)
-        norm = None
-    else:
-        mean = accumulate_in_order(loss, batches, divisor, ordered, step=state.step)
-        norm = ordered.grad_norm(state.model)
+    reduction.begin_step(state.step)
+    sums = accumulate(objective, batches, divisor, reduction=reduction, scaler=scaler)
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(state.model, max_grad_norm, norm)
+    norm = reduction.grad_norm()
+    clip_gradients(state.model, max_grad_norm, norm)
     # Both numbers are identical on all ranks: either all skip or none does.
-    finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
-    # The loss is unscaled: the scaler cannot cause a non-finite loss.
-    overflow = bool(torch.isfinite(mean)) and not finite and scaler.get_scale() > 1
+    finite = bool(torch.isfinite(sums.loss) & torch.isfinite(norm))
+    # The loss is unscaled: the scaler cannot cause a non-finite loss. Its factor was that of undivided gradients.
+    overflow = bool(torch.isfinite(sums.loss)) and not finite and scaler.get_scale() * sums.late_divisor > 1
     lr = state.lr
     if finite:
         state.apply_gradients()
     scaler.update()
     state.drop_gradients()
-    return StepResult(mean.item(), norm.item(), lr, finite, overflow)
+    return StepResult(sums.loss.item(), norm.item(), lr, finite, overflow, sums.means)
 
 
-def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, scaler: GradScaler) -> Tensor:
-    """Accumulate a step's gradients, times the scaler's factor, and return its loss over all ranks.
-
-    FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
-    """
-    root = _prefetch(loss.anatomy)
-    losses: list[Tensor] = []
-    for batch in batches:
-        # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
-        # all-reduce once per step.
-        root.set_requires_all_reduce(batch.last)
-        # A step without labels is valid: its loss and gradients are zero.
-        mean = loss(batch) / (divisor or 1)
-        torch.autograd.backward(scaler.scale(mean))
-        losses.append(mean.detach())
-    # Added in order and in float32, whatever the model's output_dtype is.
-    total = sum(losses, start=torch.zeros((), device=losses[0].device))
-    dist.all_reduce(total)
-    return total
-
-
-def accumulate_in_order(
-    loss: TokenLoss,
+def accumulate(
+    objective: Objective,
     batches: Iterable[MicroBatch],
-    divisor: float,
-    ordered: OrderedReduction,
+    divisor: float | None,
     *,
-    step: int,
-) -> Tensor:
-    """Accumulate a step's gradients as `accumulate` does, in the order of a reduction tree, and return its loss."""
-    _prefetch(loss.anatomy)
-    ordered.begin_step()
-    losses: list[Tensor] = []
+    reduction: Reduction,
+    scaler: GradScaler,
+) -> StepSums:
+    """Accumulate a step's gradients, times the scaler's factor, and return its sums.
+
+    Each micro-batch's sum is divided by the step's count before its backward pass. If only the terms contain the count,
+    the gradients of undivided sums are divided once, after the last backward pass.
+    """
+    _prefetch(objective.anatomy)
+    losses, rows = list[Tensor](), list[Tensor]()
     for number, batch in enumerate(batches):
-        # Dropout depends on the place of the micro-batch, and not on the rank that computes it.
-        seed_generators(ordered.seed, step=step, rank=ordered.slice_of(number))
-        mean = loss(batch) / (divisor or 1)
-        torch.autograd.backward(mean)
-        losses.append(mean.detach())
-        if not batch.last:
-            # The unit keeps its partial sum; FSDP2 would add to the gradient in another order.
-            for parameter in loss.model.parameters():
-                parameter.grad = None
-    return ordered.sum(torch.stack(losses))
+        reduction.begin_micro_batch(number)
+        terms = objective(batch)
+        # A step without labels is valid: its loss and gradients are zero.
+        loss = terms.total if divisor is None else terms.total / (divisor or 1)
+        reduction.backward(scaler.scale(loss), last=batch.last)
+        losses.append(loss.detach())
+        rows.append(_named_sums(terms, objective, counts=divisor is None))
+    total = reduction.sum(torch.stack(losses))
+    sums = [reduction.sum(column).item() for column in torch.stack(rows).unbind(1)]
+    if divisor is not None:
+        return StepSums(total, _means(objective, sums, divisor or 1), 1)
+    count = sums.pop() or 1
+    _divide_gradients(objective.anatomy.model, count)
+    return StepSums(total / count, _means(objective, sums, count), count)
 
 
-def _prefetch(anatomy: Anatomy) -> FSDPModule:
-    """Gather the parameters that forward needs first, while masks are built. Return the model as an FSDP unit."""
+def _named_sums(terms: Terms, objective: Objective, *, counts: bool) -> Tensor:
+    """Return the named sums of a micro-batch, and its count if the terms contain it, in float64. Raises UserError."""
+    found, name = tuple(terms.sums), type(objective).__name__
+    if found != objective.sums:
+        raise UserError(f"{name} returned the sums {found}; expected {objective.sums}, as its `sums` states")
+    if counts == (terms.count is None):
+        raise UserError(
+            f"{name} must count in exactly one place: return a count with every loss, or a divisor for every batch"
+        )
+    values = [*terms.sums.values(), *([] if terms.count is None else [terms.count])]
+    device = terms.total.device
+    return torch.stack([v.detach().to(device, torch.float64) for v in values]) if values else torch.empty(0)
+
+
+def _means(objective: Objective, sums: Iterable[float], count: float) -> dict[str, float]:
+    return {name: value / count for name, value in zip(objective.sums, sums, strict=True)}
+
+
+def _divide_gradients(model: nn.Module, count: float) -> None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_div_([one.to_local() if isinstance(one, DTensor) else one for one in gradients], count)
+
+
+def _prefetch(anatomy: Anatomy) -> None:
+    """Gather the parameters that forward needs first, while masks are built."""
     for module in filter(None, (anatomy.model, anatomy.embeddings)):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
-    root = anatomy.model
-    assert isinstance(root, FSDPModule), "parallelize makes every model an FSDP unit"
-    return root

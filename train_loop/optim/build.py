@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from train_loop.model.families.anatomy import Anatomy
@@ -88,18 +87,11 @@ def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | flo
     ]
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
-    """Scale all gradients to a common norm of at most `max_norm`; return the norm before, over all ranks.
-
-    `norm` is the norm before, if it is known.
-    """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    if norm is None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
+    """Scale all gradients, whose common norm is `norm`, to one of at most `max_norm`."""
     if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-    return whole
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 def time_optimizers(optimizers: Iterable[Optimizer], timer: ComputeTimer) -> None:

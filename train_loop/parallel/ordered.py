@@ -1,8 +1,8 @@
-"""Sums of an `any_size` run in the order of its reduction tree, so that their bits do not depend on the mesh.
+"""Gradients of an `any_size` run and their norm, whose bits do not depend on the mesh.
 
-Three sums depend on the number of ranks: those of gradients, of their norm, and of losses. For gradients, an all-to-all
-and additions in the tree's order replace FSDP2's reductions. The other two fill a table: a rank has its own entries and
-zeros elsewhere, so that an all-reduce is exact. EasyScale (Li et al., 2022) did the first for DDP.
+For gradients, an all-to-all and additions in the order of the run's reduction tree replace FSDP2's reductions.
+EasyScale (Li et al., 2022) did so for DDP. Norms of pieces fill a table: a rank has its own entries and zeros
+elsewhere, so that an all-reduce is exact.
 """
 
 from collections.abc import Sequence
@@ -18,71 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from train_loop.errors import UserError
 from train_loop.parallel.mesh import Mesh
-from train_loop.plan import ReductionTree, shards_of
+from train_loop.plan import ReductionTree
 
 
-class OrderedReduction:
-    """The sums of a step over all ranks, in the tree's order."""
-
-    def __init__(self, tree: ReductionTree, mesh: Mesh, *, seed: int) -> None:
-        self._tree, self._mesh = tree, mesh
-        self.seed = seed
-        """Seed of dropout."""
-        self._shards = shards_of(mesh.plan)
-        self._replica, self._shard = divmod(mesh.data_rank, self._shards)
-        self._turns = tree.leaves // (self._shards * mesh.plan.ddp)
-        self._units: list[UnitSum] = []
-        self._norm: GradientNorm | None = None
-
-    def install(self, model: nn.Module) -> None:
-        """Replace the reductions of a model's FSDP units."""
-        merges = self._tree.merges(self._mesh.plan)
-        replicas = self._mesh.fsdp.get_group("ddp") if self._mesh.plan.ddp > 1 else None
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                unit = UnitSum(merges, replicas)
-                module.set_custom_reduce_scatter(OrderedReduceScatter())
-                module.set_all_reduce_hook(unit)
-                if replicas is not None:
-                    _sum_replicas_by_hook(module)
-                self._units.append(unit)
-
-    def begin_step(self) -> None:
-        """Forget partial sums of a step that did not end."""
-        for unit in self._units:
-            unit.begin_step()
-
-    def leaf(self, micro_batch: int) -> int:
-        """Return the place in the step of a micro-batch of this rank; both count from 0."""
-        return (self._replica * self._turns + micro_batch) * self._shards + self._shard
-
-    def slice_of(self, micro_batch: int) -> int:
-        """Return the place in the step of this rank's slice of a micro-batch; places count Ulysses peers, too."""
-        return self.leaf(micro_batch) * self._mesh.plan.sp + self._mesh.sequence_rank
-
-    def sum(self, values: Tensor, *, shared: bool = False) -> Tensor:
-        """Sum one value per micro-batch of this rank, [K], over all ranks, in float64. A collective call.
-
-        `shared` values are the same on all ranks of a Ulysses group and count once.
-        """
-        sp = 1 if shared else self._mesh.plan.sp
-        places = [self.leaf(k) if shared else self.slice_of(k) for k in range(len(values))]
-        table = torch.zeros(self._tree.leaves * sp, dtype=torch.float64, device=values.device)
-        if not shared or self._mesh.sequence_rank == 0:
-            table[torch.tensor(places, device=values.device)] = values.double()
-        dist.all_reduce(table)
-        return table.sum()
-
-    def sum_weights(self, weights: Tensor) -> Tensor:
-        """Sum weights of labels [n, T] of this data-parallel rank over all ranks, in float64. A collective call."""
-        micro_batches = weights.view(self._turns, -1).double()
-        return self.sum(torch.stack([one.sum() for one in micro_batches]), shared=True)
-
-    def grad_norm(self, model: nn.Module) -> Tensor:
-        """Return the norm of all gradients, in float32. A collective call."""
-        if self._norm is None:
-            self._norm = GradientNorm(model, self._tree, self._mesh)
-        return self._norm()
+def order_units(model: nn.Module, tree: ReductionTree, mesh: Mesh) -> list["UnitSum"]:
+    """Replace the reductions of a model's FSDP units by sums in the tree's order. Raises UserError."""
+    merges = tree.merges(mesh.plan)
+    replicas = mesh.fsdp.get_group("ddp") if mesh.plan.ddp > 1 else None
+    units = list[UnitSum]()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            unit = UnitSum(merges, replicas)
+            module.set_custom_reduce_scatter(OrderedReduceScatter())
+            module.set_all_reduce_hook(unit)
+            if replicas is not None:
+                _sum_replicas_by_hook(module)
+            units.append(unit)
+    return units
 
 
 class OrderedReduceScatter(ReduceScatter):

@@ -295,10 +295,10 @@ def test_sigint_to_every_rank_pauses_the_run_with_a_checkpoint(tmp_path: Path) -
 def pause_and_damage(data: Path, folder: Path) -> None:
     """Pause with a checkpoint that is damaged right after its commit; every rank must get the error."""
     RunDir(folder).write_stop(Stop(mode="pause", attempt=1))
-    close = train.close
+    finish_saving = train.finish_saving
 
-    def close_and_damage(saver: Saver, stop: Stop | None) -> str | None:
-        failure = close(saver, stop)
+    def finish_and_damage(saver: Saver, stop: Stop | None) -> str | None:
+        failure = finish_saving(saver, stop)
         if dist.get_rank() == 0:
             file = sorted(RunDir(folder).checkpoint(3).glob("*.distcp"))[0]
             content = bytearray(file.read_bytes())
@@ -308,7 +308,7 @@ def pause_and_damage(data: Path, folder: Path) -> None:
         return failure
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "close", close_and_damage)
+        patch.setattr(train, "finish_saving", finish_and_damage)
         patch.setattr(coordination.StopSignal, "seen", property(after_three_steps(folder)))
         with pytest.raises(CheckpointError, match=r"step 3, just committed, is damaged: .* has another SHA-256"):
             run(data, folder, place={"proves_pauses": True})
@@ -316,7 +316,7 @@ def pause_and_damage(data: Path, folder: Path) -> None:
 
 def after_three_steps(folder: Path) -> Callable[[coordination.StopSignal], Stop | None]:
     """Return a stop signal that is set once three steps are done."""
-    return lambda sign: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
+    return lambda _: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
 
 
 def test_checkpoint_of_a_pause_is_verified_again(tmp_path: Path) -> None:

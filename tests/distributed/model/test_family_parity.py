@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.specs import spec
-from tests.support.ranks.gradients import build, divisor, my_share, random_rows, whole
+from tests.support.ranks.gradients import accumulate_plainly, build, divisor, my_share, random_rows, whole
 from tests.support.ranks.ranks import on_ranks
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
-from train_loop.loop.step import accumulate
 from train_loop.model.build import build_model
 from train_loop.spec import JobSpec
 
@@ -88,7 +86,7 @@ def worst_error(family: str, ulysses_size: int) -> float | str:
     plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()}, strict=False)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    mean = accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False))
+    mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
     expected = alone(plain, rows)
     torch.autograd.backward(expected)
     references = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}

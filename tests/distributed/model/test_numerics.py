@@ -17,11 +17,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.builders.reference import reference
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import Gradients, build, divisor, my_share, one_step, random_rows, weigh
+from tests.support.ranks.gradients import (
+    Gradients,
+    accumulate_plainly,
+    build,
+    divisor,
+    my_share,
+    one_step,
+    random_rows,
+    weigh,
+)
 from tests.support.ranks.ranks import on_ranks, ranks_that_stay
 from train_loop.data.dataset import Rows
 from train_loop.loop.batch import micro_batches
-from train_loop.loop.step import accumulate
 from train_loop.spec import JobSpec
 
 VOCAB = TINY["vocab_size"]
@@ -121,7 +129,7 @@ def count_all_reduces(job: JobSpec, rows: Rows) -> int:
     batch = my_share(rows, mesh)
     whole = divisor(batch, mesh)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
-        accumulate(loss, micro_batches(batch, 1, model, mesh), whole, torch.amp.GradScaler(enabled=False))
+        accumulate_plainly(loss, micro_batches(batch, 1, model, mesh), whole, mesh)
     return spy.call_count
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.gradients import accumulate_plainly
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.state_dict import tensors_of
@@ -20,7 +21,7 @@ from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.batch import StepBatch, micro_batches
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
-from train_loop.loop.step import accumulate, train_step
+from train_loop.loop.step import train_step
 from train_loop.optim.muon import Muon
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
@@ -83,7 +84,7 @@ def gradients(folder: Path, mesh: tuple[int, int]) -> dict[str, Tensor | None]:
     """Return the gradients of the model with frozen parts, after the samples of one step."""
     run = a_run(folder, "frozen", mesh)
     batch = first_batch(run)
-    accumulate(run.loss, micro_batches(batch, 1, run.state.model, run.mesh), 1, run.state.scaler)
+    accumulate_plainly(run.objective, micro_batches(batch, 1, run.state.model, run.mesh), 1, run.mesh)
     named = run.state.model.named_parameters()
     return {name: None if p.grad is None else whole(p.grad) for name, p in named}
 
@@ -115,12 +116,13 @@ def skip_a_step(run: Run) -> list[bool]:
     """Return True if a non-finite step left learning rate, weights, average and moments unchanged."""
     state = run.state
     batch = first_batch(run)
-    assert run.loss.anatomy.head is not None
-    head = run.loss.anatomy.head.get_parameter("weight")
+    assert run.objective.anatomy.head is not None
+    head = run.objective.anatomy.head.get_parameter("weight")
     with torch.no_grad():
         head.fill_(torch.inf)
     before = {name: whole(average) for name, average in state.ema.averages.items()} if state.ema else {}
-    result = train_step(state, run.loss, micro_batches(batch, 1, state.model, run.mesh), 1, 1.0)
+    micro = micro_batches(batch, 1, state.model, run.mesh)
+    result = train_step(state, run.objective, micro, divisor=1, reduction=run.reduction, max_grad_norm=1.0)
     assert state.ema is not None
     same = [torch.equal(whole(state.ema.averages[name]), average) for name, average in before.items()]
     return [not result.applied, state.lr == 0, not any(o.state for o in state.optimizers), *same]

@@ -29,8 +29,7 @@ from tests.support.builders.searches import seeds
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.checkpoint.digest import digest_step
 from train_loop.data.order import StepOrder
-from train_loop.optim import clip_gradients
-from train_loop.parallel.ordered import OrderedReduction
+from train_loop.loop.reduction import OrderedReduction, PlainReduction
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.state import seed_generators
 
@@ -188,10 +187,7 @@ def default_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
 
 
 def torch_norm(patch: pytest.MonkeyPatch) -> None:
-    def norm(_: object, model: torch.nn.Module) -> torch.Tensor:
-        return clip_gradients(model, None)
-
-    patch.setattr(OrderedReduction, "grad_norm", norm)
+    patch.setattr(OrderedReduction, "grad_norm", PlainReduction.grad_norm)
 
 
 def fused_adamw(patch: pytest.MonkeyPatch) -> None:
@@ -211,16 +207,11 @@ def seed_by_rank(patch: pytest.MonkeyPatch) -> None:
     def seed(number: int, *, step: int, rank: int) -> None:
         seed_generators(number, step=step, rank=dist.get_rank())
 
-    patch.setattr("train_loop.loop.step.seed_generators", seed)
+    patch.setattr("train_loop.loop.reduction.seed_generators", seed)
 
 
 def losses_by_rank(patch: pytest.MonkeyPatch) -> None:
-    def sum_float32(_: object, values: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
-        total = values.sum()
-        dist.all_reduce(total)
-        return total
-
-    patch.setattr(OrderedReduction, "sum", sum_float32)
+    patch.setattr(OrderedReduction, "sum", PlainReduction.sum)
 
 
 ABLATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

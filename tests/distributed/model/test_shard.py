@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.amp import GradScaler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import build, my_share, random_rows
+from tests.support.ranks.gradients import accumulate_plainly, build, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from train_loop.loop.batch import MicroBatch, micro_batches
-from train_loop.loop.step import accumulate
 
 LAYERS = [f"model.layers.{n}" for n in range(2)]
 HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]
@@ -78,7 +76,7 @@ def on_their_way(policy: dict[str, bool]) -> list[str]:
                 found.append(name)
         yield from micro_batches(batch, 1, model, mesh)
 
-    accumulate(loss, watched(), 1, GradScaler(enabled=False))
+    accumulate_plainly(loss, watched(), 1, mesh)
     return found
 
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import Gradients, build, divisor, my_share, random_rows, whole
+from tests.support.ranks.gradients import Gradients, accumulate_plainly, build, divisor, my_share, random_rows, whole
 from tests.support.ranks.ranks import on_ranks
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
-from train_loop.loop.step import accumulate
 from train_loop.model.build import build_model
 from train_loop.model.probe import probe
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
@@ -62,7 +60,7 @@ def partly_frozen(checkpointing: str) -> float:
     model, loss, mesh = build(job)
     batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    return accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False)).item()
+    return accumulate_plainly(loss, micro, divisor(batch, mesh), mesh).item()
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -109,7 +107,7 @@ class Model:
         (self._batch,) = micro_batches(share, len(share.samples), self.model, mesh)
 
     def forward(self) -> Tensor:
-        return self.loss(self._batch) / self._divisor
+        return self.loss(self._batch).total / self._divisor
 
     def backward(self, loss: Tensor) -> Gradients:
         """Return the gradients, and free them."""

@@ -1,5 +1,6 @@
 """One accumulated step of a spec on the existing ranks: its loss and every full gradient."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
-from train_loop.loop.batch import StepBatch, micro_batches, share_rows
-from train_loop.loop.build import build_loss
-from train_loop.loop.loss import TokenLoss
+from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
+from train_loop.loop.build import build_objective
+from train_loop.loop.objectives.objective import Objective
+from train_loop.loop.objectives.token_cross_entropy import TokenLoss, total_weight
+from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.step import accumulate
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
@@ -49,10 +52,10 @@ def weigh(rows: Rows) -> Rows:
 
 
 def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
-    """Build the model of a spec on its mesh, with its weights, and its loss."""
+    """Build the model of a spec on its mesh, with its weights, and its objective."""
     mesh = mesh_of(job, device)
     sharded = build_sharded(job, mesh)
-    return sharded.model, build_loss(sharded, job, plan_job(job, model_shape(job.model))), mesh
+    return sharded.model, build_objective(sharded, job, plan_job(job, model_shape(job.model))), mesh
 
 
 def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[float, Gradients]:
@@ -60,8 +63,17 @@ def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[floa
     model, loss, mesh = build(job, device)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    mean = accumulate(loss, micro, divisor(batch, mesh), GradScaler(device.type, enabled=False))
+    mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def accumulate_plainly(
+    objective: Objective, batches: Iterable[MicroBatch], divisor: float | None, mesh: Mesh
+) -> Tensor:
+    """Accumulate a step's gradients in the order of the libraries; return its loss."""
+    reduction = PlainReduction(objective.anatomy.model, mesh)
+    scaler = GradScaler(mesh.device.type, enabled=False)
+    return accumulate(objective, batches, divisor, reduction=reduction, scaler=scaler).loss
 
 
 def mesh_of(job: JobSpec, device: torch.device = CPU) -> Mesh:
@@ -90,7 +102,7 @@ def dataset_of(rows: Rows) -> Dataset:
 
 def divisor(batch: StepBatch, mesh: Mesh) -> float:
     """Return the divisor of the loss over all ranks."""
-    share = batch.divisor * (mesh.sequence_rank == 0)
+    share = total_weight(batch.labels, batch.weights) * (mesh.sequence_rank == 0)
     dist.all_reduce(share)
     return share.item()
 

@@ -184,10 +184,10 @@ def _slow_down_phases(step_seconds: float) -> None:
         sleep_if(LOADING, 60.0)
         return build_run(spec, *arguments)
 
-    def slow_step(*arguments: Any) -> Any:
+    def slow_step(*arguments: Any, **named: Any) -> Any:
         time.sleep(step_seconds)
         sleep_if(TRAINING, 0.05)
-        return train_step(*arguments)
+        return train_step(*arguments, **named)
 
     def slow_batches(*arguments: Any) -> Any:
         for batch in batches(*arguments):

@@ -14,6 +14,7 @@ from tests.support.ranks.gradients import dataset_of, random_rows, weigh
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
 from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
+from train_loop.loop.objectives.token_cross_entropy import total_weight
 from train_loop.model.build import build_model
 from train_loop.plan import plan_mesh
 
@@ -61,7 +62,7 @@ def test_weight_belongs_to_the_predicted_token() -> None:
     assert batch.labels.tolist() == [[6, 7, IGNORE, 9, IGNORE]]
     assert batch.weights is not None
     assert torch.equal(batch.weights, torch.tensor([[2, 0.1, 0, 3, 0]]))
-    assert batch.divisor == pytest.approx(5.1)
+    assert total_weight(batch.labels, batch.weights) == pytest.approx(5.1)
 
 
 def test_weight_of_zero_ignores_the_label() -> None:
@@ -72,8 +73,8 @@ def test_weight_of_zero_ignores_the_label() -> None:
 
 
 def test_divisor_without_weights_counts_tokens() -> None:
-    divisor = batch_of(random_rows(1, 16, vocab=VOCAB, packed=False)).divisor
-    assert not divisor.is_floating_point()
+    batch = batch_of(random_rows(1, 16, vocab=VOCAB, packed=False))
+    assert not total_weight(batch.labels, batch.weights).is_floating_point()
 
 
 @pytest.mark.parametrize(("others", "kept"), [(1.0, False), (2.0, True)])

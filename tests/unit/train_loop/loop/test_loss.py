@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.support.builders.specs import TINY, spec
 from train_loop.data.dataset import IGNORE
-from train_loop.loop.loss import LossRule, chunked_sum, sum_in_halves
+from train_loop.loop.objectives.token_cross_entropy import LossRule, chunked_sum, sum_in_halves
 from train_loop.model.folder import model_shape
 from train_loop.plan import chunk_rows
 

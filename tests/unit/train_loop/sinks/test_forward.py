@@ -11,7 +11,7 @@ from tests.support.builders.specs import LONGROPE, TINY, spec
 from train_loop.errors import ModelError
 from train_loop.faults.failure import failed
 from train_loop.loop.batch import MicroBatch
-from train_loop.loop.loss import TokenLoss
+from train_loop.loop.objectives.token_cross_entropy import TokenLoss
 from train_loop.model.attention import attention_inputs
 from train_loop.model.build import build_model, materialise
 from train_loop.model.families.causal import causal_anatomy

@@ -1,9 +1,9 @@
-"""The loss: the sum of token cross entropies of an optimizer step, divided by its number of labels.
+"""Token cross entropy: the sum over a step's labels, which the loop divides by their number.
 
 If the data has token weights, the loss is the weighted mean.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from train_loop.data.dataset import IGNORE
-from train_loop.loop.batch import MicroBatch
+from train_loop.loop.batch import MicroBatch, StepBatch
+from train_loop.loop.objectives.objective import Terms
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.faults import own_faults
 
@@ -56,20 +57,29 @@ def sum_in_halves(values: Tensor) -> Tensor:
     return values.sum()
 
 
-CROSS_ENTROPY = LossRule()
-IN_ORDER = LossRule(in_order=True)
+def total_weight(labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the number of labels, or with weights their sum in float64."""
+    if weights is None:
+        return (labels != IGNORE).sum()
+    # The order of summation depends on the mesh; the result must not.
+    return weights.sum(dtype=torch.float64)
 
 
 class TokenLoss:
-    """The summed loss of a model's micro-batches, from whole logits or, inside the model's head, from chunks of them.
+    """The objective of token cross entropy, from whole logits or, inside the model's head, from chunks of them.
 
     With chunks the head returns the loss instead of logits, while FSDP still has its weight gathered.
     """
 
-    def __init__(self, anatomy: Anatomy, rule: LossRule = CROSS_ENTROPY, *, chunk_rows: int | None = None) -> None:
+    columns = ("input_ids", "labels", "position_ids")
+    sums = ()
+    evaluation_sums = ("loss", "weight", "tokens")
+
+    def __init__(self, anatomy: Anatomy, rule: LossRule | None = None, *, chunk_rows: int | None = None) -> None:
         self.anatomy = anatomy
-        self.model = anatomy.model
-        self.rule = rule
+        self._rule = rule or LossRule()
+        # Cross entropy only, without the extra terms of training.
+        self._evaluation_rule = LossRule(in_order=self._rule.in_order)
         self._chunk_rows = chunk_rows
         self._due: tuple[LossRule, MicroBatch] | None = None
         if chunk_rows is not None:
@@ -77,18 +87,33 @@ class TokenLoss:
             self._head = anatomy.head
             self._head.forward = self._chunked_head  # type: ignore[assignment, method-assign]
 
-    def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
-        """Return the summed loss of this rank's slice, by training's rule unless `rule` is given.
+    def divisor(self, batch: StepBatch) -> Tensor:
+        """Return the number of labels, or with weights their sum."""
+        return total_weight(batch.labels, batch.weights)
 
-        Raises ModelError for errors in the model's own code.
-        """
-        chosen = rule or self.rule
-        self._due = (chosen, batch)
-        with own_faults(self.model):
-            out: Tensor = self.model(
+    def __call__(self, batch: MicroBatch) -> Terms:
+        """Return the summed loss of this rank's slice. Raises ModelError for errors in the model's own code."""
+        return Terms(self._sum(batch, self._rule))
+
+    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of cross entropies, that of weights, and the number of labels."""
+        loss = self._sum(batch, self._evaluation_rule)
+        return loss, total_weight(batch.labels, batch.weights), (batch.labels != IGNORE).sum()
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float | int]:
+        """Return mean cross entropy and perplexity per token, and the number of labels; NaN if there are none."""
+        mean = sums["loss"] / sums["weight"]
+        return {"loss": mean.item(), "perplexity": mean.exp().item(), "tokens": int(sums["tokens"])}
+
+    def _sum(self, batch: MicroBatch, rule: LossRule) -> Tensor:
+        """Call the model and return the summed loss of this rank's slice by a rule."""
+        self._due = (rule, batch)
+        model = self.anatomy.model
+        with own_faults(model):
+            out: Tensor = model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
             ).logits
-        return out if self._chunk_rows else chosen.sum(out, batch.labels, batch.weights)
+        return out if self._chunk_rows else rule.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
         """Return the loss for hidden states [B, T, H] without allocating logits [B * T, V]."""
