@@ -71,7 +71,7 @@ class PreemptionWatch:
         self._compared_at = now
         if self._known is None or self._known.deadline is None or self._saved_last:
             return False
-        left = self._known.deadline - (now + step)
+        seconds_left = self._known.deadline - (now + step)
         # Save after this step if the save after the next step would start too late.
-        self._saved_last = left <= _LAST_SAVE_SECONDS or left - step <= _LATE_SECONDS
+        self._saved_last = seconds_left <= _LAST_SAVE_SECONDS or seconds_left - step <= _LATE_SECONDS
         return self._saved_last

@@ -59,8 +59,8 @@ def _orthogonal(shards: Tensor, like: Tensor, group: dict[str, Any]) -> Tensor:
     by_matrix = [Shard(0) if isinstance(p, Shard) else p for p in like.placements]
     stride = torch.empty(shape, device="meta").stride()
     rows = DTensor.from_local(shards, mesh, by_row, run_check=False, shape=torch.Size(shape), stride=stride)
-    mine = _newton_schulz(rows.redistribute(placements=by_matrix).to_local(), group)  # [K/W, M, N]
-    whole = DTensor.from_local(mine, mesh, by_matrix, run_check=False, shape=torch.Size(shape), stride=stride)
+    own = _newton_schulz(rows.redistribute(placements=by_matrix).to_local(), group)  # [K/W, M, N]
+    whole = DTensor.from_local(own, mesh, by_matrix, run_check=False, shape=torch.Size(shape), stride=stride)
     return whole.redistribute(placements=by_row).to_local()
 
 

@@ -28,6 +28,16 @@ def test_listed_folders_exist() -> None:
     assert [one for one in listed_folders() if not one.is_dir()] == []
 
 
+def test_page_of_one_step_names_files_and_functions_that_exist() -> None:
+    text = Path("docs/explanation/one-step.md").read_text()
+    names = re.findall(r"`([a-z_/.]+|[A-Z]\w+)`", text)
+    files = [name for name in names if name.startswith("train_loop/")]
+    code = "".join(file.read_text() for file in Path("train_loop").rglob("*.py"))
+    assert len(files) > 15
+    assert [file for file in files if not Path(file).exists()] == []
+    assert [name for name in set(names) - set(files) if not re.search(rf"\b{name}\b", code)] == []
+
+
 def test_no_folder_has_more_modules_than_a_reader_can_survey() -> None:
     found = Counter(file.parent for name in (*PACKAGES, "tests", "benchmarks") for file in Path(name).rglob("*.py"))
     most = {folder: 10 if str(folder) in PACKAGES else 15 for folder in found if folder.name != "versions"}
