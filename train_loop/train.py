@@ -95,6 +95,7 @@ class TrainingLoop:
             evaluation, stop = self.evaluate_if_due()
             self.record(result, agreed, evaluation, stop)
             if stop is None:
+                collect_garbage(self.run.state.step)
                 self.save_if_due(agreed)
         self.save_last(stop)
         return stop
@@ -182,7 +183,6 @@ class TrainingLoop:
     def save_if_due(self, agreed: Agreement) -> None:
         """Save a checkpoint if one is due. A save is collective: either all ranks save or none does."""
         step, schedule = self.run.state.step, self.save_schedule
-        collect_garbage(step)
         if schedule.due(step) or agreed.save or (agreed.check_preemption and self.preemption.sees_news()):
             schedule.begin(step)
             self.save()

@@ -1,26 +1,23 @@
 """An objective whose loss alone counts the divisor, and its named sums, equal plain PyTorch at every order of sums."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn import functional as F
 
 from tests.support.builders.reference import reference
 from tests.support.builders.small_runs import LENGTH, STEPS, events, lines, run
 from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.counted_loss import CountedLoss
 from tests.support.ranks.gradients import build, my_share, random_rows, whole
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.dataset import IGNORE
 from train_loop.errors import UserError
-from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches
-from train_loop.loop.build import build_objective
-from train_loop.loop.objectives.objective import LINE_FIELDS, Terms
-from train_loop.loop.objectives.token_cross_entropy import TokenLoss
+from train_loop.loop.batch import StepBatch, micro_batches
+from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.reduction import build_reduction
 from train_loop.loop.step import accumulate
 from train_loop.model.folder import model_shape
@@ -29,42 +26,6 @@ from train_loop.spec import JobSpec
 
 TREE = {"reproducible": "any_size", "reduction_tree": {"max_shards": 2, "max_replicas": 1}}
 ORDERS: dict[str, dict[str, Any]] = {"plain": {}, "ordered": TREE}
-
-
-class CountedLoss:
-    """Token cross entropy as in users' own code: a sum and its count, and the tokens that are predicted correctly."""
-
-    columns: tuple[str, ...] = ("input_ids", "labels")
-    sums: tuple[str, ...] = ("accuracy",)
-    evaluation_sums: tuple[str, ...] = ("correct", "labels")
-
-    def __init__(self, token_loss: TokenLoss) -> None:
-        self.anatomy = token_loss.anatomy
-
-    def divisor(self, batch: StepBatch) -> Tensor | None:
-        return None
-
-    def __call__(self, batch: MicroBatch) -> Terms:
-        logits = self.logits(batch)
-        total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return Terms(total, (batch.labels != IGNORE).sum(), {"accuracy": correct(logits, batch)})
-
-    def logits(self, batch: MicroBatch) -> Tensor:
-        model = self.anatomy.model
-        out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention)
-        logits: Tensor = out.logits
-        return logits.float()
-
-    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        return correct(self.logits(batch), batch), (batch.labels != IGNORE).sum()
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float | int]:
-        return {"accuracy": (sums["correct"] / sums["labels"]).item(), "labels": int(sums["labels"])}
-
-
-def correct(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the number of tokens that are predicted correctly."""
-    return (logits.argmax(-1) == batch.labels).sum()
 
 
 class Renamed(CountedLoss):
@@ -108,7 +69,7 @@ def gradient_errors(order: str) -> dict[str, float]:
     rows = random_rows(8, 32, vocab=TINY["vocab_size"], packed=True)
     expected, gradients = reference(job, rows)
     found = accumulate(
-        CountedLoss(token_loss),
+        CountedLoss(token_loss.anatomy),
         micro_batches(my_share(rows, mesh), 2, model, mesh),
         None,
         reduction=build_reduction(model, plan_job(job, model_shape(job.model)).tree, mesh, seed=0),
@@ -123,7 +84,7 @@ def gradient_errors(order: str) -> dict[str, float]:
 def train_with(folder: Path, name: str, objective: type[CountedLoss], **parts: Any) -> str:
     """Run the loop with an objective; return the error that ends it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train_loop.loop.build.build_objective", lambda *given: objective(build_objective(*given)))
+        patch.setattr("train_loop.loop.build.build_objective", lambda sharded, *_: objective(sharded.anatomy))
         try:
             run(folder / "d.parquet", folder / name, **parts)
         except UserError as error:
