@@ -113,7 +113,7 @@ def agree(
 ) -> Agreement:
     """Combine the requests and counts of all ranks: one rank's request applies to all. A collective call."""
     shares = _divisor_shares(objective, batch, reduction.parts)
-    share = batch.lengths.new_zeros(()) if shares is None else shares.sum()
+    share = batch.samples.new_zeros(()) if shares is None else shares.sum()
     # Ulysses peers hold the same samples; count their tokens once. A sum of weights makes the whole tensor float64,
     # which represents all counts exactly.
     counts = torch.stack([share, batch.lengths.sum().to(share.dtype)]) * (reduction.mesh.sequence_rank == 0)

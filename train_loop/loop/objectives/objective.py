@@ -1,7 +1,7 @@
 """The seam between the loop and what a run trains."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -82,12 +82,12 @@ class Objective(Protocol):
         ...
 
 
-def check_objective(objective: Objective) -> None:
+def check_objective(objective: Objective, columns: Collection[str]) -> None:
     """Raise UserError for a column that batches do not have, and for a sum whose name the metrics line already has."""
-    name, known = type(objective).__name__, {column.name for column in fields(StepBatch)}
-    missing = [column for column in objective.columns if column not in known]
+    name = type(objective).__name__
+    missing = [column for column in objective.columns if column not in columns]
     if missing:
-        raise UserError(f"{name} needs the columns {', '.join(missing)}; batches have {', '.join(sorted(known))}")
+        raise UserError(f"{name} needs the columns {', '.join(missing)}; batches have {', '.join(sorted(columns))}")
     taken = [one for one in objective.sums if one in LINE_FIELDS or one.startswith("eval_")]
     if taken:
         raise UserError(
