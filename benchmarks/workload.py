@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from train_loop.model.build import build_model, materialise
+from train_loop.model.build import materialise
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.spec import parse
 
 SMALL = {
@@ -57,7 +58,7 @@ class Workload(BaseModel):
         rows = self.steps * self.global_batch
         write_tokens(folder / "tokens.parquet", rows=rows, length=self.sequence_length, config=self.config)
         model_spec = parse(self.spec(folder)).model
-        model, blueprint = build_model(model_spec), build_model(model_spec)
+        model, blueprint = CAUSAL.build(model_spec).model, CAUSAL.build(model_spec)
         materialise(model, blueprint, seed=self.seed, device=torch.device("cpu"))
         save_file(
             {name: weight.contiguous() for name, weight in model.state_dict().items()}, folder / "first.safetensors"

@@ -134,7 +134,7 @@ class TrainingLoop:
             result = train_step(
                 state,
                 run.objective,
-                micro_batches(batch, training.per_device_train_batch_size, state.model, run.mesh),
+                micro_batches(batch, training.per_device_train_batch_size, run.objective.anatomy, run.mesh),
                 divisor=agreed.divisor,
                 reduction=run.reduction,
                 max_grad_norm=training.max_grad_norm,

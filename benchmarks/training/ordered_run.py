@@ -52,7 +52,7 @@ class Loop:
         begun = perf_counter()
         batch = share_rows(rows, count=self._count, dataset=dataset, mesh=self._mesh)
         size = self._spec.training.per_device_train_batch_size
-        micro = micro_batches(batch, size, self._state.model, self._mesh)
+        micro = micro_batches(batch, size, self._objective.anatomy, self._mesh)
         train_step(
             self._state,
             self._objective,

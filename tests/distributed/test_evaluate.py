@@ -27,10 +27,10 @@ from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
 from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
-from train_loop.model.build import build_model, materialise
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.build import materialise
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.probe import probe
 from train_loop.model.folder import model_shape
-from train_loop.model.probe import probe
 from train_loop.optim import Ema
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.passes import parallelize
@@ -59,8 +59,9 @@ def packed(folder: Path, samples: int) -> Dataset:
 
 def plainly(path: str) -> tuple[float, int]:
     """Return loss and tokens, computed document by document on an unmodified model."""
-    model = build_model(spec(model={"config": CONFIG}).model)
-    materialise(model, build_model(spec(model={"config": CONFIG}).model), seed=0, device=torch.device("cpu"))
+    parts = spec(model={"config": CONFIG}).model
+    model: Any = CAUSAL.build(parts).model
+    materialise(model, CAUSAL.build(parts), seed=0, device=torch.device("cpu"))
     model.eval()
     total, tokens = 0.0, 0
     for row in pq.read_table(path).to_pylist():
@@ -85,19 +86,18 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
             scaling={"num_workers": dist.get_world_size()},
         )
         mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
-        model, blueprint = build_model(job.model), build_model(job.model)
-        anatomy = causal_anatomy(model)
-        parallelize(anatomy, mesh, job, probe(model).attention)
-        materialise(model, blueprint, seed=0, device=mesh.device)
+        anatomy, blueprint = CAUSAL.build(job.model), CAUSAL.build(job.model)
+        parallelize(anatomy, mesh, job, probe(anatomy).attention)
+        materialise(anatomy.model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
             objective, dataset = TokenLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
-            result = evaluate(objective, dataset, PlainReduction(model, mesh), per_device=2)
+            result = evaluate(objective, dataset, PlainReduction(anatomy.model, mesh), per_device=2)
             assert isinstance(result, Evaluation)
             found[name, data] = result
             assert torch.equal(drawn, torch.get_rng_state())
-        assert all(module.training for module in model.modules())
-        assert all(isinstance(p, DTensor) for p in model.parameters()), "a unit stayed unsharded"
+        assert all(module.training for module in anatomy.model.modules())
+        assert all(isinstance(p, DTensor) for p in anatomy.model.parameters()), "a unit stayed unsharded"
     return found
 
 
@@ -239,8 +239,9 @@ def averaged(dtype: str) -> dict[str, bool]:
         model={"config": TINY, "dtype": "fp32", "master_dtype": dtype}, scaling={"num_workers": dist.get_world_size()}
     )
     mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
-    model, blueprint = build_model(job.model), build_model(job.model)
-    parallelize(causal_anatomy(model), mesh, job, probe(model).attention)
+    anatomy, blueprint = CAUSAL.build(job.model), CAUSAL.build(job.model)
+    model = anatomy.model
+    parallelize(anatomy, mesh, job, probe(anatomy).attention)
     materialise(model, blueprint, seed=1, device=mesh.device)
     other = {name: p.detach().clone() for name, p in model.named_parameters()}
     materialise(model, blueprint, seed=0, device=mesh.device)

@@ -22,7 +22,7 @@ def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: st
         scaling={"num_workers": 2},
     )
     model, loss, mesh = build(job)
-    (batch,) = micro_batches(my_share(random_rows(4, 32, vocab=384, packed=True), mesh), 2, model, mesh)
+    (batch,) = micro_batches(my_share(random_rows(4, 32, vocab=384, packed=True), mesh), 2, loss.anatomy, mesh)
     if peer_leaves and dist.get_rank() == 1:
         os._exit(0)
 

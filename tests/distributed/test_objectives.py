@@ -70,7 +70,7 @@ def gradient_errors(order: str) -> dict[str, float]:
     expected, gradients = reference(job, rows)
     found = accumulate(
         CountedLoss(token_loss.anatomy),
-        micro_batches(my_share(rows, mesh), 2, model, mesh),
+        micro_batches(my_share(rows, mesh), 2, token_loss.anatomy, mesh),
         None,
         reduction=build_reduction(model, plan_job(job, model_shape(job.model)).tree, mesh, seed=0),
         scaler=GradScaler(enabled=False),

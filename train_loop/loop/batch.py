@@ -10,13 +10,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from train_loop.data.dataset import IGNORE, Dataset, Rows
 from train_loop.data.order import Ids
 from train_loop.errors import DataError
-from train_loop.model.attention import attention_inputs
-from train_loop.model.positions import position_inputs
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.mesh import Mesh
 
 
@@ -45,7 +43,7 @@ class MicroBatch:
     weights: Tensor | None  # [B, T/P]
     position_ids: Tensor  # [B, T/P]
     attention: dict[str, Any]
-    """Arguments that separate documents in the full sequence, by the model's parameter names."""
+    """Arguments of the model's call that its family has made from whole sequences."""
     last: bool
     """True for the last micro-batch of a step on this rank."""
 
@@ -89,20 +87,20 @@ def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
     return F.pad(weights[:, 1:], (0, 1)).masked_fill(shifted_labels == IGNORE, 0.0)
 
 
-def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mesh) -> Iterator[MicroBatch]:
+def micro_batches(batch: StepBatch, size: int, anatomy: Anatomy, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     width = batch.input_ids.shape[1] // mesh.plan.sp
     mine = slice(mesh.sequence_rank * width, (mesh.sequence_rank + 1) * width)
     weights = _weights_that_matter(batch)
     for start in range(0, len(batch.samples), size):
         rows = slice(start, start + size)
+        whole = {"position_ids": batch.position_ids[rows], "length": batch.lengths[rows]}
         yield MicroBatch(
             batch.input_ids[rows, mine],
             batch.labels[rows, mine],
             None if weights is None else weights[rows, mine],
             batch.position_ids[rows, mine],
-            attention_inputs(model, batch.position_ids[rows])
-            | position_inputs(model, batch.position_ids[rows], batch.lengths[rows]),
+            anatomy.family.arguments(anatomy.model, whole),
             last=start + size >= len(batch.samples),
         )
 

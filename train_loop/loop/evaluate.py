@@ -80,4 +80,4 @@ def _batches(objective: Objective, dataset: Dataset, mesh: Mesh, per_device: int
     ):
         check_vocabulary(rows, objective.anatomy.vocabulary)
         batch = share_rows(rows, count=per_device, dataset=dataset, mesh=mesh)
-        yield from micro_batches(batch, per_device, objective.anatomy.model, mesh)
+        yield from micro_batches(batch, per_device, objective.anatomy, mesh)

@@ -25,10 +25,10 @@ def model_folder(model: ModelSpec) -> Path | None:
         raise ModelError(str(error)) from error
 
 
-def model_config(model: ModelSpec) -> dict[str, Any]:
+def model_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a model, from the spec or its folder. Raises ModelError."""
-    folder = model_folder(model)
-    return _read_config(folder) if folder else dict(model.config or {})
+    folder = model_folder(spec)
+    return _read_config(folder) if folder else dict(spec.config or {})
 
 
 def model_shape(model: ModelSpec) -> ModelShape:

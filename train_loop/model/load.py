@@ -14,22 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 from train_loop.model.build import allocate, draw_weights, materialise, own_part
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_folder
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input, read_input
-
-_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Tensors of older folders that models now compute."""
-
-_OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
-"""Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
 
 _SHOWN = 3
 
@@ -57,7 +49,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def give_weights(
-    model: PreTrainedModel, blueprint: PreTrainedModel, spec: ModelSpec, *, seed: int, device: torch.device
+    model: nn.Module, blueprint: Anatomy, spec: ModelSpec, *, seed: int, device: torch.device
 ) -> list[str]:
     """Allocate a sharded model and load its weights; `blueprint` is the same model on meta, before sharding.
 
@@ -87,23 +79,23 @@ class FolderMatch(NamedTuple):
     """Tensors that belong to an older version of the model, which now computes them."""
 
 
-def match_folder(model: PreTrainedModel, folder: Path) -> FolderMatch:
+def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
     """Match the stored tensors with those of a model, from file headers alone.
 
     A tied tensor may be stored twice. A tensor may be missing only if the model itself allows that. Raises ModelError
     that names the tensors which are missing, unexpected or of wrong shape.
     """
-    left = _by_model_name(model, read_headers(folder))
-    homes = {names[0]: [left.pop(name) for name in names if name in left] for names in _tensors(model)}
+    model, found = blueprint.model, read_headers(folder)
+    names = blueprint.family.stored_names(model, {name: stored.shape for name, stored in found.items()})
+    left = {names.own[name]: stored for name, stored in found.items()}
+    homes = {of[0]: [left.pop(name) for name in of if name in left] for of in _tensors(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    optional = model._keys_to_ignore_on_load_missing or ()
-    harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
-    unused = [stored for name, stored in left.items() if _matches(name, harmless) or _is_old_mask(stored)]
+    unused = [stored for stored in left.values() if stored.name in names.unused]
     faults = {
         "missing": [
             f"{name} {_shape(shapes[name])}"
             for name, stored in homes.items()
-            if not stored and not _matches(name, optional)
+            if not stored and name not in names.optional
         ],
         "unexpected": [f"{s.name} {_shape(s.shape)}" for s in left.values() if s not in unused],
         "wrong shape": [
@@ -171,20 +163,7 @@ def _header(file: Path) -> Iterable[Stored]:
         raise ModelError(f"{file} is not a complete safetensors file: {error}; copy it again") from error
 
 
-def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return stored tensors by the names that the model has for them.
-
-    Maps old names and the base-model prefix as transformers does.
-    """
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    known = model.state_dict()
-    return {
-        rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]: tensor
-        for name, tensor in stored.items()
-    }
-
-
-def _tensors(model: PreTrainedModel) -> Iterable[list[str]]:
+def _tensors(model: nn.Module) -> Iterable[list[str]]:
     """Return all names of each parameter and persistent buffer; tied tensors have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -203,17 +182,6 @@ def _fill(target: Tensor, stored: list[Stored]) -> None:
                 f"{twin.name} in {twin.file} differs from {stored[0].name}, and config.json ties them; set "
                 "tie_word_embeddings to the value with which the model was trained"
             )
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _is_old_mask(stored: Stored) -> bool:
-    """Return whether a tensor is a causal mask [1, 1, T, T], or the number that filled it, and not a trained bias."""
-    shape = stored.shape
-    is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
-    return _OLD_MASKS.search(stored.name) is not None and (is_mask or shape in ((), (1,)))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

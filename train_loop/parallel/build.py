@@ -6,15 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from train_loop.model.attention import apply_attention
-from train_loop.model.build import DTYPES, build_model
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
-from train_loop.model.probe import check_attention, check_head, check_positions, probe
-from train_loop.model.separation import check_causal, check_packing
-from train_loop.model.supported import check_dense
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
@@ -41,20 +36,16 @@ class ShardedModel(NamedTuple):
 
 def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
-    model = build_model(spec.model)
-    check_dense(model)
-    seen = probe(model, DTYPES[spec.strategy.param_dtype], sequence_length=spec.data.sequence_length)
-    check_causal(seen.separation, model)
-    check_packing(seen.separation, spec, seen.model)
-    check_attention(seen, spec)
-    check_head(seen, spec)
-    check_positions(seen, spec)
-    apply_attention(model, spec, mesh.device)
+    anatomy = family_of(spec).build(spec.model)
+    model, family = anatomy.model, anatomy.family
+    found = family.examine(anatomy, spec)
+    for setting in found.settings:
+        setting.check()
+    family.choose_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
-    blueprint = copy.deepcopy(model)
-    anatomy = causal_anatomy(model)
-    timer = parallelize(anatomy, mesh, spec, seen.attention)
+    blueprint = family.anatomy(copy.deepcopy(model))
+    timer = parallelize(anatomy, mesh, spec, found.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return ShardedModel(anatomy, timer, seen.head_is_last, unused)
+    return ShardedModel(anatomy, timer, found.head_is_last, unused)

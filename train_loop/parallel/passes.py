@@ -7,8 +7,7 @@ from typing import Protocol
 from torch.distributed.fsdp import FSDPModule
 
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.positions import apply_longrope
-from train_loop.model.probe import AttentionUse
+from train_loop.model.families.family import AttentionUse
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units
@@ -26,7 +25,7 @@ class BuiltModel:
     anatomy: Anatomy
     spec: JobSpec
     attention: Mapping[str, AttentionUse]
-    """Modules whose attention comes from the transformers registry, by name."""
+    """Modules whose attention Ulysses splits, by name."""
     timer: ComputeTimer
 
 
@@ -49,7 +48,8 @@ class Positions:
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Change the model's rotary embeddings."""
-        apply_longrope(built.anatomy.model, part=mesh.sequence_rank, parts=mesh.plan.sp)
+        anatomy = built.anatomy
+        anatomy.family.fit_positions(anatomy.model, part=mesh.sequence_rank, parts=mesh.plan.sp)
 
 
 class Sequence:
@@ -61,7 +61,7 @@ class Sequence:
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Exchange sequence parts for heads around attention."""
-        apply_ulysses(built.anatomy.model, mesh.sp, built.timer, built.attention)
+        apply_ulysses(built.anatomy, mesh.sp, built.timer, built.attention)
 
 
 class Tiles:
@@ -142,7 +142,7 @@ PASSES: tuple[Pass, ...] = (Positions(), Sequence(), Tiles(), Recompute(), Compi
 def parallelize(anatomy: Anatomy, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]) -> ComputeTimer:
     """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError.
 
-    `attention` names the modules whose attention comes from the transformers registry.
+    `attention` names the modules whose attention Ulysses splits.
     """
     built = BuiltModel(anatomy, spec, attention, ComputeTimer(mesh.device))
     for one in PASSES:

@@ -1,8 +1,7 @@
 """Ulysses sequence parallelism: attention sees the whole sequence and a part of the heads.
 
-Jacobs et al., "DeepSpeed Ulysses" (2023). Models look up their attention function in the registry of transformers. All
-models of a process share it. The registered function therefore gets a wrapper without state. The wrapper uses the
-`Ulysses` of the calling module, if it has one. The key stays the same, so that the model's branches on it still hold.
+Jacobs et al., "DeepSpeed Ulysses" (2023). A model's family makes each attention module compute by the `Ulysses` that
+the module has.
 
 Shapes: B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the group.
 """
@@ -18,34 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _resolve_process_group
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
-from train_loop.model.attention import Attention
-from train_loop.model.probe import AttentionUse
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.family import SPLIT_ATTENTION, Attention, AttentionUse
 from train_loop.telemetry.timers import ComputeTimer
-
-_ATTRIBUTE = "ulysses"
-"""Attribute of a module that has a `Ulysses`."""
-
-
-class ModuleAttention:
-    """A registered attention function that computes by the `Ulysses` of the calling module, or plainly without one."""
-
-    def __init__(self, plain: Attention) -> None:
-        self.plain = plain
-
-    def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention of a module."""
-        attention: Attention | None = getattr(module, _ATTRIBUTE, None)
-        return self.plain(module, *inputs, **named) if attention is None else attention(module, *inputs, **named)
 
 
 class Ulysses:
     """The sequence parallel attention of one model, and the exchanges of its current or last forward pass."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.inner = inner
@@ -77,13 +59,13 @@ class Ulysses:
     def adopt(self, module: nn.Module, use: AttentionUse) -> None:
         """Compute the attention of a module."""
         self.uses.append(use)
-        setattr(module, _ATTRIBUTE, self)
+        setattr(module, SPLIT_ATTENTION, self)
         if hasattr(module, "num_key_value_groups"):
             # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
             module.num_key_value_groups = use.heads // max(use.kv_heads, self.ranks)  # type: ignore[assignment]
 
     def check_active(self, *, sequence_length: int) -> None:
-        """Raise ModelError unless the attention of every module saw [T, H/P], which requires the attention registry.
+        """Raise ModelError unless the attention of every module saw [T, H/P], as split attention does.
 
         Call it after a forward pass: in backward, frozen layers exchange nothing.
         """
@@ -94,8 +76,8 @@ class Ulysses:
         if not expected or not expected <= queries or self.exchanged.total() != exchanges:
             raise ModelError(
                 f"Ulysses is not active in all layers: {self.exchanged.total()} exchanges of (sequence, heads) "
-                f"{sorted(queries)}; expected {exchanges}, among them {sorted(expected)}; this model does not use the "
-                "transformers attention registry in all layers, so choose ulysses_size: 1"
+                f"{sorted(queries)}; expected {exchanges}, among them {sorted(expected)}; the attention of some "
+                "layers of this model cannot be split, so choose ulysses_size: 1"
             )
 
     def _check_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -108,7 +90,7 @@ _BY_NAME: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
 
 
 def apply_ulysses(
-    model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer, attention: Mapping[str, AttentionUse]
+    anatomy: Anatomy, group: dist.ProcessGroup, timer: ComputeTimer, attention: Mapping[str, AttentionUse]
 ) -> Ulysses | None:
     """Route the model's attention modules through the group; return None if the group is this rank alone.
 
@@ -116,18 +98,10 @@ def apply_ulysses(
     """
     if dist.get_world_size(group) == 1:
         return None
-    ulysses = Ulysses(model, group, _registered(model.config._attn_implementation).plain, timer)
+    ulysses = Ulysses(anatomy.model, group, anatomy.family.divert_attention(anatomy.model), timer)
     for name, use in attention.items():
-        ulysses.adopt(model.get_submodule(name), use)
+        ulysses.adopt(anatomy.model.get_submodule(name), use)
     return ulysses
-
-
-def _registered(key: str) -> ModuleAttention:
-    """Return the wrapper of a registered attention function, registered in its place."""
-    found = ALL_ATTENTION_FUNCTIONS[key]
-    if not isinstance(found, ModuleAttention):
-        found = ALL_ATTENTION_FUNCTIONS[key] = ModuleAttention(found)
-    return found
 
 
 def seq_to_heads(x: Tensor, group: dist.ProcessGroup, *, owner: str = "") -> Tensor:

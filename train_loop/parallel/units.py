@@ -25,7 +25,7 @@ def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]
     layers = layers or innermost(_large_layers(anatomy, policy))
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layer classes in _no_split_modules; name one in "
+            f"{type(model).__name__} does not say which modules are its layers; name their class in "
             f"strategy.wrap_policy.transformer_layer_cls_to_wrap, for example {', '.join(wrappable(model)[:3])}"
         )
     return layers

@@ -15,10 +15,6 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from train_loop.checkpoint.export.tensors import saved_shapes
-from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.data.files import storage_patience
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
@@ -27,24 +23,23 @@ from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.bounds import large_model, large_numbers
-from train_loop.model.build import DTYPES, build_model, check_rules
+from train_loop.model.build import check_rules
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.causal import causal_anatomy
-from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
+from train_loop.model.families.choose import family_of
+from train_loop.model.families.family import Examination
+from train_loop.model.folder import model_config, model_folder, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
-from train_loop.model.separation import check_causal, check_packing
-from train_loop.model.supported import check_decoder, check_dense, check_rows
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
+from train_loop.preflight.parent_checkpoint import checkpoint_problems
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
-from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
+from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse
 from train_loop.system.input_files import limit_inputs
 
@@ -93,28 +88,25 @@ def check_model(
     The model is built on the meta device, which needs no memory, and compared with the file headers of its folder, or
     with the checkpoint of the parent run.
     """
-    shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
+    family, shape, pointer = family_of(spec), None, "/model/config" if spec.model.path is None else "/model/path"
     set_pointer(pointer)
     try:
         if spec.model.path is not None:
             check_plain(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
-        shape = _shape(spec)
+        shape = family.shape(spec.model)
         if problems := large_model(shape, pointer):
             return None, problems
-        model, folder = build_model(spec.model), model_folder(spec.model)
-        check_dense(model)
-        check_rows(model, shape.vocab)
-        homes = match_folder(model, folder).homes if folder is not None else {}
-        check_rules(model, [name for name, stored in homes.items() if stored])
-        seen = probe(model, DTYPES[spec.strategy.param_dtype], sequence_length=spec.data.sequence_length)
-        check_causal(seen.separation, model)
+        anatomy, folder = family.build(spec.model), model_folder(spec.model)
+        anatomy.check_rows(shape.vocab)
+        homes = match_folder(anatomy, folder).homes if folder is not None else {}
+        check_rules(anatomy, [name for name, stored in homes.items() if stored])
+        found = family.examine(anatomy, spec)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
-    anatomy = causal_anatomy(model)
-    problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
-    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, seen, spec)]
+    problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
+    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, found, spec)]
     # Counted last, because the check of freeze_module_prefix freezes.
     return (shape if problems else replace(shape, counts=_count_parameters(anatomy, spec))), problems
 
@@ -136,51 +128,13 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
     )
 
 
-def _shape(spec: JobSpec) -> ModelShape:
-    """Return the sizes of a model. Raises ModelError; if its kind is not supported, this is the reason."""
-    try:
-        return model_shape(spec.model)
-    except ModelError:
-        check_decoder(build_model(spec.model))
-        raise
-
-
-def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
-    """Return the differences between the model and the parent's checkpoint."""
-    folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
-    which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
-    try:
-        faults = verify(folder, parent.manifest, [metadata_name(parent.manifest)])
-        if faults:
-            return [Problem("/from_checkpoint", f"{which} is damaged: {faults[0]}; choose another one")]
-        saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}
-    except OSError as error:
-        return [Problem("/from_checkpoint", f"{which} cannot be read: {error}")]
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
-    differ = [
-        *(
-            f"{name} is {list(of)} and was {list(saved[name]) if name in saved else 'missing'}"
-            for name, of in own.items()
-            if saved.get(name) != of
-        ),
-        *(f"{name} is missing now" for name in saved if name not in known),
-    ]
-    if not differ:
-        return []
-    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
-
-
-def _wishes_not_granted(anatomy: Anatomy, seen: ModelProbe, spec: JobSpec) -> list[Problem]:
+def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> list[Problem]:
     """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
     by = "transformer_layer_cls_to_wrap" if policy.min_num_params is None else "min_num_params"
     checks: list[tuple[str, Callable[[], object]]] = [
-        ("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
-        ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
+        *found.settings,
         (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy)),
-        ("/training/chunked_loss", lambda: check_head(seen, spec)),
-        ("/data/sequence_length", lambda: check_positions(seen, spec)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.builders.exports import save_a_run, save_a_run_of
 from tests.support.builders.families import small
@@ -21,11 +21,11 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.specs import TINY
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
-from train_loop.checkpoint.export import huggingface as exporting
 from train_loop.checkpoint.export.full import WAYS, load_model
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import CheckpointError, UserError
-from train_loop.model.build import build_model
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.run_dir import ExportStatus, ExportWish, RunDir
 from train_loop.spec import ModelSpec
 
@@ -97,12 +97,13 @@ def test_weight_average_can_be_exported(trained: Trained) -> None:
 
 def test_export_reports_its_status_and_pins_the_checkpoint(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, pinned = trained.run_dir, ExportWish(dtype="fp16"), list[set[int]]()
+    build = CAUSAL.build
 
-    def record_pins_and_build(model: ModelSpec) -> PreTrainedModel:
+    def record_pins_and_build(model: ModelSpec) -> Anatomy:
         pinned.append(run_dir.pins())
-        return build_model(model)
+        return build(model)
 
-    monkeypatch.setattr(exporting, "build_model", record_pins_and_build)
+    monkeypatch.setattr(CAUSAL, "build", record_pins_and_build)
     folder = export(run_dir, 3, wish)
     assert pinned == [{3}]
     assert run_dir.pins() == set()
@@ -131,17 +132,17 @@ def test_export_interrupted_before_its_final_status_is_done(trained: Trained) ->
 
 def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, made = trained.run_dir, ExportWish(dtype="bf16", weights="ema"), list[None]()
-    both = threading.Barrier(2)
+    both, build = threading.Barrier(2), CAUSAL.build
 
-    def build_and_count(model: ModelSpec) -> PreTrainedModel:
+    def build_and_count(model: ModelSpec) -> Anatomy:
         made.append(None)
-        return build_model(model)
+        return build(model)
 
     def request_export() -> Path:
         both.wait()
         return export(run_dir, 3, wish)
 
-    monkeypatch.setattr(exporting, "build_model", build_and_count)
+    monkeypatch.setattr(CAUSAL, "build", build_and_count)
     with ThreadPoolExecutor(2) as pool:
         folders = {future.result() for future in [pool.submit(request_export), pool.submit(request_export)]}
     assert folders == {run_dir.exports.folder(3, wish)}
@@ -163,7 +164,7 @@ def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:
         for name in factors:
             assert torch.equal(opened.get_tensor(name), weights[name])
             assert opened.get_tensor(name).dtype == weights[name].dtype
-    ours = build_model(ModelSpec.model_validate(model)).to_empty(device="cpu")
+    ours = CAUSAL.build(ModelSpec.model_validate(model)).model.to_empty(device="cpu")
     ours.load_state_dict(weights)
     assert loaded.state_dict().keys() == ours.state_dict().keys()
 

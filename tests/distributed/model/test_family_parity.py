@@ -19,7 +19,7 @@ from tests.support.ranks.ranks import on_ranks
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
-from train_loop.model.build import build_model
+from train_loop.model.families.causal.build import build_model
 from train_loop.spec import JobSpec
 
 SOME = (
@@ -85,7 +85,7 @@ def worst_error(family: str, ulysses_size: int) -> float | str:
     plain: Any = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=torch.float32).eval()
     plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()}, strict=False)
     batch = my_share(rows, mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
     mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
     expected = alone(plain, rows)
     torch.autograd.backward(expected)

@@ -1,6 +1,5 @@
 """Weights from a folder: the same at every mesh, a rank's memory limited to its shard, and a loss that continues."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import build_run
 from train_loop.loop.session import Session
-from train_loop.model.build import build_model, own_part
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.build import own_part
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.probe import probe
 from train_loop.model.load import give_weights, read_headers
-from train_loop.model.probe import probe
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.plan import plan_mesh
@@ -202,14 +201,14 @@ def cost_of_loading(folder: Path) -> tuple[int, int]:
     """
     job = spec(model={"config": None, "path": str(folder)}, scaling={"num_workers": dist.get_world_size()})
     mesh = build_mesh(plan_mesh(world=dist.get_world_size(), fsdp_size=0, ulysses_size=1), torch.device("cpu"))
-    model = build_model(job.model)
-    blueprint = copy.deepcopy(model)
-    parallelize(causal_anatomy(model), mesh, job, probe(model).attention)
+    anatomy, blueprint = CAUSAL.build(job.model), CAUSAL.build(job.model)
+    model = anatomy.model
+    parallelize(anatomy, mesh, job, probe(anatomy).attention)
     Path("/proc/self/clear_refs").write_text("5")  # starts a new peak measurement
     before = memory("VmRSS")
     give_weights(model, blueprint, job.model, seed=0, device=mesh.device)
     shard = sum(bytes_of(own_part(p)[0] for p in model.parameters()))
-    return memory("VmHWM") - before, shard + max(bytes_of(blueprint.parameters()))
+    return memory("VmHWM") - before, shard + max(bytes_of(blueprint.model.parameters()))
 
 
 def costs_of_loading(folders: list[Path]) -> list[tuple[int, int]]:

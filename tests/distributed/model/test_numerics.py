@@ -125,11 +125,11 @@ def test_four_micro_batches_equal_one_large_batch(four: Callable[..., Any]) -> N
 
 def count_all_reduces(job: JobSpec, rows: Rows) -> int:
     """Return the number of collectives over replicas in one accumulated step, including that of the loss."""
-    model, loss, mesh = build(job)
+    _, loss, mesh = build(job)
     batch = my_share(rows, mesh)
     whole = divisor(batch, mesh)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
-        accumulate_plainly(loss, micro_batches(batch, 1, model, mesh), whole, mesh)
+        accumulate_plainly(loss, micro_batches(batch, 1, loss.anatomy, mesh), whole, mesh)
     return spy.call_count
 
 
@@ -141,9 +141,9 @@ def test_replicas_all_reduce_only_at_the_last_micro_batch(four: Callable[..., An
 
 def logits(job: JobSpec, rows: Rows) -> Tensor:
     """Return the logits of all rows [n, T, V], with the slices of the sequence joined."""
-    model, _, mesh = build(job)
+    model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
-    (micro,) = micro_batches(batch, len(batch.samples), model, mesh)
+    (micro,) = micro_batches(batch, len(batch.samples), loss.anatomy, mesh)
     with torch.no_grad():
         mine = model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention
@@ -191,7 +191,7 @@ def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
     """Run a step through the code path of flash attention."""
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
     try:
-        with patch("train_loop.parallel.build.apply_attention", _take_flash):
+        with patch("train_loop.model.families.causal.family.apply_attention", _take_flash):
             return one_step(job, rows)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
@@ -210,7 +210,7 @@ def _take_flex(model: Any, *_: Any) -> None:
 
 def logits_by_flex_and_sdpa(job: JobSpec, rows: Rows) -> tuple[Tensor, Tensor]:
     """Run forward passes only: on a CPU, flex_attention supports nothing else."""
-    with patch("train_loop.parallel.build.apply_attention", _take_flex):
+    with patch("train_loop.model.families.causal.family.apply_attention", _take_flex):
         flex = logits(job, rows)
     return flex, logits(job, rows)
 

@@ -84,7 +84,7 @@ def gradients(folder: Path, mesh: tuple[int, int]) -> dict[str, Tensor | None]:
     """Return the gradients of the model with frozen parts, after the samples of one step."""
     run = a_run(folder, "frozen", mesh)
     batch = first_batch(run)
-    accumulate_plainly(run.objective, micro_batches(batch, 1, run.state.model, run.mesh), 1, run.mesh)
+    accumulate_plainly(run.objective, micro_batches(batch, 1, run.objective.anatomy, run.mesh), 1, run.mesh)
     named = run.state.model.named_parameters()
     return {name: None if p.grad is None else whole(p.grad) for name, p in named}
 
@@ -121,7 +121,7 @@ def skip_a_step(run: Run) -> list[bool]:
     with torch.no_grad():
         head.fill_(torch.inf)
     before = {name: whole(average) for name, average in state.ema.averages.items()} if state.ema else {}
-    micro = micro_batches(batch, 1, state.model, run.mesh)
+    micro = micro_batches(batch, 1, run.objective.anatomy, run.mesh)
     result = train_step(state, run.objective, micro, divisor=1, reduction=run.reduction, max_grad_norm=1.0)
     assert state.ema is not None
     same = [torch.equal(whole(state.ema.averages[name]), average) for name, average in before.items()]

@@ -127,12 +127,12 @@ def dtypes_inside() -> dict[str, set[str]]:
         strategy={"norm_dtype": "fp32", "output_dtype": "fp32"},
         scaling={"num_workers": 2},
     )
-    model, _, mesh = build(job)
+    model, loss, mesh = build(job)
     for module in model.modules():
         if not isinstance(module, nn.Embedding) and getattr(module, "weight", None) is not None:
             module.register_forward_pre_hook(note)
     batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=False), mesh)
-    (micro,) = micro_batches(batch, 1, model, mesh)
+    (micro,) = micro_batches(batch, 1, loss.anatomy, mesh)
     out = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention)
     return found | {"logits": {str(out.logits.dtype)}}
 

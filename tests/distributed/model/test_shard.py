@@ -74,7 +74,7 @@ def on_their_way(policy: dict[str, bool]) -> list[str]:
                 module._get_fsdp_state()._fsdp_param_group, "_all_gather_result", None
             ):
                 found.append(name)
-        yield from micro_batches(batch, 1, model, mesh)
+        yield from micro_batches(batch, 1, loss.anatomy, mesh)
 
     accumulate_plainly(loss, watched(), 1, mesh)
     return found

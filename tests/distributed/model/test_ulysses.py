@@ -15,8 +15,8 @@ from tests.support.ranks.gradients import Gradients, accumulate_plainly, build, 
 from tests.support.ranks.ranks import on_ranks
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
-from train_loop.model.build import build_model
-from train_loop.model.probe import probe
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.probe import probe
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
 from train_loop.telemetry.timers import ComputeTimer
 
@@ -57,9 +57,9 @@ def partly_frozen(checkpointing: str) -> float:
         "gradient_checkpointing": checkpointing,
     }
     job = spec(model=parts, data={"sequence_length": 32}, strategy={"ulysses_size": 2}, scaling={"num_workers": 2})
-    model, loss, mesh = build(job)
+    _, loss, mesh = build(job)
     batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
     return accumulate_plainly(loss, micro, divisor(batch, mesh), mesh).item()
 
 
@@ -72,8 +72,8 @@ def bypassed() -> str:
     """Return the error of the check for a model whose attention bypassed the exchange."""
     group = dist.group.WORLD
     assert group is not None
-    model = build_model(spec(model={"config": TINY}).model)
-    ulysses = apply_ulysses(model, group, ComputeTimer(torch.device("cpu")), probe(model).attention)
+    anatomy = CAUSAL.build(spec(model={"config": TINY}).model)
+    ulysses = apply_ulysses(anatomy, group, ComputeTimer(torch.device("cpu")), probe(anatomy).attention)
     assert ulysses is not None
     try:
         ulysses.check_active(sequence_length=32)
@@ -104,7 +104,7 @@ class Model:
         self.model, self.loss, mesh = build(job)
         share = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
         self._divisor = divisor(share, mesh)
-        (self._batch,) = micro_batches(share, len(share.samples), self.model, mesh)
+        (self._batch,) = micro_batches(share, len(share.samples), self.loss.anatomy, mesh)
 
     def forward(self) -> Tensor:
         return self.loss(self._batch).total / self._divisor

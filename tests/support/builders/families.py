@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from train_loop.model.small_copy import shrink
+from train_loop.model.families.causal.small_copy import shrink
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 _SIZES = {

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from train_loop.data.dataset import IGNORE, Rows
-from train_loop.model.build import build_model, materialise
+from train_loop.model.build import materialise
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.spec import JobSpec
 
 Weights = dict[str, Tensor]
@@ -39,8 +40,8 @@ def reference(job: JobSpec, rows: Rows) -> tuple[float, Weights]:
 
 def float64_weights(job: JobSpec) -> Weights:
     """Return the weights that every mesh draws from seed 0."""
-    model = build_model(job.model)
-    materialise(model, build_model(job.model), seed=0, device=torch.device("cpu"))
+    model = CAUSAL.build(job.model).model
+    materialise(model, CAUSAL.build(job.model), seed=0, device=torch.device("cpu"))
     return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 
 

@@ -17,17 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
 from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.export.text_files import (
-    align,
     copy_text_files,
-    end_also_at,
     ends_of_answers,
-    generation_config,
     name_class,
     read_tokenizer,
     special_tokens,
@@ -36,7 +33,10 @@ from train_loop.checkpoint.export.text_files import (
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
 from train_loop.errors import CheckpointError, UserError
-from train_loop.model.build import DTYPES, build_model
+from train_loop.model.build import DTYPES
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.choose import family_of
+from train_loop.model.families.family import ExportFacts
 from train_loop.model.folder import model_folder
 from train_loop.run_dir import (
     ExportStatus,
@@ -156,7 +156,7 @@ class Source:
     """A verified checkpoint, and its model without weights."""
 
     spec: JobSpec
-    model: PreTrainedModel
+    anatomy: Anatomy
     saved: CheckpointTensors
     names: dict[str, str]
     """Key in the checkpoint of each weight and buffer of the model."""
@@ -171,13 +171,14 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
         raise UserError(
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
         )
-    model, saved = build_model(spec.model), CheckpointTensors(run_dir.checkpoint(step))
+    anatomy, saved = family_of(spec).build(spec.model), CheckpointTensors(run_dir.checkpoint(step))
     # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
-    names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
-    return Source(spec, model, saved, {name: _place(saved, name, wish) for name in names}, _tokenizer(spec, run_dir))
+    names = [name for name, _ in anatomy.model.named_parameters()] + sorted(_buffers(anatomy.model))
+    places = {name: _place(saved, name, wish) for name in names}
+    return Source(spec, anatomy, saved, places, _tokenizer(spec, run_dir))
 
 
-def _buffers(model: PreTrainedModel) -> set[str]:
+def _buffers(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers()} & set(model.state_dict())
 
 
@@ -191,7 +192,7 @@ def _place(saved: CheckpointTensors, name: str, wish: ExportWish) -> str:
 
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
-    saved, buffers = source.saved, _buffers(source.model)
+    saved, buffers = source.saved, _buffers(source.anatomy.model)
     # Buffers keep their dtype: some are counts, and for some half precision is too coarse.
     tensors = {
         name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
@@ -219,21 +220,16 @@ def _write_shard(source: Source, path: Path, shard: Shard, progress: Progress) -
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
-    model, tokenizer = source.model, source.tokenizer
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = DTYPES[wish.dtype]
+    anatomy, tokenizer, tokens, ends = source.anatomy, source.tokenizer, None, list[int]()
     home = model_folder(source.spec.model)
-    generation = generation_config(model, home)
     copy_text_files(tokenizer, home, folder)
     loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=source.spec.data.reads_text)
     if tokenizer is not None and loaded is not None:
-        rows = len(model.get_input_embeddings().weight)
-        align(model.config.get_text_config(), generation, special_tokens(loaded, rows))
-        end_also_at(generation, ends_of_answers(source.spec, tokenizer, loaded))
+        tokens = special_tokens(loaded, anatomy.vocabulary or 0)
+        ends = ends_of_answers(source.spec, tokenizer, loaded)
         write_template(source.spec, loaded, folder)
         name_class(folder, loaded)
-    model.config.save_pretrained(folder)
-    write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    anatomy.family.write_configs(anatomy.model, folder, ExportFacts(DTYPES[wish.dtype], home, tokens, ends))
 
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:

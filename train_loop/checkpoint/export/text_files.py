@@ -4,17 +4,17 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from train_loop.data.text.chat import load_chat_templates, read_template
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate
 from train_loop.data.text.tokenizer_files import TEMPLATES, private_copy, tokenizer_files
 from train_loop.errors import DataError
+from train_loop.model.families.family import SpecialTokens
 from train_loop.run_dir import write_durably
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import read_input
@@ -22,18 +22,8 @@ from train_loop.system.input_files import read_input
 log = logging.getLogger(__name__)
 
 _OF_PROCESSORS = re.compile(r"(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
-
-
 _SAFE_NAME = re.compile(r"\w[\w.-]*")
 _ANSWER = "Yes, I see."
-
-
-class SpecialTokens(NamedTuple):
-    """Token ids that a tokenizer gives names to; None for a name without a token."""
-
-    eos: int | None
-    bos: int | None
-    pad: int | None
 
 
 def copy_text_files(tokenizer: Path | None, home: Path | None, folder: Path) -> None:
@@ -137,45 +127,3 @@ def special_tokens(loaded: PreTrainedTokenizerBase, vocab: int) -> SpecialTokens
     """
     ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
     return SpecialTokens(*(token if token is not None and token < vocab else None for token in ids))
-
-
-def end_also_at(generation: dict[str, Any], tokens: Sequence[int]) -> None:
-    """Make generation also end at some tokens."""
-    ends = _as_list(generation.get("eos_token_id"))
-    if more := [token for token in tokens if token not in ends]:
-        generation["eos_token_id"] = [*ends, *more]
-
-
-def align(config: PretrainedConfig, generation: dict[str, Any], tokens: SpecialTokens) -> None:
-    """Give config and generation config the tokenizer's special tokens by the rule of transformers' Trainer.
-
-    Other EOS tokens of a list, and of the generation config, stay: each of them ends generation.
-    """
-    for name, token in (("eos_token_id", tokens.eos), ("bos_token_id", tokens.bos), ("pad_token_id", tokens.pad)):
-        own, generated = getattr(config, name, None), _as_list(generation.get(name))
-        if token is None or (token in _as_list(own) and token in generated):
-            continue
-        several = name == "eos_token_id"
-        others = [one for one in own if one != token] if several and isinstance(own, list) else []
-        setattr(config, name, [token, *others] if several and isinstance(own, list) else token)
-        generation[name] = [token, *(one for one in generated if one != token)] if several else token
-
-
-def generation_config(model: PreTrainedModel, home: Path | None) -> dict[str, Any]:
-    """Return the fields of a folder's generation_config.json, or else the fields that follow from a model's config.
-
-    Raises DataError for a file that is not a JSON object.
-    """
-    file = None if home is None else home / "generation_config.json"
-    try:
-        text = model.generation_config.to_json_string() if file is None or not file.exists() else read_input(file)
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read: {error}; correct it, and export again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file} holds a JSON {type(found).__name__}, not an object; correct it, and export again")
-    return found
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]

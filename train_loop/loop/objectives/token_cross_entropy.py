@@ -108,11 +108,10 @@ class TokenLoss:
     def _sum(self, batch: MicroBatch, rule: LossRule) -> Tensor:
         """Call the model and return the summed loss of this rank's slice by a rule."""
         self._due = (rule, batch)
-        model = self.anatomy.model
+        model, family = self.anatomy.model, self.anatomy.family
         with own_faults(model):
-            out: Tensor = model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
-            ).logits
+            columns = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+            out = family.call(model, columns, batch.attention)
         return out if self._chunk_rows else rule.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:

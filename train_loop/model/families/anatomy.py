@@ -1,15 +1,22 @@
 """The parts of a model that the loop treats differently, whatever its family calls them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+from train_loop.errors import ModelError
+
+if TYPE_CHECKING:
+    from train_loop.model.families.family import Family
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a built model. A family finds them before FSDP2 changes the classes of modules."""
+    """A built model and its parts. Its family finds them before FSDP2 changes the classes of modules."""
 
     model: nn.Module
+    family: "Family"
     layers: tuple[nn.Module, ...]
     """Repeated blocks in execution order, by the model's own statement; empty if it makes none."""
     embeddings: nn.Module | None
@@ -25,7 +32,7 @@ class Anatomy:
     @property
     def vocabulary(self) -> int | None:
         """Return the number of tokens that the model has vectors for; None if it reads no tokens."""
-        return None if self.embeddings is None else len(self.embeddings.get_parameter("weight"))
+        return _rows(self.embeddings)
 
     @property
     def is_tied(self) -> bool:
@@ -33,3 +40,17 @@ class Anatomy:
         if self.embeddings is None or self.head is None:
             return False
         return self.embeddings.get_parameter("weight") is self.head.get_parameter("weight")
+
+    def check_rows(self, vocabulary: int) -> None:
+        """Raise ModelError if embeddings or head have fewer rows than the config has tokens."""
+        known = (_rows(one) for one in (self.embeddings, self.head))
+        rows = min((rows for rows in known if rows is not None), default=vocabulary)
+        if rows < vocabulary:
+            raise ModelError(
+                f"{type(self.model).__name__} has embeddings for {rows} tokens, and its config says vocab_size="
+                f"{vocabulary}; correct the vocabulary sizes of the config"
+            )
+
+
+def _rows(module: nn.Module | None) -> int | None:
+    return None if module is None else len(module.get_parameter("weight"))

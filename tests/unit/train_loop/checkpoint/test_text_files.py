@@ -18,19 +18,17 @@ from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, may_read, spec
 from tests.support.tokenizers.random_folders import write_random_tokenizer
 from train_loop.checkpoint.export.text_files import (
-    SpecialTokens,
-    align,
     copy_text_files,
-    end_also_at,
     ends_of_answers,
-    generation_config,
     name_class,
     read_tokenizer,
     special_tokens,
     write_template,
 )
 from train_loop.errors import DataError
-from train_loop.model.build import build_model
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.export import align, end_also_at, generation_config
+from train_loop.model.families.family import SpecialTokens
 from train_loop.spec import JobSpec, ModelSpec
 from train_loop.system.input_files import limit_inputs
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import dataset_of, random_rows, weigh
@@ -15,7 +14,8 @@ from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
 from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
 from train_loop.loop.objectives.token_cross_entropy import total_weight
-from train_loop.model.build import build_model
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.plan import plan_mesh
 
 VOCAB = int(TINY["vocab_size"])
@@ -25,8 +25,8 @@ ONE_RANK: Any = SimpleNamespace(
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_model(spec().model)
+def model() -> Anatomy:
+    return CAUSAL.build(spec().model)
 
 
 def test_tokens_in_vocabulary_and_ignored_labels_pass() -> None:
@@ -78,7 +78,7 @@ def test_divisor_without_weights_counts_tokens() -> None:
 
 
 @pytest.mark.parametrize(("others", "kept"), [(1.0, False), (2.0, True)])
-def test_weights_that_are_all_one_are_omitted(model: PreTrainedModel, others: float, kept: bool) -> None:
+def test_weights_that_are_all_one_are_omitted(model: Anatomy, others: float, kept: bool) -> None:
     rows = random_rows(4, 16, vocab=VOCAB, packed=True)
     weights = np.ones(rows.labels.shape, np.float32)
     weights[-1, -1] = others

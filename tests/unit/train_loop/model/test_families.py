@@ -9,10 +9,10 @@ import train_loop.model.build as module
 from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.specs import may_read, raw_spec, spec
 from train_loop.errors import ModelError
-from train_loop.model.build import build_model, check_rules
-from train_loop.model.probe import probe
-from train_loop.model.separation import check_causal, check_packing
-from train_loop.model.supported import check_dense
+from train_loop.model.build import check_rules
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.probe import probe
+from train_loop.model.families.causal.separation import check_causal, check_packing
 from train_loop.preflight.checks import check_model
 from train_loop.spec import parse
 
@@ -27,11 +27,10 @@ def fault(family: str) -> str | None:
     """Return the reason why a family's spec is rejected, or None if it is accepted."""
     job = spec(model={"config": small(family)})
     try:
-        model = build_model(job.model)
-        check_dense(model)
-        check_rules(model)
-        seen = probe(model)
-        check_causal(seen.separation, model)
+        anatomy = CAUSAL.build(job.model)
+        check_rules(anatomy)
+        seen = probe(anatomy)
+        check_causal(seen.separation, anatomy.model)
         check_packing(seen.separation, job, seen.model)
     except ModelError as error:
         return str(error)

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import spec
 from train_loop.errors import ModelError
-from train_loop.model.build import build_model
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.load import give_weights, match_folder
 from train_loop.spec import ModelSpec
 
@@ -41,7 +42,7 @@ def model_spec(folder: Path) -> ModelSpec:
 
 def load(folder: Path) -> PreTrainedModel:
     model = build_model(model_spec(folder))
-    give_weights(model, copy.deepcopy(model), model_spec(folder), seed=0, device=torch.device("cpu"))
+    give_weights(model, CAUSAL.anatomy(copy.deepcopy(model)), model_spec(folder), seed=0, device=torch.device("cpu"))
     return model.eval()
 
 
@@ -124,13 +125,13 @@ def test_weights_that_may_be_missing_are_initialised(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
     model = build_model(model_spec(tmp_path))
     model._keys_to_ignore_on_load_missing = {r"up_proj"}
-    give_weights(model, copy.deepcopy(model), model_spec(tmp_path), seed=0, device=torch.device("cpu"))
+    give_weights(model, CAUSAL.anatomy(copy.deepcopy(model)), model_spec(tmp_path), seed=0, device=torch.device("cpu"))
     assert 0.01 < model.get_parameter("model.layers.0.mlp.up_proj.weight").std() < 0.03
 
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as caught:
-        match_folder(build_model(model_spec(folder)), folder)
+        match_folder(CAUSAL.build(model_spec(folder)), folder)
     return str(caught.value)
 
 
@@ -194,7 +195,7 @@ def test_folder_without_complete_safetensors_is_rejected(
 ) -> None:
     spoil(write_model(tmp_path))
     with pytest.raises(ModelError, match=message):
-        match_folder(build_model(model_spec(tmp_path)), tmp_path)
+        match_folder(CAUSAL.build(model_spec(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_old_masks_of_gpt2_are_left_out_and_named(tmp_path: Path) -> None:
     layer = "transformer.h.0.attn"
     mask = {f"{layer}.bias": torch.ones(1, 1, 48, 48), f"{layer}.masked_bias": torch.tensor(-1e4)}
     save_file(stored | mask, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    own = build_model(model_spec(tmp_path))
+    own = CAUSAL.build(model_spec(tmp_path))
     assert sorted(match_folder(own, tmp_path).unused) == sorted(mask)
     assert_as_transformers_loads(tmp_path)
     save_file(stored | {f"{layer}.masked_bias": torch.ones(32)}, tmp_path / "model.safetensors")

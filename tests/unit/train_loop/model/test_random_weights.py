@@ -8,7 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY, spec
 from train_loop.errors import ModelError
-from train_loop.model.build import build_model, check_rules, materialise
+from train_loop.model.build import check_rules, materialise
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": TINY,
@@ -25,7 +27,7 @@ CPU = torch.device("cpu")
 def test_weight_spread_equals_that_of_transformers(family: str) -> None:
     config = spec(model={"config": CONFIGS[family]}).model
     model = build_model(config)
-    materialise(model, build_model(config), seed=0, device=torch.device("cpu"))
+    materialise(model, CAUSAL.build(config), seed=0, device=torch.device("cpu"))
     torch.manual_seed(0)
     expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[family]))
     ours = dict(model.named_parameters())
@@ -39,7 +41,7 @@ def test_weight_spread_equals_that_of_transformers(family: str) -> None:
 def test_xielu_gets_its_constructor_values() -> None:
     config = spec(model={"config": APERTUS}).model
     model = build_model(config)
-    materialise(model, build_model(config), seed=0, device=CPU)
+    materialise(model, CAUSAL.build(config), seed=0, device=CPU)
     expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**APERTUS)).model.layers[1].mlp.act_fn
     ours = model.model.layers[1].mlp.act_fn
     for name, value in (*expected.named_parameters(), *expected.named_buffers()):
@@ -53,7 +55,7 @@ def test_buffer_without_a_rule_is_rejected_by_name(dtype: torch.dtype) -> None:
     for built in (model, blueprint):
         built.model.layers[1].register_buffer("forgotten", torch.zeros(2, dtype=dtype, device="meta"))
     with pytest.raises(ModelError, match=r"does not initialise model\.layers\.1\.forgotten \(Qwen3DecoderLayer\)"):
-        materialise(model, blueprint, seed=0, device=CPU)
+        materialise(model, CAUSAL.anatomy(blueprint), seed=0, device=CPU)
 
 
 def test_parameter_without_a_rule_is_rejected_by_name() -> None:
@@ -62,14 +64,14 @@ def test_parameter_without_a_rule_is_rejected_by_name() -> None:
     for built in (model, blueprint):
         built.model.layers[1].forgotten = torch.nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(ModelError, match=r"does not initialise model\.layers\.1\.forgotten"):
-        materialise(model, blueprint, seed=0, device=CPU)
+        materialise(model, CAUSAL.anatomy(blueprint), seed=0, device=CPU)
 
 
 def test_missing_rules_are_found_on_meta_unless_a_folder_holds_the_tensor() -> None:
     model = build_model(spec(model={"config": TINY}).model)
-    check_rules(model)
+    check_rules(CAUSAL.anatomy(model))
     model.model.layers[1].forgotten = torch.nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(ModelError, match=r"does not initialise model\.layers\.1\.forgotten"):
-        check_rules(model)
-    check_rules(model, stored=["model.layers.1.forgotten"])
+        check_rules(CAUSAL.anatomy(model))
+    check_rules(CAUSAL.anatomy(model), stored=["model.layers.1.forgotten"])
     assert model.model.layers[1].forgotten.device.type == "meta"

@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor as WholeAdafactor
 
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import UserError
-from train_loop.model.build import build_model
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.folder import model_shape
 from train_loop.model.freeze import freeze
 from train_loop.optim import Ema, build_optimizers, describe_groups
@@ -32,7 +32,7 @@ def groups(frozen: tuple[str, ...] = (), **training: Any) -> list[tuple[Any, ...
     job = spec(model={"config": TINY | {"attention_bias": True}}, training={"weight_decay": 0.1} | training)
     model = build_model(job.model)
     freeze(model, frozen)
-    described = describe_groups(build_optimizers(causal_anatomy(model), job.training))
+    described = describe_groups(build_optimizers(CAUSAL.anatomy(model), job.training))
     return [(group["optimizer"], group["weight_decay"], group["tensors"]) for group in described]
 
 
@@ -49,7 +49,7 @@ def test_muon_trains_layer_matrices_and_adamw_the_rest() -> None:
 
 def test_describe_groups_returns_size_and_rate() -> None:
     job = spec(training={"learning_rate": 0.25})
-    (matrices, rest) = describe_groups(build_optimizers(causal_anatomy(build_model(job.model)), job.training))
+    (matrices, rest) = describe_groups(build_optimizers(CAUSAL.anatomy(build_model(job.model)), job.training))
     assert matrices | rest == {
         "optimizer": "AdamW",
         "lr": 0.25,
@@ -127,7 +127,7 @@ def test_planned_bytes_equal_those_of_a_real_step(
     for parameter in model.parameters():
         nn.init.normal_(parameter)
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    optimizers = build_optimizers(causal_anatomy(model), job.training)
+    optimizers = build_optimizers(CAUSAL.anatomy(model), job.training)
     for optimizer in optimizers:
         optimizer.step()
     states = [t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()]
@@ -172,7 +172,7 @@ def test_planned_bytes_hold_the_copies_of_a_real_update(training: dict[str, Any]
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
         parameter.grad = torch.ones_like(parameter)
-    (optimizer,) = build_optimizers(causal_anatomy(model), job.training)
+    (optimizer,) = build_optimizers(CAUSAL.anatomy(model), job.training)
     optimizer.step()
     with LargestCopies() as copies:
         optimizer.step()

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from tests.support.builders.specs import TINY, may_read, raw_spec
-from train_loop.model.build import build_model
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.folder import model_shape
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import apply_fsdp
@@ -38,7 +38,7 @@ def sharded(spec: JobSpec, world: int) -> PreTrainedModel:
     model = build_model(spec.model).to_empty(device="cpu")
     fsdp = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     mesh = SimpleNamespace(plan=SimpleNamespace(world=world), fsdp=fsdp, device=torch.device("cpu"))
-    apply_fsdp(causal_anatomy(model), cast(Mesh, mesh), spec.strategy)
+    apply_fsdp(CAUSAL.anatomy(model), cast(Mesh, mesh), spec.strategy)
     for weight in model.parameters():
         torch.nn.init.zeros_(weight)
     return model

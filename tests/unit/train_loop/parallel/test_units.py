@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 
 from tests.support.builders.specs import TINY, may_read, raw_spec
-from train_loop.model.build import build_model
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.preflight.checks import check_model
 from train_loop.spec import SpecError, WrapPolicySpec, parse
@@ -23,7 +23,7 @@ LAYERS = [["model.layers.1"], ["model.layers.0"]]
 
 
 def of(config: dict[str, Any]) -> Anatomy:
-    return causal_anatomy(build_model(parse(raw_spec(model={"config": config})).model))
+    return CAUSAL.anatomy(build_model(parse(raw_spec(model={"config": config})).model))
 
 
 def by_size(anatomy: Anatomy, least: int) -> list[list[str]]:
@@ -67,7 +67,7 @@ def test_each_parameter_is_in_one_unit_of_at_least_that_size(config: dict[str, A
 def test_models_that_name_no_layers_have_those_of_the_size() -> None:
     listed = nn.ModuleList([nn.Linear(4, 4)])
     model = nn.Sequential(listed, nn.Linear(4, 8), nn.MultiheadAttention(4, 2), nn.Linear(1, 1))
-    anatomy = Anatomy(model, (), None, None, (), depth=0, attention_width=0)
+    anatomy = Anatomy(model, CAUSAL, (), None, None, (), depth=0, attention_width=0)
     policy = WrapPolicySpec(min_num_params=20)
     assert [names[0] for names in by_size(anatomy, 20)] == ["2", "1", "0.0"]
     assert repeated_layers(anatomy, policy) == [listed[0], model[1], model[2]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.builders.specs import spec
-from train_loop.model.attention import best_attention
+from train_loop.model.families.causal.attention import best_attention
 from train_loop.plan import device_problems, forgotten_gpu
 from train_loop.spec import ScalingSpec
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.builders.specs import LONGROPE, TINY, may_read, raw_spec
 from train_loop.errors import ModelError
-from train_loop.model.build import build_model
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.causal.build import build_model
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.units import repeated_layers
 from train_loop.preflight.checks import check_model
 from train_loop.spec import Problem, WrapPolicySpec, parse
@@ -83,10 +83,10 @@ def test_model_without_layer_names_uses_those_of_the_spec() -> None:
     model = build_model(parse(raw_spec()).model)
     model._no_split_modules = None
     with pytest.raises(ModelError, match="transformer_layer_cls_to_wrap, for example Qwen3Model, Qwen3DecoderLayer"):
-        repeated_layers(causal_anatomy(model), WrapPolicySpec())
+        repeated_layers(CAUSAL.anatomy(model), WrapPolicySpec())
     assert (
         len(
-            repeated_layers(causal_anatomy(model), WrapPolicySpec(transformer_layer_cls_to_wrap=("Qwen3DecoderLayer",)))
+            repeated_layers(CAUSAL.anatomy(model), WrapPolicySpec(transformer_layer_cls_to_wrap=("Qwen3DecoderLayer",)))
         )
         == 2
     )

@@ -12,19 +12,20 @@ from train_loop.errors import ModelError
 from train_loop.faults.failure import failed
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.objectives.token_cross_entropy import TokenLoss
-from train_loop.model.attention import attention_inputs
-from train_loop.model.build import build_model, materialise
-from train_loop.model.families.causal import causal_anatomy
-from train_loop.model.positions import apply_longrope, position_inputs
-from train_loop.model.probe import probe
+from train_loop.model.build import materialise
+from train_loop.model.families.causal.attention import attention_inputs
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.positions import apply_longrope, position_inputs
+from train_loop.model.families.causal.probe import probe
 
 
 def ready(config: dict[str, Any]) -> Any:
     """Return a model with weights, made in the same order as in a run."""
-    model = build_model(spec(model={"config": config}).model)
-    probe(model)
-    materialise(model, build_model(spec(model={"config": config}).model), seed=0, device=torch.device("cpu"))
-    return model
+    parts = spec(model={"config": config}).model
+    anatomy = CAUSAL.build(parts)
+    probe(anatomy)
+    materialise(anatomy.model, CAUSAL.build(parts), seed=0, device=torch.device("cpu"))
+    return anatomy.model
 
 
 def batch(length: int) -> MicroBatch:
@@ -63,7 +64,7 @@ def test_error_of_model_code_is_a_model_error_that_ends_the_run() -> None:
     with pytest.raises(
         ModelError, match=r"^GPT2LMHeadModel failed in its forward pass: IndexError: .*; the traceback"
     ) as raised:
-        TokenLoss(causal_anatomy(ready(config | dict.fromkeys(("bos_token_id", "eos_token_id"), 0))))(batch(24))
+        TokenLoss(CAUSAL.anatomy(ready(config | dict.fromkeys(("bos_token_id", "eos_token_id"), 0))))(batch(24))
     assert isinstance(raised.value.__cause__, IndexError)
     outcome = failed(raised.value)
     assert (outcome.code, outcome.retryable) == ("model_error", False)
@@ -78,7 +79,7 @@ def test_memory_or_network_error_in_the_forward_pass_is_unchanged(error: Excepti
 
     model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(type(error)) as raised:
-        TokenLoss(causal_anatomy(model))(batch(8))
+        TokenLoss(CAUSAL.anatomy(model))(batch(8))
     assert raised.value is error
 
 
@@ -87,5 +88,5 @@ def test_collective_error_in_the_forward_pass_is_unchanged() -> None:
     # Without a process group: errors of gloo come from the same code.
     model.model.layers[1].register_forward_pre_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
     with pytest.raises(ValueError, match="process group") as raised:
-        TokenLoss(causal_anatomy(model))(batch(8))
+        TokenLoss(CAUSAL.anatomy(model))(batch(8))
     assert not isinstance(raised.value, ModelError)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY
 from train_loop.loop.build import count_flops
-from train_loop.model.families.causal import causal_anatomy
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.telemetry.flops import Flops, peak_flops
 
 
@@ -67,6 +67,6 @@ def test_mfu_equals_the_formula() -> None:
 def test_flops_cover_the_whole_model(sizes: dict[str, int]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY | sizes))
-    flops = count_flops(causal_anatomy(model), sequence_length=32, dtype="fp32", device=torch.device("cpu"))
+    flops = count_flops(CAUSAL.anatomy(model), sequence_length=32, dtype="fp32", device=torch.device("cpu"))
     assert flops.parameters == sum(p.numel() for p in model.parameters())
     assert (flops.layers, flops.attention_width, flops.device) == (2, 4 * sizes.get("head_dim", 8), "cpu")

@@ -6,29 +6,22 @@ It shows whether the attention comes from the registry, with how many heads, and
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
-from train_loop.model.attention import attention_replaced
-from train_loop.model.config_faults import why_not_called
-from train_loop.model.positions import PositionLimits, TableWatch, fix_dynamic
-from train_loop.model.separation import Separation, check_slices, measure_copy
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.attention import attention_replaced
+from train_loop.model.families.causal.build import config_of
+from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.positions import PositionLimits, TableWatch, fix_dynamic
+from train_loop.model.families.causal.separation import Separation, check_slices, measure_copy
+from train_loop.model.families.family import AttentionUse
 from train_loop.spec import JobSpec
 
 _LENGTH = 8
-
-
-class AttentionUse(NamedTuple):
-    """A module's use of attention from the transformers registry."""
-
-    heads: int
-    kv_heads: int
-    calls: int
-    """Calls in a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +41,30 @@ class ModelProbe:
     separation: Separation
 
 
-def probe(
-    model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, sequence_length: int | None = None
-) -> ModelProbe:
+def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_length: int | None = None) -> ModelProbe:
     """Call a copy of a model on the meta device once, in the dtype of training, for sequences of a length.
 
     Raises ModelError if the model does not accept this loop's call.
     """
-    original, name = model, type(model).__name__
+    original, name = anatomy.model, type(anatomy.model).__name__
     # A model may keep tensors of its first call, which are on meta here.
-    model = copy.deepcopy(model).to(dtype)
+    copied = anatomy.family.anatomy(copy.deepcopy(original).to(dtype))
+    model, head, config = copied.model, copied.head, config_of(original)
+    assert head is not None, "causal language models have a head"
     dynamic = fix_dynamic(model)
     watch, heads = _AttentionWatch(model), list[Tensor]()
-    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, out: heads.append(out))
+    hook = head.register_forward_hook(lambda _, __, out: heads.append(out))
     try:
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
         positions = torch.zeros_like(tokens)
         with torch.no_grad(), TableWatch(positions) as tables, attention_replaced(model, watch):
-            logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+            columns = {"input_ids": tokens, "position_ids": positions}
+            logits = anatomy.family.call(model, columns, {"attention_mask": mask})
     except Exception as error:  # errors of a forward pass have no common class
         raise ModelError(
             f"{name} cannot be called with input_ids, position_ids and an attention mask of [1, 1, T, T], as this loop "
-            f"does{why_not_called(error, model.config)}; choose another model or config"
+            f"does{why_not_called(error, config)}; choose another model or config"
         ) from error
     finally:
         hook.remove()
@@ -79,11 +73,9 @@ def probe(
         name,
         watch.uses,
         watch.by_head,
-        layers=model.config.get_text_config().num_hidden_layers,
+        layers=anatomy.depth,
         head_is_last=any(logits is out for out in heads),
-        positions=PositionLimits(
-            min(tables.rows, default=None), dynamic, getattr(model.config, "keep_window_size", None)
-        ),
+        positions=PositionLimits(min(tables.rows, default=None), dynamic, getattr(config, "keep_window_size", None)),
         separation=measure_copy(original, sequence_length),
     )
 
@@ -148,7 +140,7 @@ def check_attention(seen: ModelProbe, spec: JobSpec) -> None:
     calls = sum(use.calls for use in seen.attention.values())
     if calls < seen.layers:
         raise ModelError(
-            f"ulysses_size={size} needs attention through the transformers registry, which "
+            f"ulysses_size={size} needs attention that can be split by heads, which "
             f"{calls} of the {seen.layers} layers of {seen.model} use; choose ulysses_size: 1"
         )
     if seen.by_head:

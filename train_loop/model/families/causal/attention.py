@@ -1,11 +1,11 @@
 """Choice of a model's attention implementation, and its inputs that separate packed documents."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
@@ -13,11 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from train_loop.errors import ModelError
+from train_loop.model.families.family import SPLIT_ATTENTION, Attention
 from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
-
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
-"""Attention function of the transformers registry: (module, query, key, value, attention_mask, ...)."""
 
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
 _CAPABILITIES = {"flash_attention_3": (9, 9), "flash_attention_2": (8, 99)}
@@ -94,6 +92,29 @@ def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     if "sliding_attention" not in (kinds or ()):
         return full
     return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
+class ModuleAttention:
+    """A registered attention function without state: it computes by the calling module's `SPLIT_ATTENTION`, if any."""
+
+    def __init__(self, plain: Attention) -> None:
+        self.plain = plain
+
+    def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the attention of a module."""
+        attention: Attention | None = getattr(module, SPLIT_ATTENTION, None)
+        return self.plain(module, *inputs, **named) if attention is None else attention(module, *inputs, **named)
+
+
+def divert_attention(model: PreTrainedModel) -> Attention:
+    """Return the registered function of a model's attention, whose place a `ModuleAttention` takes.
+
+    All models of a process share the registry. The key stays the same, so that the model's branches on it still hold.
+    """
+    found = registered_attention(model)
+    if not isinstance(found, ModuleAttention):
+        found = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation] = ModuleAttention(found)
+    return found.plain
 
 
 def registered_attention(model: PreTrainedModel) -> Attention:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -39,9 +39,9 @@ class SmallCopyError(Exception):
 
 
 def compute_on_copy(
-    kind: type[PreTrainedModel],
+    kind: type[nn.Module],
     config: dict[str, Any],
-    compute: Callable[[PreTrainedModel], Result],
+    compute: Callable[[nn.Module], Result],
     *,
     length: int | None = None,
 ) -> Result:
@@ -82,7 +82,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _build(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
+def _build(kind: Any, config: dict[str, Any]) -> nn.Module:
     """Build a model with random weights on the CPU. Raises ValueError if it is large."""
     small = kind.config_class.from_dict(config)
     with torch.device("meta"):
@@ -95,7 +95,7 @@ def _build(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedMod
         return _filled(kind._from_config(small, attn_implementation="sdpa", dtype=torch.float32))
 
 
-def _filled(model: PreTrainedModel) -> PreTrainedModel:
+def _filled(model: nn.Module) -> nn.Module:
     """Give a model weights with which every part of it matters: many models start with parts that are zero."""
     with torch.no_grad():
         for parameter in model.parameters():

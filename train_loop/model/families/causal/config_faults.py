@@ -9,7 +9,6 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PretrainedConfig
 
 from train_loop.model.faults import without_advice
 
@@ -38,14 +37,14 @@ def _is_raised_by_transformers(frame: traceback.FrameSummary) -> bool:
     return "/transformers/" in frame.filename and (frame.line or "").startswith(("raise", "assert"))
 
 
-def with_values(error: BaseException, again: Callable[[], object]) -> str:
+def with_values(error: BaseException, again: Callable[[], object], *, of: type) -> str:
     """Return the config's values with which the code of a model fails, such as "with hidden_act='gleu'".
 
-    `again` repeats what failed. Returns "with this config" if no value is known.
+    `again` repeats what failed, and `of` is the class of all configs. Returns "with this config" if no value is known.
     """
     reads = list[_Read]()
     try:
-        with _recorded(reads):
+        with _recorded(reads, of):
             again()
     except Exception as repeated:  # it has no common class
         error = repeated
@@ -58,7 +57,7 @@ def with_values(error: BaseException, again: Callable[[], object]) -> str:
     return f"with {' and '.join(values)}" if values else "with this config"
 
 
-def why_not_called(error: BaseException | None, config: PretrainedConfig) -> str:
+def why_not_called(error: BaseException | None, config: object) -> str:
     """Return why a model that was built cannot be called, as an end of a sentence."""
     said = None if error is None else stated(error)
     if said is None:
@@ -67,14 +66,6 @@ def why_not_called(error: BaseException | None, config: PretrainedConfig) -> str
         verdict = "its sizes do not fit each other" if isinstance(error, RuntimeError) else "check its fields"
         said = f"{verdict}: {', '.join(values)}"
     return f": {said}"
-
-
-def has_experts(kind: type, config: PretrainedConfig) -> bool:
-    """Return whether a family's models are mixtures of experts, unless its config says that this one is dense."""
-    if getattr(config, "is_moe", None) is False:
-        return False
-    numbers = [value for name, value in vars(config).items() if re.search("expert", name) and type(value) is int]
-    return any("Expert" in name for name in vars(sys.modules[kind.__module__])) and (not numbers or any(numbers))
 
 
 def _padding_outside(reads: Sequence["_Read"]) -> dict[str, Any]:
@@ -94,11 +85,11 @@ class _Read(NamedTuple):
 
 
 @contextmanager
-def _recorded(reads: list[_Read]) -> Iterator[None]:
+def _recorded(reads: list[_Read], of: Any) -> Iterator[None]:
     """Record which fields of configs are read within the context."""
-    plain: Any = PretrainedConfig.__getattribute__
+    plain = of.__getattribute__
 
-    def read(self: PretrainedConfig, name: str) -> Any:
+    def read(self: object, name: str) -> Any:
         missing = True
         try:
             value = plain(self, name)
@@ -108,11 +99,11 @@ def _recorded(reads: list[_Read]) -> Iterator[None]:
                 reads.append(_Read(name, None if missing else value, sys._getframe(1).f_code))
         return value
 
-    PretrainedConfig.__getattribute__ = read
+    of.__getattribute__ = read
     try:
         yield
     finally:
-        PretrainedConfig.__getattribute__ = plain
+        of.__getattribute__ = plain
 
 
 def _short(value: Any) -> str:

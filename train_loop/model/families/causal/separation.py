@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
-from train_loop.model.attention import attention_inputs, attention_replaced, registered_attention
-from train_loop.model.config_faults import why_not_called
-from train_loop.model.positions import apply_longrope, position_inputs
-from train_loop.model.small_copy import SmallCopyError, compute_on_copy, special_tokens
+from train_loop.model.families.causal.attention import attention_inputs, attention_replaced, registered_attention
+from train_loop.model.families.causal.build import config_of, embeddings_of
+from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.positions import apply_longrope, position_inputs
+from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.spec import JobSpec
 
 _CUT = 7
@@ -43,7 +43,7 @@ class Separation(NamedTuple):
     """Between slices of a row and the whole row, with the same attention."""
 
 
-def measure_copy(model: PreTrainedModel, sequence_length: int | None = None, **changes: Any) -> Separation:
+def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes: Any) -> Separation:
     """Return the differences of a small copy of a model, whose config may have some changes.
 
     Raises ModelError if no copy can be called.
@@ -51,11 +51,11 @@ def measure_copy(model: PreTrainedModel, sequence_length: int | None = None, **c
     try:
         kind: Any = type(model)
         # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
-        return _measure_copy(kind, json.dumps(model.config.to_dict() | changes), sequence_length)
+        return _measure_copy(kind, json.dumps(config_of(model).to_dict() | changes), sequence_length)
     except SmallCopyError as error:
         raise ModelError(
             f"{type(model).__name__} cannot be called with this config"
-            f"{why_not_called(error.__cause__, model.config)}; correct it, or choose another model"
+            f"{why_not_called(error.__cause__, config_of(model))}; correct it, or choose another model"
         ) from error
 
 
@@ -64,7 +64,7 @@ def _measure_copy(kind: Any, config: str, sequence_length: int | None) -> Separa
     return compute_on_copy(kind, json.loads(config), measure, length=sequence_length)
 
 
-def check_causal(found: Separation, model: PreTrainedModel) -> None:
+def check_causal(found: Separation, model: nn.Module) -> None:
     """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
     name = type(model).__name__
     if _differs(found.later_tokens):
@@ -80,9 +80,9 @@ def check_causal(found: Separation, model: PreTrainedModel) -> None:
         )
 
 
-def _fits_as_decoder(model: PreTrainedModel) -> bool:
+def _fits_as_decoder(model: nn.Module) -> bool:
     """Return whether an encoder fits this loop if its config says that it is a decoder."""
-    if getattr(model.config.get_text_config(), "is_decoder", None) is not False:
+    if getattr(config_of(model), "is_decoder", None) is not False:
         return False
     try:
         found = measure_copy(model, is_decoder=True)
@@ -109,7 +109,7 @@ def check_slices(found: Separation, spec: JobSpec, name: str) -> None:
         )
 
 
-def measure(model: PreTrainedModel) -> Separation:
+def measure(model: nn.Module) -> Separation:
     """Return the differences of a model with weights on the CPU; infinity if a call fails."""
     apply_longrope(model, part=0, parts=1)
     row = _row(model)
@@ -135,7 +135,7 @@ class _Call:
     masks: dict[str, Any]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokens: Tensor, documents: Sequence[int]) -> "_Call":
+    def of(cls, model: nn.Module, tokens: Tensor, documents: Sequence[int]) -> "_Call":
         """Return the call for a row of documents of these lengths."""
         positions = torch.cat([torch.arange(length) for length in documents])[None]
         lengths = position_inputs(model, positions, torch.tensor([tokens.shape[1]]))
@@ -145,7 +145,7 @@ class _Call:
         """Return the call of a Ulysses rank: a slice of the tokens, and masks of the whole row."""
         return _Call(self.tokens[:, part], {name: one[:, part] for name, one in self.by_token.items()}, self.masks)
 
-    def __call__(self, model: PreTrainedModel) -> Tensor:
+    def __call__(self, model: nn.Module) -> Tensor:
         """Return the logits."""
         out: Tensor = model(input_ids=self.tokens, use_cache=False, **self.by_token, **self.masks).logits
         return out
@@ -159,7 +159,7 @@ class _Recorded(NamedTuple):
     out: Tensor
 
 
-def _slices(model: PreTrainedModel, call: _Call) -> float:
+def _slices(model: nn.Module, call: _Call) -> float:
     """Return the difference between halves of a row and the whole row, if attention returns the whole row's output."""
     plain, calls = registered_attention(model), list[_Recorded]()
     differences = list[float]()
@@ -189,14 +189,14 @@ def _slices(model: PreTrainedModel, call: _Call) -> float:
     return max(differences)
 
 
-def _row(model: PreTrainedModel) -> Tensor:
+def _row(model: nn.Module) -> Tensor:
     """Return tokens [1, T] without special tokens, to which some models give positions of their own."""
-    special = special_tokens(model.config.to_dict())
-    plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
+    special = special_tokens(config_of(model).to_dict())
+    plain = [token for token in range(embeddings_of(model).num_embeddings) if token not in special]
     return torch.tensor([(plain * _LENGTH)[:: max(len(plain) // _LENGTH, 1)][:_LENGTH]])
 
 
-def _alone(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _alone(model: nn.Module, tokens: Tensor) -> Tensor:
     out: Tensor = model(input_ids=tokens, use_cache=False).logits
     return out
 

@@ -1,0 +1,133 @@
+"""The seam between the loop and a family of models: few files know a library, and a plain module fits as well."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.support.builders.specs import TINY, spec
+from train_loop.errors import ModelError
+from train_loop.model.build import check_rules, materialise
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.choose import family_of
+from train_loop.model.families.family import Examination, Family
+from train_loop.model.load import give_weights
+from train_loop.plan import ModelShape, read_shape
+from train_loop.spec import JobSpec, ModelSpec
+
+NAMES = {
+    *("PreTrainedModel", "PretrainedConfig", "PreTrainedConfig", "_no_split_modules", "_attn_implementation"),
+    *("get_input_embeddings", "get_output_embeddings", "get_text_config", "tie_weights", "_init_weights"),
+}
+MARK = "<model>"
+MODELS = ("transformers.models", "transformers.modeling", "transformers.masking", "transformers.conversion")
+
+
+def names_of(tree: ast.AST) -> Iterator[str]:
+    """Yield names, attributes, imports and whole strings of code; MARK for a model's config or a library's module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            yield MARK if node.attr == "config" and owner in ("model", "self.model") else node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+            yield MARK if (node.module or "").startswith(MODELS) else ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_names_of_hugging_face_models_are_in_three_files() -> None:
+    known = {*NAMES, MARK}
+    every = Path("train_loop").rglob("*.py")
+    found = {str(file) for file in every if known.intersection(names_of(ast.parse(file.read_text())))}
+    assert found == {f"train_loop/model/families/causal/{name}.py" for name in ("attention", "build", "family")}
+
+
+class Branches(nn.Module):
+    """A model without tokens, whose branches share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.right.weight = self.left.weight
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        out: Tensor = self.scale * (self.left(left) - self.right(right))
+        return out
+
+
+class Plain(Family):
+    """A family of plain modules."""
+
+    source = "mymodel 1.0"
+
+    def shape(self, spec: ModelSpec) -> ModelShape:
+        return replace(read_shape(TINY), model_type="own", layers=2)
+
+    def build(self, spec: ModelSpec) -> Anatomy:
+        with torch.device("meta"):
+            return self.anatomy(Branches())
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        layers = tuple(one for one in model.modules() if isinstance(one, nn.Linear))
+        return Anatomy(model, self, layers, embeddings=None, head=None, norms=(), depth=0, attention_width=0)
+
+    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
+        return Examination({}, head_is_last=False, settings=())
+
+    def initialise(self, model: nn.Module, name: str) -> None:
+        module: Any = model.get_submodule(name)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        out: Tensor = model(**columns, **arguments)
+        return out
+
+
+MODEL = spec(model={"config": TINY}).model
+
+
+def test_plain_module_is_initialised_tied_loaded_and_called(tmp_path: Path) -> None:
+    family = Plain()
+    blueprint, built = family.build(MODEL), family.build(MODEL)
+    with pytest.raises(ModelError, match=r"mymodel 1\.0 does not initialise scale \(Branches\), so its values"):
+        check_rules(blueprint)
+    check_rules(blueprint, stored=["scale"])
+    weights = Branches().state_dict()
+    save_file(
+        {name: weights[name] for name in ("left.weight", "left.bias", "right.bias", "scale")},
+        tmp_path / "model.safetensors",
+    )
+    stored = MODEL.model_copy(update={"path": tmp_path.as_uri(), "config": None})
+    assert give_weights(built.model, blueprint, stored, seed=0, device=torch.device("cpu")) == []
+    assert built.model.get_parameter("right.weight") is built.model.get_parameter("left.weight")
+    expected = Branches()
+    expected.load_state_dict(weights)
+    rows = {"left": torch.ones(2, 4), "right": torch.zeros(2, 4)}
+    assert torch.equal(family.call(built.model, rows, family.arguments(built.model, rows)), expected(**rows))
+
+
+def test_random_weights_of_a_plain_module_depend_on_the_seed_only() -> None:
+    def drawn(seed: int) -> list[float]:
+        model, blueprint = (nn.Sequential(nn.Linear(4, 4, device="meta")) for _ in range(2))
+        materialise(model, Plain().anatomy(blueprint), seed=seed, device=torch.device("cpu"))
+        return model.get_parameter("0.weight").flatten().tolist()
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_family_of_a_spec_builds_its_model() -> None:
+    job = spec(model={"config": TINY})
+    anatomy = family_of(job).build(job.model)
+    assert anatomy.family is family_of(job)
+    assert {one.device.type for one in anatomy.model.parameters()} == {"meta"}

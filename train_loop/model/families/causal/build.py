@@ -1,0 +1,218 @@
+"""Causal language models of transformers on the meta device, and the kinds that this loop does not train."""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from train_loop.errors import ModelError
+from train_loop.model.build import DTYPES
+from train_loop.model.families.causal.config_faults import stated, with_values
+from train_loop.model.folder import model_config
+from train_loop.plan import NEEDED
+from train_loop.spec import ModelSpec
+
+SOURCE = f"transformers {transformers.__version__}"
+_UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
+"""Fields that transformers reads although not every config class declares them."""
+
+
+def build_model(spec: ModelSpec) -> PreTrainedModel:
+    """Build the model on the meta device, without memory and weights. Raises ModelError."""
+
+    def build() -> PreTrainedModel:
+        hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
+        check_kind(hf_config)
+        return _on_meta(hf_config, DTYPES[spec.master_dtype])
+
+    try:
+        model = build()
+    except ModelError:
+        raise
+    except Exception as error:  # transformers' errors for a config have no common class
+        reason = stated(error)
+        if reason is None:
+            reason = f"{SOURCE} cannot build it {with_values(error, build, of=PretrainedConfig)}"
+        raise ModelError(
+            f"{spec.path or 'model.config'} is not a valid causal language model: {reason}; correct the config"
+        ) from error
+    check_layers(model)
+    model.train()
+    return model
+
+
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a config. Raises ModelError for a model without scaled dot product attention."""
+
+    def build(attention: str) -> PreTrainedModel:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype
+            )
+        return model
+
+    try:
+        return build("sdpa")
+    except Exception as error:  # transformers' errors for a config have no common class
+        if stated(error) is None:
+            check_sparse(config)
+        if not isinstance(error, ValueError) or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = build("eager")
+    check_dense(model)
+    check_attends(model)
+    raise ModelError(
+        f"{type(model).__name__} is not supported: {SOURCE} computes its attention only "
+        "with whole matrices of scores, and this loop needs scaled_dot_product_attention; choose another model"
+    )
+
+
+def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
+    """Return the config in its transformers class. Raises ModelError for a field that the class does not have.
+
+    transformers itself keeps a misspelled field and trains with the default.
+    """
+    hf_config = _config_of_type(config)
+    known = {*dir(type(hf_config)), *_UNDECLARED}
+    for name in sorted(config.keys() - known):
+        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {_near(name, known) or 'remove it'}")
+    return hf_config
+
+
+def _config_of_type(config: dict[str, Any]) -> PretrainedConfig:
+    kind = config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        remedy = _near(kind, CONFIG_MAPPING) or "choose a supported one, for example qwen3 or llama"
+        raise ModelError(f"{SOURCE} does not support model_type={kind}; {remedy}")
+    return AutoConfig.for_model(**config)
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _folder_config(spec: ModelSpec) -> PretrainedConfig:
+    """Return the config of a folder.
+
+    It may have any field, because transformers writes more fields than its classes declare.
+    """
+    config = model_config(spec)
+    if config.get("quantization_config"):
+        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the original model")
+    # Code that comes with a model is never run. Many folders contain code although transformers has the model too.
+    if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{spec.path} needs custom code (auto_map), and the code in a model's folder is not run; choose a model "
+            "that transformers supports"
+        )
+    return _config_of_type(config)
+
+
+def config_of(model: PreTrainedModel) -> PretrainedConfig:
+    """Return the config of a model, which has one part: `check_kind` has refused all others."""
+    return model.config
+
+
+def embeddings_of(model: PreTrainedModel) -> nn.Embedding:
+    """Return the table of token vectors of a model."""
+    table: nn.Embedding = model.get_input_embeddings()
+    return table
+
+
+def check_kind(config: PretrainedConfig) -> None:
+    """Raise ModelError for a config of anything else than a language model alone."""
+    kind = config.model_type
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"{SOURCE} has no causal language model for model_type={kind}; choose a "
+            "decoder of text, for example qwen3 or llama"
+        )
+    if _has_parts(config):
+        raise ModelError(
+            f"not supported: model_type={kind} has a language model as one of its parts, beside others such as vision "
+            "or audio; give a folder of a language model alone"
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise ModelError(
+            "add_cross_attention: true needs the output of an encoder, which a causal language model does not have; "
+            "set it to false"
+        )
+
+
+def _has_parts(config: PretrainedConfig) -> bool:
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # it has several
+        return True
+
+
+def check_dense(model: PreTrainedModel) -> None:
+    """Raise ModelError for a mixture of experts."""
+    names = {type(module).__name__ for module in model.modules()}
+    experts = sorted(n for n in names if "Expert" in n) or sorted(n for n in names if n.endswith("MoE"))
+    if experts:
+        raise ModelError(
+            f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose a dense "
+            "model"
+        )
+
+
+def check_sparse(config: PretrainedConfig) -> None:
+    """Raise ModelError for a mixture of experts that transformers does not build, so that its modules are unknown."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is not None and _has_experts(kind, config):
+        raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
+
+
+def check_attends(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that has a recurrent state and no attention."""
+    if model._is_stateful and getattr(model.config, "num_key_value_heads", None) is None:
+        raise ModelError(
+            f"not supported yet: recurrent models without attention, such as {type(model).__name__}; choose a model "
+            "with attention"
+        )
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that has no sizes of a dense decoder with attention."""
+    check_dense(model)
+    check_attends(model)
+    _check_sizes(model)
+
+
+def _check_sizes(model: PreTrainedModel) -> None:
+    missing = [name for name in NEEDED if not isinstance(getattr(model.config, name, None), int)]
+    if missing:
+        raise ModelError(
+            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose a decoder with "
+            "attention heads, for example qwen3 or llama"
+        )
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise ModelError for layer types in which this loop does not keep documents apart."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    strange = sorted(kinds - {"full_attention", "sliding_attention"})
+    if strange:
+        check_dense(model)
+        raise ModelError(
+            f"{model.config.model_type} has layers of unsupported type {', '.join(strange)}; choose a model "
+            "whose layers all have full or sliding attention"
+        )
+
+
+def _has_experts(kind: type, config: PretrainedConfig) -> bool:
+    """Return whether a family's models are mixtures of experts, unless its config says that this one is dense."""
+    if getattr(config, "is_moe", None) is False:
+        return False
+    numbers = [value for name, value in vars(config).items() if re.search("expert", name) and type(value) is int]
+    return any("Expert" in name for name in vars(sys.modules[kind.__module__])) and (not numbers or any(numbers))

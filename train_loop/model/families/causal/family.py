@@ -1,0 +1,176 @@
+"""Causal language models of transformers."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import XIELUActivation
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from train_loop.errors import ModelError
+from train_loop.model.build import DTYPES
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.attention import apply_attention, attention_inputs, divert_attention
+from train_loop.model.families.causal.build import SOURCE, build_model, check_decoder, check_dense, config_of
+from train_loop.model.families.causal.config_faults import stated
+from train_loop.model.families.causal.export import write_configs
+from train_loop.model.families.causal.positions import apply_longrope, position_inputs
+from train_loop.model.families.causal.probe import check_attention, check_head, check_positions, probe
+from train_loop.model.families.causal.separation import check_causal, check_packing
+from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
+from train_loop.model.folder import model_shape
+from train_loop.plan import ModelShape
+from train_loop.spec import JobSpec, ModelSpec
+
+_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Tensors of older folders that models now compute."""
+_OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
+"""Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
+
+
+class Causal(Family):
+    """The family of all causal language models of transformers."""
+
+    source = SOURCE
+
+    def shape(self, spec: ModelSpec) -> ModelShape:
+        """Return the sizes in a config. Raises ModelError; if its kind is not supported, this is the reason."""
+        try:
+            return model_shape(spec)
+        except ModelError:
+            check_decoder(build_model(spec))
+            raise
+
+    def build(self, spec: ModelSpec) -> Anatomy:
+        """Build a dense model on the meta device. Raises ModelError."""
+        model = build_model(spec)
+        check_dense(model)
+        return self.anatomy(model)
+
+    def anatomy(self, model: PreTrainedModel) -> Anatomy:
+        """Return the parts of a model."""
+        config, own = config_of(model), set(model._no_split_modules or ())
+        heads = config.num_attention_heads
+        return Anatomy(
+            model,
+            self,
+            layers=tuple(one for one in model.modules() if one is not model and type(one).__name__ in own),
+            embeddings=model.get_input_embeddings(),
+            head=model.get_output_embeddings(),
+            norms=tuple(one for one in model.modules() if is_norm(one)),
+            depth=config.num_hidden_layers,
+            attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        )
+
+    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
+        """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
+        dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
+        seen = probe(anatomy, dtype, sequence_length=length)
+        check_causal(seen.separation, anatomy.model)
+        settings = (
+            SettingCheck("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
+            SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
+            SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
+            SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
+        )
+        return Examination(seen.attention, seen.head_is_last, settings)
+
+    def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
+        """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
+        apply_attention(model, spec, device)
+
+    def fit_positions(self, model: PreTrainedModel, *, part: int, parts: int) -> None:
+        """Make each document use longrope's factors for its own length."""
+        apply_longrope(model, part=part, parts=parts)
+
+    def divert_attention(self, model: PreTrainedModel) -> Attention:
+        """Return the function in the transformers registry, which from then on is used only by modules without own."""
+        return divert_attention(model)
+
+    def initialise(self, model: PreTrainedModel, name: str) -> None:
+        """Apply a module's own rule, then those of its parents: GPT-2's redraw some weights of their children.
+
+        As in transformers, the rule is that of the innermost model among a module and its parents.
+        """
+        parts = name.split(".")
+        holders = list(dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)))
+        for place, holder in enumerate(holders):
+            models = (model.get_submodule(parent) for parent in holders[place:])
+            owner = next(one for one in models if isinstance(one, PreTrainedModel))
+            try:
+                owner._init_weights(model.get_submodule(holder))
+            except Exception as error:  # rules have no common error class
+                raise ModelError(
+                    f"{SOURCE} cannot initialise {holder or type(model).__name__}"
+                    f"{f': {said}' if (said := stated(error)) else ''}; correct the config, or choose another model"
+                ) from error
+        _set_constants(model.get_submodule(name))
+
+    def tie(self, model: PreTrainedModel, blueprint: PreTrainedModel) -> None:
+        """Tie as the config says."""
+        model.tie_weights()
+
+    def stored_names(self, model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
+        """Map old names and the base model's prefix as transformers does."""
+        renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+        known = model.state_dict()
+        own = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in stored}
+        optional = model._keys_to_ignore_on_load_missing or ()
+        harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+        return StoredNames(
+            own,
+            unused=frozenset(s for s in stored if _matches(own[s], harmless) or _is_old_mask(s, stored[s])),
+            optional=frozenset(name for name in known if _matches(name, optional)),
+        )
+
+    def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return masks or bounds of documents, and longrope's lengths, from the columns position_ids and length."""
+        positions = columns["position_ids"]
+        return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"])
+
+    def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        """Return the logits."""
+        ids, positions = columns["input_ids"], columns["position_ids"]
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits
+        return logits
+
+    def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
+        """Write config.json and generation_config.json."""
+        write_configs(model, config_of(model), folder, facts)
+
+
+CAUSAL = Causal()
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer with parameters of its own."""
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+
+
+def _set_constants(module: nn.Module) -> None:
+    """Set values that transformers sets only in a module's constructor: a build on meta loses them."""
+    if isinstance(module, XIELUActivation):
+        # Constructor defaults of its alphas, which no model changes; softplus inverts expm1().log().
+        beta, eps = module._beta_scalar, module._eps_scalar
+        for parameter, value in ((module.alpha_p, 0.8), (module.alpha_n, 0.8 - beta)):
+            parameter.copy_(torch.tensor(value, dtype=parameter.dtype).expm1().log())
+        module.beta.fill_(beta)
+        module.eps.fill_(eps)
+    # Compared by name: an import of its family would slow down the start of every rank.
+    elif type(module).__name__ == "Data2VecTextLMHead":
+        module.get_parameter("bias").zero_()
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _is_old_mask(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a causal mask [1, 1, T, T], or the number that filled it, and not a trained bias."""
+    is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return _OLD_MASKS.search(name) is not None and (is_mask or shape in ((), (1,)))

@@ -1,0 +1,150 @@
+"""The protocol of a family: a kind of models, and the only code that knows what their library calls things.
+
+The loop, its checks and the export work with modules, an `Anatomy` and its family.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.plan import ModelShape
+from train_loop.spec import JobSpec, ModelSpec
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+"""Attention function of a module: (module, query, key, value, attention_mask, ...) → (output, weights)."""
+
+SPLIT_ATTENTION = "ulysses"
+"""Attribute of a module with the `Attention` that computes in place of its family's."""
+
+
+class AttentionUse(NamedTuple):
+    """A module's use of attention."""
+
+    heads: int
+    kv_heads: int
+    calls: int
+    """Calls in a forward pass."""
+
+
+class SettingCheck(NamedTuple):
+    """A check whether a model supports a setting of its spec."""
+
+    pointer: str
+    """JSON pointer of the setting."""
+    check: Callable[[], object]
+    """Raise ModelError if it does not."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Properties of a model that its code shows before it has weights."""
+
+    attention: Mapping[str, AttentionUse]
+    """Modules whose attention a `SPLIT_ATTENTION` replaces, by name."""
+    head_is_last: bool
+    """True if the output is that of the head, so that the loss can be computed inside of it."""
+    settings: tuple[SettingCheck, ...]
+
+
+class StoredNames(NamedTuple):
+    """The names in a folder of weights as a model uses them."""
+
+    own: Mapping[str, str]
+    """The model's name of each stored tensor, by its name in the folder."""
+    unused: frozenset[str]
+    """Stored tensors that the model may do without: it computes them itself."""
+    optional: frozenset[str]
+    """Tensors of the model that a folder may lack."""
+
+
+class SpecialTokens(NamedTuple):
+    """Token ids that a tokenizer gives names to; None for a name without a token."""
+
+    eos: int | None
+    bos: int | None
+    pad: int | None
+
+
+@dataclass(frozen=True)
+class ExportFacts:
+    """Facts about exported weights that the configs beside them contain."""
+
+    dtype: torch.dtype
+    home: Path | None
+    """Folder of the weights with which the run began; None for random weights."""
+    tokens: SpecialTokens | None
+    """Special tokens of the run's tokenizer; None if it has none."""
+    ends: Sequence[int]
+    """Tokens that end an answer."""
+
+
+class Family(Protocol):
+    """A kind of models. Its methods take models that it has built, sharded or not.
+
+    The methods with a body are right for plain modules; a family defines the others.
+    """
+
+    @property
+    def source(self) -> str:
+        """Name and version of the code that its models come from, for messages."""
+
+    def shape(self, spec: ModelSpec) -> ModelShape:
+        """Return the sizes of a model, as a plan needs them. Raises ModelError."""
+
+    def build(self, spec: ModelSpec) -> Anatomy:
+        """Build a model on the meta device, without memory and weights. Raises ModelError."""
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        """Return the parts of a model, which may be a copy of a built one."""
+
+    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
+        """Examine a model on the meta device. Raises ModelError if it computes other numbers in this loop."""
+
+    def choose_attention(self, model: nn.Module, spec: JobSpec, device: torch.device) -> None:
+        """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
+        return
+
+    def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
+        """Make positions right on a rank that sees part number `part`, from 0, of the `parts` of a sequence."""
+        return
+
+    def divert_attention(self, model: nn.Module) -> Attention:
+        """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
+        raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
+
+    def initialise(self, model: nn.Module, name: str) -> None:
+        """Initialise the tensors of one module of a model by the family's rules; tensors of others may be on meta.
+
+        Raises ModelError if a rule fails.
+        """
+
+    def tie(self, model: nn.Module, blueprint: nn.Module) -> None:
+        """Make the parameters of an allocated model one again that are one in its blueprint."""
+        first, parameters = dict[int, str](), dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in blueprint.named_parameters(remove_duplicate=False):
+            holder, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(holder), leaf, parameters[first.setdefault(id(parameter), name)])
+
+    def stored_names(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
+        """Map the tensors of a folder, given by name and shape, to those of a model."""
+        return StoredNames({name: name for name in stored}, unused=frozenset(), optional=frozenset())
+
+    def arguments(self, model: nn.Module, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return arguments of a call that need whole sequences, such as masks, from the columns of its rows.
+
+        Call it once per micro-batch, before the sequence is split.
+        """
+        return {}
+
+    def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        """Return the model's output, such as logits, for the columns of this rank's part of each sequence."""
+
+    def write_configs(self, model: nn.Module, folder: Path, facts: ExportFacts) -> None:
+        """Write the files beside exported weights that describe the model, so that its library can load the folder."""
+        return
