@@ -12,6 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.training.ordered import DEFAULT, ORDERED
+from train_loop.data.columns import token_columns
 from train_loop.data.dataset import Dataset, Part, Rows
 from train_loop.loop.batch import micro_batches, share_rows
 from train_loop.loop.build import build_objective, build_state
@@ -44,7 +45,8 @@ class Loop:
         draw = np.random.default_rng([seed, self._mesh.data_rank])
         ids = draw.integers(0, self._vocabulary, (self._count, length)).astype(np.int32)
         positions = np.tile(np.arange(length, dtype=np.int32), (self._count, 1))
-        rows = Rows(np.arange(self._count), np.full(self._count, length, np.int32), ids, ids, positions)
+        values = (np.arange(self._count), np.full(self._count, length), ids, ids, positions)
+        rows = Rows({column.name: value for column, value in zip(token_columns(), values, strict=True)})
         dataset = Dataset(
             fingerprint="random", parts=(Part(fingerprint="random", files=(), tokens=0),), sequence_length=length
         )

@@ -1,20 +1,34 @@
 """Samples: their format on storage, and their form in the training loop."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from train_loop.data.columns import (
+    INPUT_IDS,
+    LABELS,
+    SAMPLE,
+    STORED,
+    ByColumn,
+    Column,
+    from_arrow,
+    to_arrow,
+    token_columns,
+)
 from train_loop.data.files import File
-from train_loop.data.order import Ids, Mixture
+from train_loop.data.order import Mixture
 
 Tokens = NDArray[np.int32]
 Weights = NDArray[np.float32]
-IGNORE = -100
+Cells = Mapping[str, Any]
+"""One sample by column, as stored."""
+IGNORE = LABELS.fill
 """Label of a token that is not trained."""
 
 
@@ -41,12 +55,15 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True)
     fingerprint: str
     files: tuple[ShardFile, ...]
-    input_ids: str = "input_ids"
+    input_ids: str | None = INPUT_IDS.name
+    """Column with tokens; None if a user's own columns take their place."""
     labels: str | None = None
     documents: str | None = None
     """Column with the lengths of the documents in a sample, in order; without it a sample is one document."""
     weights: str | None = None
     """Column with the weight of the row, or of each of its documents."""
+    own: tuple[Column, ...] = ()
+    """Columns of the user's own model, which are read as they are in the files."""
     index: str | None = None
     """File with the position of each sample in the shards; without it the Parquet files are read directly."""
     tokens: int
@@ -76,6 +93,11 @@ class Part(BaseModel):
     def samples(self) -> int:
         """Number of samples."""
         return sum(file.rows for file in self.files)
+
+    @property
+    def stored(self) -> dict[Column, str]:
+        """The columns of tokens in its files, with their names there."""
+        return {column: name for column in STORED if (name := getattr(self, column.name)) is not None}
 
     def has_samples_of(self, other: "Part") -> bool:
         """Return whether both have the same samples: by digest, or by fingerprint and counts without one."""
@@ -135,6 +157,22 @@ class Dataset(BaseModel):
         return round(sum(part.tokens * n / part.samples for part, n in zip(self.parts, taken, strict=True)))
 
     @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of its rows in the training loop."""
+        own = self.parts[0].own
+        if self.parts[0].input_ids is None:
+            return (SAMPLE, *own)
+        return (*token_columns(pad_token=self.pad_token, weighted=self.weighted), *own)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the training loop; for ragged columns an estimate from the size of their files."""
+        columns = self.columns
+        ragged = any(column.kind == "ragged" for column in columns)
+        stored = sum(file.size for part in self.parts for file in part.files) // self.samples if ragged else 0
+        return stored + sum(column.bytes_in(self.sequence_length) for column in columns)
+
+    @property
     def weighted(self) -> bool:
         """True if rows have weights."""
         return any(part.weights for part in self.parts)
@@ -145,53 +183,19 @@ class Dataset(BaseModel):
         return self.epoch_tokens / (self.epoch_samples * self.sequence_length)
 
 
-class Cells(NamedTuple):
-    """One sample, as stored."""
-
-    input_ids: NDArray[Any]
-    labels: NDArray[Any] | None = None
-    documents: NDArray[Any] | None = None
-    weights: NDArray[Any] | None = None
-
-
 @dataclass(frozen=True)
-class Rows:
-    """Samples in the form of the training loop: n samples of T tokens.
-
-    `labels` are aligned with `input_ids`, not shifted; `position_ids` restart with every document.
-    """
-
-    samples: Ids  # [n]
-    lengths: Tokens  # [n] tokens that are not padding
-    input_ids: Tokens  # [n, T]
-    labels: Tokens  # [n, T]
-    position_ids: Tokens  # [n, T]
-    weights: Weights | None = None  # [n, T] weight of each token; None if all weights are 1
+class Rows(ByColumn[NDArray[Any]]):
+    """Samples in the form of the training loop, by column."""
 
     def to_arrow(self) -> pa.Table:
         """Return the rows as a table for Ray Data."""
-        columns: dict[str, Any] = {"sample": self.samples, "length": self.lengths}
-        for name in ("input_ids", "labels", "position_ids", "weights"):
-            values = getattr(self, name)
-            if values is not None:
-                columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-        return pa.table(columns)
+        return to_arrow(self.values)
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> "Rows":
         """Return the rows of a table from `to_arrow`."""
-        table = table.combine_chunks()
-        samples = table["sample"].to_numpy()
-
-        def matrix(name: str) -> NDArray[Any]:
-            flat: NDArray[Any] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            return flat.reshape(len(samples), -1)
-
-        weights = matrix("weights") if "weights" in table.column_names else None
-        ids, labels, positions = (matrix(name) for name in ("input_ids", "labels", "position_ids"))
-        return cls(samples, table["length"].to_numpy(), ids, labels, positions, weights)
+        return cls(from_arrow(table))
 
     def slice(self, start: int, stop: int) -> "Rows":
         """Return rows [start, stop)."""
-        values: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        return Rows(*(None if value is None else value[start:stop] for value in values))  # type: ignore[arg-type]
+        return Rows({name: values[start:stop] for name, values in self.values.items()})

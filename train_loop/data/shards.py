@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from train_loop.data.columns import INPUT_IDS, STORED, Column
 from train_loop.data.dataset import Cells, Part, ShardFile
 from train_loop.data.order import Ids
 from train_loop.data.prepare.packing import Sample
@@ -35,7 +36,6 @@ A small dataset is thus written during tokenisation, except its last part, and a
 """
 _SHARD_ROWS = 16_384
 """Maximum rows of a shard: fewer than Parquet's writer puts into a page."""
-_KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
 
 
 def write_part(samples: Iterable[Sample], folder: Path) -> Part:
@@ -48,7 +48,7 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
             if not chunk:
                 break
             lists, records = _columns(chunk), _records(number, chunk)
-            flat = {name: np.concatenate(values) for name, values in lists.items()}
+            flat = {column.name: np.concatenate(values) for column, values in lists.items()}
             shards.append(_write_shard(folder / f"part-{number:05d}.parquet", lists, flat))
             index.write(records.tobytes())
             # One hash per column, so that the sizes of shards do not matter.
@@ -57,13 +57,11 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
             tokens += int(records["tokens"].sum())
         index.flush()
         os.fsync(index.fileno())
-    columns = {name for shard in shards for name in shard.columns}
+    written = {name for shard in shards for name in shard.columns}
     return Part(
         fingerprint=folder.name,
         files=tuple(shards),
-        labels="labels" if "labels" in columns else None,
-        documents="documents",
-        weights="weights" if "weights" in columns else None,
+        **{column.name: column.name for column in STORED if column.name in written},
         index=str(folder / _INDEX),
         tokens=tokens,
         digest=hashlib.sha256(repr(sorted((n, one.hexdigest()) for n, one in hashes.items())).encode()).hexdigest(),
@@ -72,32 +70,33 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
 
 def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
     """Yield prepared samples by index, in the requested order."""
+    columns = tuple(part.stored)
     for sample in local.tolist():
         try:
-            yield _read_sample(part, sample)
+            yield _read_sample(part, columns, sample)
         except OSError as error:
             if not _may_pass(error):
                 raise
-            yield retry_storage(partial(_read_again, part, sample), may_pass=_may_pass)
+            yield retry_storage(partial(_read_again, part, columns, sample), may_pass=_may_pass)
 
 
-def _read_sample(part: Part, sample: int) -> Cells:
+def _read_sample(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
     assert part.index is not None
     record = np.frombuffer(_open(part.index).read(RECORD_BYTES, sample * RECORD_BYTES), _RECORD)
     shard, token, tokens, document, documents = record.item()
     file = part.files[shard]
-    return Cells(
-        _values(file, part.input_ids, token, tokens),
-        _values(file, part.labels, token, tokens) if part.labels else None,
-        _values(file, part.documents, document, documents) if part.documents else None,
-        _values(file, part.weights, document, documents) if part.weights else None,
-    )
+    return {
+        column.name: _values(file, column, token, tokens)
+        if column.stored == "token"
+        else _values(file, column, document, documents)
+        for column in columns
+    }
 
 
-def _read_again(part: Part, sample: int) -> Cells:
+def _read_again(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
     # Files that were opened before an unmount can stay stale forever.
     _open.cache_clear()
-    return _read_sample(part, sample)
+    return _read_sample(part, columns, sample)
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -107,9 +106,9 @@ def _may_pass(error: BaseException) -> bool:
     return is_transient(error)
 
 
-def _values(file: ShardFile, column: str, start: int, count: int) -> NDArray[Any]:
-    kind = np.dtype(_KINDS[column].to_pandas_dtype())
-    place = file.columns[column] + start * kind.itemsize
+def _values(file: ShardFile, column: Column, start: int, count: int) -> NDArray[Any]:
+    kind = np.dtype(column.dtype)
+    place = file.columns[column.name] + start * kind.itemsize
     return np.frombuffer(_open(file.path).read(count * kind.itemsize, place), kind)
 
 
@@ -145,22 +144,15 @@ def _next_shard(samples: Iterator[Sample], enough: int) -> Iterator[Sample]:
             return
 
 
-def _columns(samples: list[Sample]) -> dict[str, list[Any]]:
+def _columns(samples: list[Sample]) -> dict[Column, list[Any]]:
     """Return the values of each sample, column by column."""
-    lists: dict[str, list[Any]] = {
-        "input_ids": [sample.input_ids for sample in samples],
-        "documents": [np.asarray(sample.documents, np.int32) for sample in samples],
-    }
-    if samples[0].labels is not None:
-        lists["labels"] = [sample.labels for sample in samples]
-    if samples[0].weights is not None:
-        lists["weights"] = [sample.weights for sample in samples]
-    return lists
+    stored = [column for column in STORED if getattr(samples[0], column.name) is not None]
+    return {one: [np.asarray(getattr(sample, one.name), one.dtype) for sample in samples] for one in stored}
 
 
-def _write_shard(path: Path, lists: dict[str, list[Any]], flat: dict[str, NDArray[Any]]) -> ShardFile:
-    rows = len(lists["input_ids"])
-    columns = {name: _list_array(values, flat[name], _KINDS[name]) for name, values in lists.items()}
+def _write_shard(path: Path, lists: dict[Column, list[Any]], flat: dict[str, NDArray[Any]]) -> ShardFile:
+    rows = len(lists[INPUT_IDS])
+    columns = {column.name: _list_array(values, flat[column.name]) for column, values in lists.items()}
     with path.open("wb") as file:
         # One plain page per column, whatever its size.
         pq.write_table(
@@ -177,9 +169,9 @@ def _write_shard(path: Path, lists: dict[str, list[Any]], flat: dict[str, NDArra
     return ShardFile(path=str(path), rows=rows, size=path.stat().st_size, columns=_places(path, flat))
 
 
-def _list_array(values: list[Any], flat: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind), type=pa.list_(pa.field("element", kind, False)))
+def _list_array(values: list[Any], flat: NDArray[Any]) -> pa.Array:
+    offsets, items = np.cumsum([0, *map(len, values)], dtype=np.int32), pa.array(flat)
+    return pa.ListArray.from_arrays(offsets, items, type=pa.list_(pa.field("element", items.type, False)))
 
 
 def _places(path: Path, flat: dict[str, NDArray[Any]]) -> dict[str, int]:

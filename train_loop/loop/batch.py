@@ -1,47 +1,50 @@
 """Conversion of sample rows to the model's micro-batches. B: rows, T: sequence length, P: Ulysses ranks."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from train_loop.data.columns import LABELS, LENGTH, SAMPLE, WEIGHTS, ByColumn, Column
 from train_loop.data.dataset import IGNORE, Dataset, Rows
 from train_loop.data.order import Ids
 from train_loop.errors import DataError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.mesh import Mesh
 
+_WORD = np.dtype(np.int64).itemsize
+
 
 @dataclass(frozen=True)
-class StepBatch:
-    """Samples of one data rank in an optimizer step, as whole sequences."""
+class StepBatch(ByColumn[Tensor]):
+    """Samples of one data rank in an optimizer step, as whole sequences.
 
-    samples: Tensor  # [n]
-    lengths: Tensor  # [n] tokens that are not padding
-    input_ids: Tensor  # [n, T]
-    labels: Tensor  # [n, T] label t is the target of position t
-    weights: Tensor | None  # [n, T] weight of label t, 0 if it is IGNORE; None if all weights are 1
-    position_ids: Tensor  # [n, T]
+    Label t is the target of position t; its weight is 0 if it is IGNORE.
+    """
+
+    columns: tuple[Column, ...]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Number of tokens that are not padding; 0 without a column of tokens."""
+        return self.lengths.sum() if LENGTH in self.columns else self.samples.new_zeros(())
 
     def part(self, rows: slice) -> "StepBatch":
         """Return some of the rows."""
-        return replace(self, **{name: values[rows] for name, values in vars(self).items() if values is not None})
+        return StepBatch({name: values[rows] for name, values in self.values.items()}, self.columns)
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Inputs of one model call on this rank: its slice of the sequence."""
+class MicroBatch(ByColumn[Tensor]):
+    """Inputs of one model call on this rank: its slice of the sequence, and all values of columns without tokens."""
 
-    input_ids: Tensor  # [B, T/P]
-    labels: Tensor  # [B, T/P]
-    weights: Tensor | None  # [B, T/P]
-    position_ids: Tensor  # [B, T/P]
     attention: dict[str, Any]
     """Arguments of the model's call that its family has made from whole sequences."""
     last: bool
@@ -50,29 +53,65 @@ class MicroBatch:
 
 def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -> StepBatch:
     """Broadcast the rows that a Ulysses group's first rank read, and shift labels. A collective call over the group."""
-    weighted = dataset.weighted
-    packed = torch.empty(count, 2 + (3 + weighted) * dataset.sequence_length, dtype=torch.int64)
+    columns, length = dataset.columns, dataset.sequence_length
+    dense = [column for column in columns if column.kind != "ragged"]
+    words = [-(-count * column.bytes_in(length) // _WORD) for column in dense]
+    message = torch.empty(sum(words), dtype=torch.int64)
     if rows is not None:
-        packed = _pack(rows, weighted=weighted)
-    packed = packed.to(mesh.device)
+        _pack(rows, dense, torch.split(message, words), count=count)
+    message = message.to(mesh.device)
     if mesh.plan.sp > 1:
-        dist.broadcast(packed, group=mesh.sp, group_src=0)
-    input_ids, labels, positions, *bits = torch.split(packed[:, 2:], dataset.sequence_length, dim=1)
-    labels, weights = shift_labels(labels, positions), None
-    if weighted:
-        weights = shift_weights(bits[0].int().view(torch.float32), labels)
-        labels = labels.masked_fill(weights == 0, IGNORE)
-    return StepBatch(packed[:, 0], packed[:, 1], input_ids, labels, weights, positions)
+        dist.broadcast(message, group=mesh.sp, group_src=0)
+    values: dict[str, Any] = {
+        column.name: _unpack(part, column, (count, *column.shape_in(length)))
+        for column, part in zip(dense, torch.split(message, words), strict=True)
+    }
+    values |= _share_ragged(rows, [column for column in columns if column.kind == "ragged"], mesh)
+    if LABELS in columns:
+        values |= _shift(ByColumn[Tensor](values))
+    return StepBatch(values, columns)
 
 
-def _pack(rows: Rows, *, weighted: bool) -> Tensor:
-    """Return rows as one tensor for one broadcast; float32 weights become integers with the same bits."""
-    parts: list[NDArray[Any]] = [rows.samples[:, None], rows.lengths[:, None]]
-    parts += [rows.input_ids, rows.labels, rows.position_ids]
-    if weighted:
-        assert rows.weights is not None, "rows of a dataset with weights have weights"
-        parts.append(rows.weights.view(np.int32))
-    return torch.cat([torch.from_numpy(part.copy()).long() for part in parts], dim=1)
+def _pack(rows: Rows, columns: list[Column], parts: Sequence[Tensor], *, count: int) -> None:
+    """Copy the bytes of each column to its part of the message, so that one broadcast has them all."""
+    for column, part in zip(columns, parts, strict=True):
+        values = np.ascontiguousarray(rows.values[column.name], column.dtype)
+        assert len(values) == count, f"{len(values)} rows in column {column.name}; expected {count}"
+        part.numpy().view(column.dtype)[: values.size] = values.reshape(-1)
+
+
+def _unpack(part: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
+    """Return a column's values from its part of the message; tokens as int64, by which torch looks up embeddings."""
+    values = part.view(_torch_type(column.dtype))[: math.prod(shape)].view(shape)
+    return values.long() if column.kind == "token" and not values.is_floating_point() else values
+
+
+@lru_cache
+def _torch_type(dtype: str) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _share_ragged(rows: Rows | None, columns: list[Column], mesh: Mesh) -> dict[str, list[Any]]:
+    """Broadcast ragged columns, whose sizes only the first rank knows."""
+    shared = [None if rows is None else {column.name: rows.values[column.name] for column in columns}]
+    if columns and mesh.plan.sp > 1:
+        dist.broadcast_object_list(shared, group=mesh.sp, group_src=0, device=mesh.device)
+    values = shared[0] or {}
+    return {name: [_on_device(one, mesh.device) for one in several] for name, several in values.items()}
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    # Values from Arrow are read-only, and byte strings are no tensors.
+    return torch.tensor(value, device=device) if isinstance(value, np.ndarray) else value
+
+
+def _shift(read: ByColumn[Tensor]) -> dict[str, Tensor]:
+    """Return labels, and weights if there are any, at the positions that predict them."""
+    labels = shift_labels(read.labels, read.position_ids)
+    if read.weights is None:
+        return {LABELS.name: labels}
+    weights = shift_weights(read.weights, labels)
+    return {LABELS.name: labels.masked_fill(weights == 0, IGNORE), WEIGHTS.name: weights}
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
@@ -89,27 +128,36 @@ def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
 
 def micro_batches(batch: StepBatch, size: int, anatomy: Anatomy, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
-    width = batch.input_ids.shape[1] // mesh.plan.sp
-    mine = slice(mesh.sequence_rank * width, (mesh.sequence_rank + 1) * width)
-    weights = _weights_that_matter(batch)
-    for start in range(0, len(batch.samples), size):
-        rows = slice(start, start + size)
-        whole = {"position_ids": batch.position_ids[rows], "length": batch.lengths[rows]}
-        yield MicroBatch(
-            batch.input_ids[rows, mine],
-            batch.labels[rows, mine],
-            None if weights is None else weights[rows, mine],
-            batch.position_ids[rows, mine],
-            anatomy.family.arguments(anatomy.model, whole),
-            last=start + size >= len(batch.samples),
-        )
+    columns = [column for column in batch.columns if column != WEIGHTS or _weights_matter(batch)]
+    slices = {column.name: _split(_slice(batch.values[column.name], column, mesh), size) for column in columns}
+    count = len(slices[SAMPLE.name])
+    whole = {name: _split(values, size) for name, values in batch.values.items()}
+    for number in range(count):
+        arguments = anatomy.family.arguments(anatomy.model, {name: parts[number] for name, parts in whole.items()})
+        values = {name: parts[number] for name, parts in slices.items()}
+        yield MicroBatch(values, arguments, last=number == count - 1)
 
 
-def _weights_that_matter(batch: StepBatch) -> Tensor | None:
-    """Return None if all weights are 1: the loss is then summed as without weights, equal bit for bit."""
-    if batch.weights is None or torch.equal(batch.weights, (batch.labels != IGNORE).float()):
-        return None
-    return batch.weights
+def _slice(values: Any, column: Column, mesh: Mesh) -> Any:
+    """Return this rank's slice of the sequence, if the column is split over it."""
+    if column.kind != "token" or mesh.plan.sp == 1:
+        return values
+    width = values.shape[1] // mesh.plan.sp
+    return values[:, mesh.sequence_rank * width : (mesh.sequence_rank + 1) * width]
+
+
+def _split(values: Any, size: int) -> Sequence[Any]:
+    """Return the values of each micro-batch."""
+    if isinstance(values, Tensor):
+        return torch.split(values, size)
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _weights_matter(batch: StepBatch) -> bool:
+    """Return False if all weights are 1: the loss is then summed as without weights, equal bit for bit."""
+    if WEIGHTS not in batch.columns:
+        return False
+    return not torch.equal(batch.values[WEIGHTS.name], (batch.labels != IGNORE).float())
 
 
 def check_vocabulary(rows: Rows | None, vocabulary: int | None) -> None:

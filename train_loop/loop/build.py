@@ -1,13 +1,12 @@
 """Assembly of a training run: builds model, data order, optimizers and objective from a spec and a session."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch.amp import GradScaler
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
-from train_loop.loop.batch import StepBatch
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
 from train_loop.loop.reduction import Reduction, build_reduction
@@ -79,7 +78,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
     objective = build_objective(sharded, spec, plan)
-    check_objective(objective, [column.name for column in fields(StepBatch)])
+    check_objective(objective, [column.name for column in dataset.columns])
     return Run(
         spec=spec,
         session=session,

@@ -116,7 +116,7 @@ def agree(
     share = batch.samples.new_zeros(()) if shares is None else shares.sum()
     # Ulysses peers hold the same samples; count their tokens once. A sum of weights makes the whole tensor float64,
     # which represents all counts exactly.
-    counts = torch.stack([share, batch.lengths.sum().to(share.dtype)]) * (reduction.mesh.sequence_rank == 0)
+    counts = torch.stack([share, batch.tokens.to(share.dtype)]) * (reduction.mesh.sequence_rank == 0)
     own = [requests.save, requests.check_preemption, requests.fatal, *_votes(requests.stop)]
     words = torch.cat([counts, counts.new_tensor(own)])
     with clock.waiting():

@@ -1,6 +1,5 @@
 """Token weights: the loss is the weighted mean at every mesh, and weights of one equal no weights bit for bit."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import Gradients, one_step, random_rows
+from tests.support.ranks.gradients import Gradients, one_step, random_rows, replaced
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.dataset import IGNORE
@@ -115,7 +114,7 @@ def one_weight(weight: float, sp: int) -> tuple[tuple[float, Gradients], ...]:
     weights[3, -1] = weight
     labels = np.where(weights == 0, IGNORE, rows.labels)
     job = spec(training={"per_device_train_batch_size": sp}, strategy={"ulysses_size": sp}, scaling={"num_workers": 2})
-    return one_step(job, replace(rows, weights=weights)), one_step(job, replace(rows, labels=labels))
+    return one_step(job, replaced(rows, weights=weights)), one_step(job, replaced(rows, labels=labels))
 
 
 def every_weight(cases: list[tuple[float, int]]) -> list[Any]:

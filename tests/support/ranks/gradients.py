@@ -1,7 +1,6 @@
 """One accumulated step of a spec on the existing ranks: its loss and every full gradient."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from train_loop.data.columns import token_columns
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
 from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
 from train_loop.loop.build import build_objective
@@ -41,14 +41,26 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
         positions[row] = np.concatenate([np.arange(b - a) for a, b in pairwise(cuts)])
         labels[row, : draw.integers(0, length // 2)] = IGNORE
     labels[count // 2] = IGNORE
-    return Rows(np.arange(count), np.full(count, length, np.int32), ids, labels, positions)
+    return token_rows(ids, labels, positions)
+
+
+def token_rows(ids: Any, labels: Any, positions: Any) -> Rows:
+    """Return rows of tokens without padding: samples 0, 1, ..."""
+    count, length = ids.shape
+    values = (np.arange(count), np.full(count, length), ids, labels, positions)
+    return Rows({column.name: value for column, value in zip(token_columns(), values, strict=True)})
+
+
+def replaced(rows: Rows, **values: Any) -> Rows:
+    """Return the rows with other values of some columns, or with weights."""
+    return Rows({**rows.values, **values})
 
 
 def weigh(rows: Rows) -> Rows:
     """Return the rows with a weight per token, which depends only on the sample."""
     length = rows.input_ids.shape[1]
     drawn = [np.random.default_rng(sample + 1).choice([0, 0.25, 0.7, 1, 3], length) for sample in rows.samples]
-    return replace(rows, weights=np.array(drawn, np.float32))
+    return replaced(rows, weights=np.array(drawn, np.float32))
 
 
 def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, TokenLoss, Mesh]:

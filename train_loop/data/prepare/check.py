@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from train_loop.data.columns import DOCUMENTS, INPUT_IDS, LABELS
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.prepare.boundaries import mark_trained
 from train_loop.data.prepare.cache import Source, evaluation_spec, list_sources
@@ -184,10 +185,11 @@ def _is_in(document: Document, prepared: Prepared) -> bool:
 def _prepared(part: Part) -> Prepared:
     found: Prepared = defaultdict(set)
     for cells in read_shards(part, np.arange(min(part.samples, _SAMPLES))):
-        lengths = [len(cells.input_ids)] if cells.documents is None else cells.documents.tolist()
+        ids, labels = cells[INPUT_IDS.name], cells.get(LABELS.name)
+        lengths = cells[DOCUMENTS.name].tolist() if DOCUMENTS.name in cells else [len(ids)]
         for stop, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
-            labels = None if cells.labels is None else cells.labels[stop - length : stop]
-            one = Document(cells.input_ids[stop - length : stop], labels)
+            its = slice(stop - length, stop)
+            one = Document(ids[its], None if labels is None else labels[its])
             found[one.input_ids.tobytes()].add(_labels(one))
     return found
 

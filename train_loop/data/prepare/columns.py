@@ -6,7 +6,7 @@ read: a wrong reading would train on wrong tokens.
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,10 @@ class _UnreadableType(ValueError):
 
 def check_schema(uri: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
     """Raise DataError if a file's schema lacks a column of a spec, has it twice, or has it with another type."""
-    check_names(uri, schema.names, columns)
+    check_names(uri, schema.names, columns.names)
     for field in schema:
         # With Ray, whose tasks read the file, even its other columns could not be read.
-        name, parameters = _extension(field) or ("", b"")
+        name, parameters = extension_of(field) or ("", b"")
         if name.startswith("ray.data.") and "tensor" in name and _read_json(parameters) is None:
             raise DataError(
                 f"{uri}: column {field.name!r} was written by Ray 2.49 to 2.54; write it again with a newer Ray"
@@ -58,15 +58,15 @@ def check_schema(uri: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
         except _UnreadableType as error:
             inner = f" ({error})"
         raise DataError(
-            f"{uri}: column {name!r} has type {_shown(field)}{inner}; expected {expected}; convert the column, or "
+            f"{uri}: column {name!r} has type {shown(field)}{inner}; expected {expected}; convert the column, or "
             "correct data.columns"
         )
 
 
-def check_names(uri: str, present: list[str], columns: ColumnsSpec) -> None:
-    """Raise DataError unless each column of a spec is present once. Names are case-sensitive."""
+def check_names(uri: str, present: list[str], names: Sequence[str]) -> None:
+    """Raise DataError unless each of the names is present once. They are case-sensitive."""
     counts = Counter(present)
-    for name in columns.names:
+    for name in names:
         if counts[name] > 1:
             raise DataError(
                 f"{uri} has {counts[name]} columns {name!r}, of which only one can be meant; rename the others"
@@ -88,7 +88,7 @@ def read_cells(column: pa.Array) -> list[Any]:
     null values: Parquet gives all rows the keys of any row.
     """
     array = plain_array(column)
-    if _is_list(array.type) and types.is_integer(array.type.value_type):
+    if is_list(array.type) and types.is_integer(array.type.value_type):
         return [_tokens(cell) for cell in array]
     read = _reader(array.type)
     try:
@@ -136,9 +136,9 @@ def _reader(kind: pa.DataType) -> Read:
     kind = plain_type(kind)
     if types.is_dictionary(kind):
         return _reader(kind.value_type)
-    if _is_binary(kind):
+    if is_binary(kind):
         return _if_present(bytes.decode)
-    if _is_list(kind):
+    if is_list(kind):
         item = _inner_reader(kind.value_type)
         return _if_present(lambda value: [item(one) for one in value])
     if types.is_map(kind):
@@ -167,7 +167,7 @@ def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType],
         *((name, "lists of integers", _is_tokens) for name in (columns.input_ids, columns.labels)),
         (columns.messages, "lists of objects (structs or maps), or their JSON as text", _is_json),
         (columns.tools, "lists of objects, or their JSON as text", _is_json),
-        (columns.weight, "a number (integer or float)", _is_number),
+        (columns.weight, "a number (integer or float)", is_number),
     ]
     return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]
 
@@ -175,29 +175,31 @@ def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType],
 def _is_text(kind: pa.DataType) -> bool:
     if types.is_dictionary(kind):
         return _is_text(kind.value_type)
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or _is_binary(kind)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or is_binary(kind)
 
 
-def _is_binary(kind: pa.DataType) -> bool:
+def is_binary(kind: pa.DataType) -> bool:
+    """Return whether a type is byte strings in any layout."""
     views = types.is_binary_view(kind) or types.is_fixed_size_binary(kind)
     return bool(views or types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a type is a list in any layout."""
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
     return bool(views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _is_nested(kind: pa.DataType) -> bool:
-    return bool(_is_list(kind) or types.is_struct(kind) or types.is_map(kind))
+    return bool(is_list(kind) or types.is_struct(kind) or types.is_map(kind))
 
 
 def _is_tokens(kind: pa.DataType) -> bool:
-    return _is_list(kind) and bool(types.is_integer(kind.value_type) or types.is_null(kind.value_type))
+    return is_list(kind) and bool(types.is_integer(kind.value_type) or types.is_null(kind.value_type))
 
 
 def _is_objects(kind: pa.DataType) -> bool:
-    if not _is_list(kind):
+    if not is_list(kind):
         return False
     item = kind.value_type
     return bool(types.is_struct(item) or types.is_map(item) or types.is_null(item))
@@ -207,7 +209,8 @@ def _is_json(kind: pa.DataType) -> bool:
     return _is_objects(kind) or _is_text(kind)
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether a type is integers or floats."""
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
@@ -218,12 +221,12 @@ def _check_inner(kind: pa.DataType) -> None:
         if twice is not None:
             raise _UnreadableType(f"a struct in it has two fields {twice!r}")
     if types.is_map(kind) and not _is_text(_storage_of(kind.key_field, inner=True)):
-        raise _UnreadableType(f"a map in it has keys of type {_shown(kind.key_field)}, which are not text")
+        raise _UnreadableType(f"a map in it has keys of type {shown(kind.key_field)}, which are not text")
     if types.is_fixed_size_list(kind) and not kind.list_size:
         raise _UnreadableType("a list in it has the fixed size 0, which pyarrow cannot read")
     if types.is_dictionary(kind):
         _check_inner(kind.value_type)
-    elif not (_is_nested(kind) or _is_text(kind) or _is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):
+    elif not (_is_nested(kind) or _is_text(kind) or is_number(kind) or types.is_boolean(kind) or types.is_null(kind)):
         # Templates would write another text for them: transformers' tojson writes "<Decimal>".
         raise _UnreadableType(f"a value in it has type {kind}, which JSON does not have")
     for number in range(kind.num_fields):
@@ -235,20 +238,20 @@ def _storage_of(field: pa.Field, *, inner: bool = False) -> pa.DataType:
 
     `inner`: the field lies inside another one.
     """
-    kind, extension = field.type, _extension(field)
+    kind, extension = field.type, extension_of(field)
     if extension is None:
         return kind
-    name, parameters = extension
+    name, _ = extension
     storage = plain_type(kind)
     if types.is_string(storage) or types.is_large_string(storage) or types.is_string_view(storage):
         return storage
     # The values of a tensor with more dimensions lie flat in its storage, without their shape.
-    if not inner and name in _TENSORS and _dimensions(kind, parameters) == 1:
+    if not inner and len(tensor_shape(field) or ()) == 1:
         return storage
     raise _UnreadableType(f"values of the extension type {name} cannot be read")
 
 
-def _extension(field: pa.Field) -> tuple[str, bytes] | None:
+def extension_of(field: pa.Field) -> tuple[str, bytes] | None:
     """Return name and parameters of a field's extension type; a process may not have registered it."""
     if isinstance(field.type, pa.BaseExtensionType):
         written = getattr(field.type, "__arrow_ext_serialize__", bytes)
@@ -257,12 +260,16 @@ def _extension(field: pa.Field) -> tuple[str, bytes] | None:
     return (metadata[_NAME].decode(), metadata.get(_METADATA, b"")) if _NAME in metadata else None
 
 
-def _dimensions(kind: pa.DataType, parameters: bytes) -> int | None:
-    """Return the number of dimensions of a tensor type; None if unknown."""
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return len(kind.shape)
+def tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
+    """Return the shape of the values of a tensor type, which lie flat in their storage; None for other types."""
+    name, parameters = extension_of(field) or ("", b"")
+    if name not in _TENSORS:
+        return None
+    if isinstance(field.type, pa.FixedShapeTensorType):
+        order = field.type.permutation
+        return tuple(field.type.shape) if order in (None, sorted(order or ())) else None
     shape = _read_json(parameters)
-    return len(shape) if isinstance(shape, list) else None
+    return tuple(shape) if isinstance(shape, list) else None
 
 
 def _read_json(parameters: bytes) -> Any:
@@ -273,7 +280,8 @@ def _read_json(parameters: bytes) -> Any:
         return None
 
 
-def _shown(field: pa.Field) -> str:
-    extension = _extension(field)
+def shown(field: pa.Field) -> str:
+    """Return a field's type for a message."""
+    extension = extension_of(field)
     name = str(field.type) if extension is None or isinstance(field.type, pa.BaseExtensionType) else extension[0]
     return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"

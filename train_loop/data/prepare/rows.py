@@ -91,7 +91,7 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
         elif piece.file.format == "jsonl":
             yield from _json_rows(piece, columns)
         else:
-            check_names(piece.file.uri, ["text"], columns)
+            check_names(piece.file.uri, ["text"], columns.names)
             yield Chunk([_text_row(piece.file)], piece.bytes)
 
 
@@ -149,7 +149,7 @@ def check_columns(files: Sequence[SourceFile], columns: ColumnsSpec, *, skip: bo
     skipped, one good row among them is enough.
     """
     if files[0].format == "text":
-        check_names(files[0].uri, ["text"], columns)
+        check_names(files[0].uri, ["text"], columns.names)
     elif files[0].format == "parquet":
         judged_files = [file for file in files if file.size][:_FOOTERS_CHECKED]
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:

@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from train_loop.data.dataset import IGNORE, Cells, Dataset, Part, Rows, ShardFile, Tokens
+from train_loop.data.columns import DOCUMENTS, INPUT_IDS, LABELS, POSITION_IDS, WEIGHTS
+from train_loop.data.dataset import Cells, Dataset, Part, Rows, ShardFile
 from train_loop.data.files import File, is_gone, open_file, report_damage
 from train_loop.data.order import PADDING, Ids, StepOrder
+from train_loop.data.own_columns import read_own
 from train_loop.data.prepare.columns import plain_table
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
@@ -50,14 +52,11 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
     Raises DataError for a row that does not fit the sequence length.
     """
     n, length = len(samples), dataset.sequence_length
-    rows = Rows(
-        samples.astype(np.int64),
-        np.zeros(n, np.int32),
-        np.full((n, length), dataset.pad_token, np.int32),
-        np.full((n, length), IGNORE, np.int32),
-        np.tile(np.arange(length, dtype=np.int32), (n, 1)),
-        np.ones((n, length), np.float32) if dataset.weighted else None,
-    )
+    columns = dataset.columns
+    rows = Rows({column.name: column.padding(n, length) for column in columns})
+    rows.samples[:] = samples
+    if POSITION_IDS in columns:
+        rows.position_ids[:] = np.arange(length)
     ends = list(accumulate(part.samples for part in dataset.parts))
     if n and samples.max(initial=PADDING) >= ends[-1]:
         raise IndexError(f"sample {samples.max()} is out of range; the dataset has {ends[-1]} samples")
@@ -69,49 +68,62 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
         cells = read_shards(part, local) if part.index else _read_as_it_is(part, local)
         for place in places:
             try:
-                _fill(rows, place, next(cells))
+                _fill(rows, part, place, next(cells))
             except ValueError as error:
                 ((file, row),) = _places(part, local[places == place])
                 raise DataError(f"{file.path}, row {row} {error}") from error
     return rows
 
 
-def _fill(rows: Rows, place: Any, cells: Cells) -> None:
+def _fill(rows: Rows, part: Part, place: Any, cells: Cells) -> None:
     """Put a sample into its row. Raises ValueError with the reason if it is invalid."""
-    ids, length = cells.input_ids, rows.input_ids.shape[1]
+    if part.input_ids is not None:
+        _fill_tokens(rows, place, cells)
+    for column in part.own:
+        rows.values[column.name][place] = cells[column.name]
+
+
+def _fill_tokens(rows: Rows, place: Any, cells: Cells) -> None:
+    ids, length = cells[INPUT_IDS.name], rows.input_ids.shape[1]
+    labels, documents = cells.get(LABELS.name, ids), cells.get(DOCUMENTS.name)
+    if documents is None:
+        documents = np.array([len(ids)])
     if len(ids) > length:
         raise ValueError(f"has {len(ids)} tokens, more than sequence_length={length}; raise it, or set packing: true")
-    labels = ids if cells.labels is None else cells.labels
     if len(labels) != len(ids):
         raise ValueError(f"has {len(ids)} tokens and {len(labels)} labels; they must be aligned")
-    documents = np.array([len(ids)]) if cells.documents is None else cells.documents
     rows.lengths[place] = len(ids)
-    rows.input_ids[place, : len(ids)] = ids
-    rows.labels[place, : len(ids)] = labels
-    rows.position_ids[place] = _positions(documents, length)
-    if rows.weights is not None and cells.weights is not None:
-        if not (np.isfinite(cells.weights) & (cells.weights >= 0)).all():
-            raise ValueError(f"has weight {cells.weights[0]}; expected 0 or more")
-        rows.weights[place, : len(ids)] = np.repeat(cells.weights, documents)
+    if len(documents) > 1:
+        rows.position_ids[place] -= _starts(documents, length)
+    per_token = {INPUT_IDS.name: ids, LABELS.name: labels}
+    if WEIGHTS.name in cells:
+        per_token[WEIGHTS.name] = _per_token(cells[WEIGHTS.name], documents)
+    for name, values in per_token.items():
+        rows.values[name][place, : len(ids)] = values
 
 
-def _positions(documents: NDArray[Any], length: int) -> Tokens:
-    """Return positions that restart with every document.
+def _per_token(weights: NDArray[Any], documents: NDArray[Any]) -> NDArray[Any]:
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise ValueError(f"has weight {weights[0]}; expected 0 or more")
+    return np.repeat(weights, documents)
+
+
+def _starts(documents: NDArray[Any], length: int) -> NDArray[Any]:
+    """Return the start of each position's document: positions restart with every document.
 
     Padding continues the positions of the last document, which does not attend to later tokens. A row of one document
     therefore needs no mask for its padding.
     """
-    starts = (np.cumsum(documents) - documents).astype(np.int64)
-    starts = starts[starts < length]
-    restart = np.zeros(length, np.int64)
-    restart[starts] = starts
-    return (np.arange(length) - np.maximum.accumulate(restart)).astype(np.int32)
+    sizes = documents.copy()
+    sizes[-1] += length - documents.sum()
+    return np.repeat(np.cumsum(documents) - documents, sizes)
 
 
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
     """Yield rows of Parquet files that are read without preparation."""
+    columns = (*part.stored.values(), *(column.name for column in part.own))
     for file, row in _places(part, local):
-        yield _cells(part, _table(file.file, _columns(part)), row)
+        yield _cells(part, _table(file.file, columns), row)
 
 
 def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
@@ -124,15 +136,11 @@ def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
 
 def _cells(part: Part, table: pa.Table, row: int) -> Cells:
     """Return a sample's cells. Raises ValueError for a row that cannot be trained on."""
-
-    def values(name: str | None) -> Any:
-        return None if name is None else _tokens(table[name][row], name)
-
-    weight = None if part.weights is None else table[part.weights][row].as_py()
-    if part.weights is not None and weight is None:
-        raise ValueError(f"has null in column {part.weights!r} where a weight is needed")
-    weights = None if weight is None else np.array([weight], np.float32)
-    return Cells(values(part.input_ids), values(part.labels), values(part.documents), weights)
+    tokens = {
+        column.name: _weight(table[name][row], name) if column is WEIGHTS else _tokens(table[name][row], name)
+        for column, name in part.stored.items()
+    }
+    return tokens | {column.name: read_own(table[column.name][row], column) for column in part.own}
 
 
 def _tokens(cell: Any, name: str) -> NDArray[Any]:
@@ -144,9 +152,11 @@ def _tokens(cell: Any, name: str) -> NDArray[Any]:
     return values
 
 
-def _columns(part: Part) -> tuple[str, ...]:
-    names = (part.input_ids, part.labels, part.documents, part.weights)
-    return tuple(name for name in names if name is not None)
+def _weight(cell: Any, name: str) -> NDArray[Any]:
+    """Return the weight of a row as that of its only document."""
+    if not cell.is_valid:
+        raise ValueError(f"has null in column {name!r} where a weight is needed")
+    return np.array([cell.as_py()], np.float32)
 
 
 def _table(file: File, columns: tuple[str, ...]) -> pa.Table:

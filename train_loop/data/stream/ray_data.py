@@ -177,8 +177,8 @@ def block_bytes(plan: StreamPlan) -> int:
 
 
 def _step_bytes(plan: StreamPlan) -> int:
-    """Return the bytes of one rank's rows of a step: three int32 per token, and a float32 if they have weights."""
-    return (16 if plan.dataset.weighted else 12) * plan.order.per_rank * plan.dataset.sequence_length
+    """Return the bytes of one rank's rows of a step."""
+    return plan.dataset.row_bytes * plan.order.per_rank
 
 
 def by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:

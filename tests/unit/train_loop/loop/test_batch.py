@@ -1,6 +1,5 @@
 """Checks of rows against the model, and the pairing of weights with labels."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import dataset_of, random_rows, weigh
+from tests.support.ranks.gradients import dataset_of, random_rows, replaced, token_rows, weigh
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
 from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
@@ -58,7 +57,7 @@ def test_weight_belongs_to_the_predicted_token() -> None:
     ids, positions = np.array([[5, 6, 7, 8, 9]], np.int32), np.array([[0, 1, 2, 0, 1]], np.int32)
     # No position predicts the first token of a document, so its weight is unused.
     weights = np.array([[9, 2, 0.1, 7, 3]], np.float32)
-    batch = batch_of(Rows(np.array([0]), np.array([5], np.int32), ids, ids, positions, weights))
+    batch = batch_of(replaced(token_rows(ids, ids, positions), weights=weights))
     assert batch.labels.tolist() == [[6, 7, IGNORE, 9, IGNORE]]
     assert batch.weights is not None
     assert torch.equal(batch.weights, torch.tensor([[2, 0.1, 0, 3, 0]]))
@@ -68,7 +67,7 @@ def test_weight_belongs_to_the_predicted_token() -> None:
 def test_weight_of_zero_ignores_the_label() -> None:
     rows = weigh(random_rows(4, 16, vocab=VOCAB, packed=True))
     assert rows.weights is not None
-    masked = replace(rows, weights=None, labels=np.where(rows.weights == 0, IGNORE, rows.labels))
+    masked = token_rows(rows.input_ids, np.where(rows.weights == 0, IGNORE, rows.labels), rows.position_ids)
     assert torch.equal(batch_of(rows).labels, batch_of(masked).labels)
 
 
@@ -84,5 +83,5 @@ def test_weights_that_are_all_one_are_omitted(model: Anatomy, others: float, kep
     weights[-1, -1] = others
     # Untrained tokens have weight 0, regardless of the data.
     weights[rows.labels == IGNORE] = 5
-    micro = list(micro_batches(batch_of(replace(rows, weights=weights)), 2, model, ONE_RANK))
+    micro = list(micro_batches(batch_of(replaced(rows, weights=weights)), 2, model, ONE_RANK))
     assert [batch.weights is not None for batch in micro] == [kept, kept]

@@ -30,7 +30,7 @@ def ready(config: dict[str, Any]) -> Any:
 
 def batch(length: int) -> MicroBatch:
     ids = torch.arange(length)[None]
-    return MicroBatch(ids, ids, None, ids, {"attention_mask": None}, last=True)
+    return MicroBatch(dict.fromkeys(("input_ids", "labels", "position_ids"), ids), {"attention_mask": None}, last=True)
 
 
 @pytest.mark.parametrize("length", [8, 24])

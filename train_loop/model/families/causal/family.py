@@ -16,7 +16,7 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.attention import apply_attention, attention_inputs, divert_attention
-from train_loop.model.families.causal.build import SOURCE, build_model, check_decoder, check_dense, config_of
+from train_loop.model.families.causal.build import SOURCE, build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
@@ -49,7 +49,7 @@ class Causal(Family):
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a dense model on the meta device. Raises ModelError."""
         model = build_model(spec)
-        check_dense(model)
+        check_decoder(model)
         return self.anatomy(model)
 
     def anatomy(self, model: PreTrainedModel) -> Anatomy:

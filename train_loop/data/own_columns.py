@@ -1,0 +1,118 @@
+"""Columns of Parquet files for users' own models: numbers, arrays, lists, bytes and text, read as they are."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pyarrow import types
+
+from train_loop.data.columns import SAMPLE, Column
+from train_loop.data.files import open_file, report_damage
+from train_loop.data.prepare.columns import (
+    check_names,
+    extension_of,
+    is_binary,
+    is_list,
+    is_number,
+    plain_type,
+    shown,
+    tensor_shape,
+)
+from train_loop.data.prepare.sources import SourceFile
+from train_loop.errors import DataError
+
+_IMAGE = "bytes"
+"""Field with the content of an image in Hugging Face datasets, whose images are structs of bytes and path."""
+
+
+def own_columns(files: Sequence[SourceFile], names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns with these names, which all files must have with the same type. Raises DataError."""
+    found: dict[tuple[Column, ...], str] = {}
+    for file in files:
+        with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
+            schema = pq.ParquetFile(opened).schema_arrow
+        check_names(file.uri, schema.names, names)
+        columns = tuple(own_column(file.uri, schema.field(name)) for name in names)
+        found.setdefault(columns, file.uri)
+    (first, uri), *others = found.items()
+    for columns, other in others:
+        name = next(mine.name for mine, theirs in zip(first, columns, strict=True) if mine != theirs)
+        raise DataError(f"column {name!r} has one type in {uri} and another in {other}; write both with the same type")
+    return first
+
+
+def own_column(uri: str, field: pa.Field) -> Column:
+    """Return the declaration of a file's column. Raises DataError for a type without a form in a batch."""
+    column = None if field.name == SAMPLE.name else _declared(field)
+    if column is None:
+        raise DataError(
+            f"{uri}: column {field.name!r} has type {shown(field)}; expected numbers, lists of numbers, arrays of one "
+            "shape (fixed_size_list or fixed_shape_tensor), bytes, text, or images of Hugging Face datasets; convert "
+            "the column"
+        )
+    return column
+
+
+def _declared(field: pa.Field) -> Column | None:
+    kind, shape = plain_type(field.type), tensor_shape(field)
+    if shape is not None:
+        kind = kind.value_type
+    elif extension_of(field) is None:
+        kind, shape = _item(kind)
+    if shape is None or not math.prod(shape):
+        return None
+    if _is_value(kind):
+        return Column(field.name, _numpy_name(kind), "sample", shape)
+    if shape:
+        return None
+    if is_list(kind) and _is_value(kind.value_type):
+        return Column(field.name, _numpy_name(kind.value_type), "ragged")
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    name = "str" if text else "bytes" if is_binary(kind) else None
+    return None if name is None else Column(field.name, name, "ragged")
+
+
+def _item(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
+    """Return the type of a cell's values, and the shape of nested lists of fixed sizes."""
+    if types.is_fixed_size_list(kind):
+        inner, shape = _item(kind.value_type)
+        return inner, (kind.list_size, *shape)
+    if types.is_struct(kind) and kind.get_field_index(_IMAGE) >= 0 and is_binary(kind.field(_IMAGE).type):
+        return kind.field(_IMAGE).type, ()
+    return (kind.value_type if types.is_dictionary(kind) else kind), ()
+
+
+def _is_value(kind: pa.DataType) -> bool:
+    return is_number(kind) or bool(types.is_boolean(kind))
+
+
+def _numpy_name(kind: pa.DataType) -> str:
+    return str(np.dtype(kind.to_pandas_dtype()))
+
+
+def read_own(cell: pa.Scalar, column: Column) -> Any:
+    """Return a cell of a column. Raises ValueError for null, and for an array of another shape."""
+    if column.dtype in ("bytes", "str") or (column.kind == "sample" and not column.shape):
+        value = cell.as_py()
+        value = value[_IMAGE] if isinstance(value, dict) else value
+    else:
+        value = _array(cell.values) if cell.is_valid else None
+    if value is None:
+        raise ValueError(f"has null in column {column.name!r}")
+    if column.shape and value.size != math.prod(column.shape):
+        raise ValueError(f"has {value.size} values in column {column.name!r}, whose shape is {list(column.shape)}")
+    return value.reshape(column.shape) if column.shape else value
+
+
+def _array(values: pa.Array) -> NDArray[Any] | None:
+    """Return the values of lists without their nesting; None if there is null among them."""
+    while not values.null_count and types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    if values.null_count:
+        return None
+    found: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return found
