@@ -157,15 +157,19 @@ def strings(base: dict[str, Any]) -> Iterator[tuple[Path, str]]:
             yield from ((path, form) for form in FORMS if accepted(replace(base, path, form.format("zz0zz"))))
 
 
-OPEN = {name: dict(reversed(list(strings(base)))) for name, base in (("full", FULL), ("own Ray", OWN_RAY))}
+@pytest.fixture(scope="module", params=[FULL, OWN_RAY], ids=["full", "own Ray"])
+def open_strings(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Return values, and a form of each string that the schema leaves open."""
+    base: dict[str, Any] = request.param
+    return base, dict(reversed(list(strings(base))))
 
 
-@pytest.mark.parametrize(("name", "base"), [("full", FULL), ("own Ray", OWN_RAY)])
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_strings_stay_strings(name: str, base: dict[str, Any], hostile: str) -> None:
+def test_strings_stay_strings(open_strings: tuple[dict[str, Any], dict[Path, str]], hostile: str) -> None:
     """Fill all strings that the schema leaves open: objects contain the text, as they contain a mark otherwise."""
+    base, forms = open_strings
     given, marked = deepcopy(base), deepcopy(base)
-    for number, (path, form) in enumerate(OPEN[name].items()):
+    for number, (path, form) in enumerate(forms.items()):
         with_text = replace(given, path, form.format(hostile))
         if accepted(with_text):
             given, marked = with_text, replace(marked, path, form.format(f"zz{number}zz"))

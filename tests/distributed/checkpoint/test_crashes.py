@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, spec
 from tests.support.faults.crashes import Op, Trace, states
 from tests.support.ranks.ranks import on_ranks
@@ -36,8 +37,11 @@ from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
 from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
-ENOUGH = 500
-"""Number of distinct states that crashes can leave. Each of three missing fsyncs was found within the first 71."""
+ENOUGH, DAMAGED = seeds(250, more=500), seeds(100, more=200)
+"""Numbers of distinct states that crashes and damage leave.
+
+Each of three missing fsyncs was found within the first 71.
+"""
 
 
 def a_run(folder: Path, run_dir: RunDir, attempt: int) -> Run:
@@ -186,7 +190,7 @@ def damages(traced: RunDir) -> Iterator[tuple[str, Callable[[RunDir], None]]]:
     """Yield seeded ways to damage one or several checkpoints of a run."""
     steps = sorted(traced.manifests())
     chance = random.Random(SEED)
-    for number in range(200):
+    for number in range(DAMAGED):
         chosen = chance.sample(steps, chance.randint(1, len(steps)))
         kinds = [chance.choice(DAMAGES) for _ in chosen]
 

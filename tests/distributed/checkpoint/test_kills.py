@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import on_ranks, ranks_to_kill
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
@@ -23,7 +24,7 @@ from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.train import train
 
-SEED, KILLS = 5, 14
+SEED, KILLS = 5, seeds(8, more=14)
 ROWS, BATCH, STEPS = 48, 4, 30
 
 

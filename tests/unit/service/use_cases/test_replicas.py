@@ -1,4 +1,4 @@
-"""Two replicas on one Postgres, killed and frozen during 80 jobs: no job is lost or submitted twice."""
+"""Two replicas on one Postgres, killed and frozen during many jobs: no job is lost or submitted twice."""
 
 import random
 import signal
@@ -15,12 +15,13 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.jobs.job import JobState
 from service.ports import NewJob
+from tests.support.builders.searches import seeds
 from tests.support.fakes.service import a_job
 from tests.support.faults.replica import CPUS, LEASE
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
-JOBS = 80
+JOBS = seeds(40, more=80)
 SEED = 6
 
 
