@@ -26,7 +26,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
-    with Shell(environment | worker_forks()) as shell:
+    with Shell(environment | worker_forks(ranks_read=True)) as shell:
         # The folder contains only the examples, so that no output ends up in the source tree.
         (tmp_path / "examples").symlink_to(Path("examples").absolute())
         shell.type(f"cd {tmp_path}; unset TRAINSHED_URL TRAINSHED_KEY")

@@ -45,22 +45,24 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What workers and drivers import except Ray, which reads a process's own variables when it is imported."""
-_STEP_VARIABLE = "TEST_STEP_SECONDS"
+_STEP_VARIABLE, _READING_VARIABLE = "TEST_STEP_SECONDS", "TEST_RANKS_READ"
 SLOW, LOADING, TRAINING, EVALUATING, SAVING = "slow", "loading", "training", "evaluating", "saving"
 """Label of a job with a slow phase, and its values."""
 
 
-def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0) -> dict[str, str]:
+def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0, ranks_read: bool = False) -> dict[str, str]:
     """Return the variables with which a Ray has its workers forked by this process's server.
 
     `link` becomes another path of the socket, for test hosts, which see only some folders. Each training step takes
-    `step_seconds` more, as that of a larger model would, but without the processor.
+    `step_seconds` more, as that of a larger model would, but without the processor. With `ranks_read`, ranks read
+    their own rows to the end, as in a run too short to start Ray Data, which takes eight CPU seconds.
     """
     _, path = _server()
     if link is not None:
         os.link(path, link)
     found = os.pathsep.join(filter(None, [str(FORKS), os.environ.get("PYTHONPATH")]))
-    return {FORKS_VARIABLE: str(link or path), _STEP_VARIABLE: str(step_seconds), "PYTHONPATH": found}
+    reading = {_READING_VARIABLE: "1"} if ranks_read else {}
+    return {FORKS_VARIABLE: str(link or path), _STEP_VARIABLE: str(step_seconds), "PYTHONPATH": found} | reading
 
 
 @cache
@@ -202,6 +204,11 @@ def _slow_down_phases(step_seconds: float) -> None:
     evaluate._batches, saver._write = slow_batches, slow_write  # type: ignore[attr-defined]
 
 
+def _let_ranks_read() -> None:
+    """Never start Ray Data for the rows of ranks."""
+    import_module("train_loop.data.stream.ray_data").ray_stream.__kwdefaults__["after"] = float(2**20)
+
+
 def main() -> None:
     """Serve, and run the requested program in each forked process."""
     folder = tempfile.mkdtemp(prefix="forks-")
@@ -222,6 +229,8 @@ def main() -> None:
     # The forks would all have the same state.
     np.random.seed()
     _slow_down_phases(float(os.environ[_STEP_VARIABLE]))
+    if _READING_VARIABLE in os.environ:
+        _let_ranks_read()
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
