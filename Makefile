@@ -15,10 +15,10 @@ LONG := tests/api/requests/test_description.py \
 long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
-	tests/unit tests/contract tests/kubernetes
+	tests/kubernetes tests/contract tests/unit
 # One of these files waits for its hosts while the other starts its processes; ranks leave no core idle.
 RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) \
-	tests/benchmarks tests/distributed
+	tests/distributed tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 # In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.

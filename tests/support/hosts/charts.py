@@ -94,12 +94,23 @@ def _schema_problems(one: Object) -> list[str]:
         schema = ray_schema(one["kind"])
         errors = Draft202012Validator(schema).iter_errors(one) if schema else []
         return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
+    problem = _kubernetes_problem(json.dumps(one))
+    return [] if problem is None else [problem]
+
+
+@cache
+def _kubernetes_problem(text: str) -> str | None:
+    """Return the problem of an object of Kubernetes' own. The chart's variants have most objects in common."""
     try:
         # Its schemas require strings where Kubernetes accepts numbers too.
-        kubernetes_validate.validate(json.loads(json.dumps(one)), "1.36", strict=True)
+        kubernetes_validate.validate(json.loads(text), "1.36", strict=True)
     except kubernetes_validate.ValidationError as error:
-        return [f"{error.path}: {error.message}"]
-    return []
+        return f"{error.path}: {error.message}"
+    return None
+
+
+# It would read its schemas, of megabytes, for each object.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 @cache

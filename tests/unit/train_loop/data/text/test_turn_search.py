@@ -171,7 +171,7 @@ def _message(random: Random, role: str, content: str) -> Message:
     return {"role": role, "content": content, **named}
 
 
-@pytest.mark.parametrize("seed", range(seeds(200, more=3000)))
+@pytest.mark.parametrize("seed", range(seeds(100, more=3000)))
 def test_assistant_turns_are_trained_with_their_ends(home: Path, seed: int) -> None:
     random = Random(seed)
     form = Format.draw(random)
