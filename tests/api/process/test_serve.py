@@ -53,23 +53,21 @@ def test_sigterm_and_sigint_end_the_service_with_exit_code_0(home: Path, number:
     assert not address.exists()
 
 
-def test_second_service_on_one_home_is_rejected(home: Path) -> None:
-    command = [sys.executable, "-m", "service.serve"]
+def test_second_service_on_one_home_or_one_sqlite_database_is_rejected(home: Path, tmp_path: Path) -> None:
+    database = home / "trainshed.db"
+    other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=f"sqlite:///{database}")
     with served(home) as service:
-        second = subprocess.run(command, env=environment_of(home), capture_output=True, text=True, timeout=60)
-        assert (second.returncode, service.process.poll()) == (1, None)
-    assert second.stderr == f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n"
+        assert end_of(environment_of(home)) == (1, f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n")
+        assert end_of(other) == (
+            1,
+            f"Another service uses the SQLite database {database}; to run several services, "
+            "set TRAINSHED_DATABASE_URL to a Postgres database\n",
+        )
+        assert service.process.poll() is None
 
 
-@pytest.mark.slow
-def test_second_service_on_one_sqlite_database_is_rejected(home: Path, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}"
-    other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=url)
+def end_of(environment: dict[str, str]) -> tuple[int, str]:
+    """Return the exit code and the errors of a service that cannot start."""
     command = [sys.executable, "-m", "service.serve"]
-    with served(home) as service:
-        second = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60)
-        assert (second.returncode, service.process.poll()) == (1, None)
-    assert second.stderr == (
-        f"Another service uses the SQLite database {tmp_path / 'home' / 'trainshed.db'}; to run several services, "
-        "set TRAINSHED_DATABASE_URL to a Postgres database\n"
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
