@@ -229,8 +229,6 @@ def main() -> None:
     # The forks would all have the same state.
     np.random.seed()
     _slow_down_phases(float(os.environ[_STEP_VARIABLE]))
-    if _READING_VARIABLE in os.environ:
-        _let_ranks_read()
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
@@ -239,6 +237,8 @@ def main() -> None:
         sys.argv.pop(0)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        if _READING_VARIABLE in os.environ:
+            _let_ranks_read()
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
