@@ -129,13 +129,12 @@ def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
 def micro_batches(batch: StepBatch, size: int, anatomy: Anatomy, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     columns = [column for column in batch.columns if column != WEIGHTS or _weights_matter(batch)]
-    slices = {column.name: _split(_slice(batch.values[column.name], column, mesh), size) for column in columns}
-    count = len(slices[SAMPLE.name])
-    whole = {name: _split(values, size) for name, values in batch.values.items()}
+    parts = {column.name: _split(batch.values[column.name], size) for column in columns}
+    count = len(parts[SAMPLE.name])
     for number in range(count):
-        arguments = anatomy.family.arguments(anatomy.model, {name: parts[number] for name, parts in whole.items()})
-        values = {name: parts[number] for name, parts in slices.items()}
-        yield MicroBatch(values, arguments, last=number == count - 1)
+        whole = {name: values[number] for name, values in parts.items()}
+        mine = {column.name: _slice(whole[column.name], column, mesh) for column in columns}
+        yield MicroBatch(mine, anatomy.family.arguments(anatomy.model, whole), last=number == count - 1)
 
 
 def _slice(values: Any, column: Column, mesh: Mesh) -> Any:
