@@ -110,8 +110,7 @@ class TokenLoss:
         self._due = (rule, batch)
         model, family = self.anatomy.model, self.anatomy.family
         with own_faults(model):
-            columns = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-            out = family.call(model, columns, batch.attention)
+            out = family.call(model, batch.values, batch.attention)
         return out if self._chunk_rows else rule.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:

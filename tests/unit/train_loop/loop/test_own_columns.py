@@ -25,6 +25,8 @@ from train_loop.plan import plan_mesh
 ONE_RANK: Any = SimpleNamespace(
     plan=plan_mesh(world=1, fsdp_size=0, ulysses_size=1), device=torch.device("cpu"), sequence_rank=0
 )
+PLAIN: Any = SimpleNamespace(model=None, family=SimpleNamespace(arguments=lambda *_: {}))
+"""Model whose call needs no arguments besides the columns."""
 
 
 def written(path: Path, table: pa.Table) -> Dataset:
@@ -44,9 +46,8 @@ def batched(dataset: Dataset, samples: list[int], size: int) -> dict[str, list[A
     """Return the values of samples by column, read, sent through Ray Data's form, packed and cut."""
     rows = Rows.from_arrow(read_rows(dataset, np.array(samples)).to_arrow())
     batch = share_rows(rows, count=len(samples), dataset=dataset, mesh=ONE_RANK)
-    model: Any = None
     found: dict[str, list[Any]] = {name: [] for name in batch.values}
-    for micro in micro_batches(batch, size, model, ONE_RANK):
+    for micro in micro_batches(batch, size, PLAIN, ONE_RANK):
         for name, values in micro.values.items():
             found[name] += list(values)
     return found
