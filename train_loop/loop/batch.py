@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,7 +59,7 @@ def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -
     words = [-(-count * column.bytes_in(length) // _WORD) for column in dense]
     message = torch.empty(sum(words), dtype=torch.int64)
     if rows is not None:
-        _pack(rows, dense, torch.split(message, words), count=count)
+        _pack(rows, dense, words, message.numpy())
     message = message.to(mesh.device)
     if mesh.plan.sp > 1:
         dist.broadcast(message, group=mesh.sp, group_src=0)
@@ -72,17 +73,22 @@ def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -
     return StepBatch(values, columns)
 
 
-def _pack(rows: Rows, columns: list[Column], parts: Sequence[Tensor], *, count: int) -> None:
-    """Copy the bytes of each column to its part of the message, so that one broadcast has them all."""
-    for column, part in zip(columns, parts, strict=True):
-        values = np.ascontiguousarray(rows.values[column.name], column.dtype)
-        assert len(values) == count, f"{len(values)} rows in column {column.name}; expected {count}"
-        part.numpy().view(column.dtype)[: values.size] = values.reshape(-1)
+def _pack(rows: Rows, columns: list[Column], words: list[int], message: NDArray[np.int64]) -> None:
+    """Copy the bytes of each column to its words of the message, so that one broadcast has them all."""
+    start = 0
+    for column, size in zip(columns, words, strict=True):
+        values = np.ascontiguousarray(rows.values[column.name], column.dtype).reshape(-1)
+        assert -(-values.nbytes // _WORD) == size, f"the rows have {values.nbytes} bytes in column {column.name}"
+        message[start : start + size].view(column.dtype)[: len(values)] = values
+        start += size
 
 
 def _unpack(part: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
     """Return a column's values from its part of the message; tokens as int64, by which torch looks up embeddings."""
-    values = part.view(_torch_type(column.dtype))[: math.prod(shape)].view(shape)
+    values = part.view(_torch_type(column.dtype))
+    if len(values) != (size := math.prod(shape)):
+        values = values[:size]
+    values = values.view(shape)
     return values.long() if column.kind == "token" and not values.is_floating_point() else values
 
 
