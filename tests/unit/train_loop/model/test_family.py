@@ -1,25 +1,20 @@
 """The seam between the loop and a family of models: few files know a library, and a plain module fits as well."""
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.builders.specs import TINY, spec
+from tests.support.ranks.two_branches import Branches, Plain
 from train_loop.errors import ModelError
 from train_loop.model.build import check_rules, materialise
-from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import Examination, Family
 from train_loop.model.load import give_weights
-from train_loop.plan import ModelShape, read_shape
-from train_loop.spec import JobSpec, ModelSpec
 
 NAMES = {
     *("PreTrainedModel", "PretrainedConfig", "PreTrainedConfig", "_no_split_modules", "_attn_implementation"),
@@ -49,49 +44,6 @@ def test_names_of_hugging_face_models_are_in_three_files() -> None:
     every = Path("train_loop").rglob("*.py")
     found = {str(file) for file in every if known.intersection(names_of(ast.parse(file.read_text())))}
     assert found == {f"train_loop/model/families/causal/{name}.py" for name in ("attention", "build", "family")}
-
-
-class Branches(nn.Module):
-    """A model without tokens, whose branches share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.right.weight = self.left.weight
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        out: Tensor = self.scale * (self.left(left) - self.right(right))
-        return out
-
-
-class Plain(Family):
-    """A family of plain modules."""
-
-    source = "mymodel 1.0"
-
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        return replace(read_shape(TINY), model_type="own", layers=2)
-
-    def build(self, spec: ModelSpec) -> Anatomy:
-        with torch.device("meta"):
-            return self.anatomy(Branches())
-
-    def anatomy(self, model: nn.Module) -> Anatomy:
-        layers = tuple(one for one in model.modules() if isinstance(one, nn.Linear))
-        return Anatomy(model, self, layers, embeddings=None, head=None, norms=(), depth=0, attention_width=0)
-
-    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
-        return Examination({}, head_is_last=False, settings=())
-
-    def initialise(self, model: nn.Module, name: str) -> None:
-        module: Any = model.get_submodule(name)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-    def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        out: Tensor = model(**columns, **arguments)
-        return out
 
 
 MODEL = spec(model={"config": TINY}).model
