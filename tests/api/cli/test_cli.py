@@ -114,6 +114,33 @@ def test_logs_of_a_failed_job_begin_with_the_reason_and_leave_out_tracebacks(hom
     assert run("logs", job_id, "--contains", "the end").stdout.splitlines() == records[-1:]
 
 
+def test_hint_below_a_runs_output_repeats_its_options_and_offers_no_follow_after_the_end(
+    home: Path, service: FakeService
+) -> None:
+    job_id = run("submit", str(home / "spec.json")).stdout.strip()
+    service.reconciler().run_once()
+    folder = service.run_dir(job_id).attempt(1)
+    folder.logs.mkdir(parents=True)
+    folder.rank_log(1).write_text("one of them\ntwo of them\n")
+    service.event(job_id, "prepared")
+    given = "--attempt=1 --rank=1 --contains='of them'"
+
+    def hint(command: str, *options: str) -> str:
+        return run(*command.split(), *options).stderr.splitlines()[-1].removeprefix("next: trainshed ")
+
+    logs = (f"logs {job_id} --rank 1 --attempt 1", "--contains", "of them")
+    assert hint(*logs) == f"logs {job_id} {given} --follow"
+    assert hint(*logs, "--limit", "1").startswith(f"logs {job_id} {given} --after ")
+    assert hint(f"logs {job_id} --raw --level info --rank 1") == f"logs {job_id} --rank=1 --level=INFO --raw --follow"
+    assert hint(f"events {job_id} --contains pre") == f"events {job_id} --contains=pre --follow"
+    assert hint(f"metrics {job_id} --lines") == f"metrics {job_id} --lines --follow"
+    service.end(job_id, Outcome(result="failed", code="data_error", reason="bad.jsonl, line 7", retryable=False))
+    service.reconciler().run_once()
+    ended = [hint(f"{name} {job_id}") for name in ("events", "logs", "metrics --lines")]
+    assert ended == [f"logs {job_id}", f"clone {job_id}", f"logs {job_id}"]
+    assert hint(*logs) == f"clone {job_id}"
+
+
 def test_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:
     service.submit()
     service.reconciler().run_once()

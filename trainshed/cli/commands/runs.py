@@ -1,5 +1,6 @@
 """`trainshed events`, `metrics` and `logs`: the output of a run."""
 
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 from pydantic import RootModel
 
-from service.api.schemas import Level, LinePage, TextPage
+from service.api.schemas import JobOut, Level, LinePage, TextPage
 from trainshed import Api, Line
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
 from trainshed.cli.exit_codes import detach_on_interrupt
@@ -48,7 +49,8 @@ def events(
         if follow:
             _follow(api, job_id, api.follow_events(job_id, after=after, contains=contains), as_json)
         else:
-            _show(api.events(job_id, after=after, contains=contains, limit=limit), f"events {job_id}", as_json)
+            page = api.events(job_id, after=after, contains=contains, limit=limit)
+            _show(api, job_id, page, _command("events", job_id, contains=contains), as_json)
 
 
 def logs(  # noqa: PLR0913 - each is an option of the command
@@ -76,7 +78,8 @@ def logs(  # noqa: PLR0913 - each is an option of the command
             page = api.logs(
                 job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, raw=raw, limit=limit
             )
-            _show(page, f"logs {job_id}", as_json)
+            command = _command("logs", job_id, attempt=attempt, rank=rank, contains=contains, level=level, raw=raw)
+            _show(api, job_id, page, command, as_json)
 
 
 def metrics(
@@ -94,7 +97,7 @@ def metrics(
             _follow(api, job_id, api.follow_metrics(job_id, after=after), as_json)
         elif lines or as_json:
             page = api.metrics(job_id, after=after, points=points, limit=limit)
-            _show(page, f"metrics {job_id} --lines", as_json)
+            _show(api, job_id, page, _command("metrics", job_id, lines=True), as_json)
         else:
             show_curves(api.metrics(job_id, after=after, points=points or _POINTS).data)
             show_next(f"metrics {job_id} --lines")
@@ -116,13 +119,30 @@ def _follow(api: Api, job_id: str, lines: Iterable[Line | str], as_json: bool) -
         show_next(next_command(api.job(job_id)))
 
 
-def _show(page: LinePage | TextPage, command: str, as_json: bool) -> None:
+def _show(api: Api, job_id: str, page: LinePage | TextPage, command: str, as_json: bool) -> None:
     if as_json:
         show_json(page)
         return
     for line in page.data:
         _show_one(line)
-    show_next(f"{command} --after {page.next}" if page.has_more else f"{command} --follow")
+    if page.has_more:
+        show_next(f"{command} --after {page.next}")
+        return
+    job = api.job(job_id)
+    show_next(_after_end(job, command) if job.state.terminal else f"{command} --follow")
+
+
+def _after_end(job: JobOut, command: str) -> str:
+    """Return the suggested command for a job that has ended, unless it is the one that was just used."""
+    found = next_command(job)
+    return f"clone {job.id}" if command.startswith(found) else found
+
+
+def _command(name: str, job_id: str, **options: str | int | None) -> str:
+    """Return the command line that shows the same lines of a job, without options that are off."""
+    given = {f"--{option}": value for option, value in options.items() if value is not None and value is not False}
+    words = [option if value is True else f"{option}={shlex.quote(str(value))}" for option, value in given.items()]
+    return " ".join([name, job_id, *words])
 
 
 def _show_one(line: Line | str) -> None:
