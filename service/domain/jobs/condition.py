@@ -59,7 +59,9 @@ class Conditions:
             self.head = HeadNode(_number(event, "time"), str(event["node"]))
         elif name == "workers_lost":
             self.lost, hosts = loss_of(event), event.get("hosts")
-            self.left = tuple(map(str, hosts)) if isinstance(hosts, list) else ()
+            # The hosts of ranks that hung or were killed have not left.
+            has_left = isinstance(hosts, list) and event.get("cause") == "host_lost"
+            self.left = tuple(map(str, cast("Sequence[object]", hosts))) if has_left else ()
         elif name == "preemption_notice":
             ranks = (self._hosts.get(rank) for rank in _ranks(event, "ranks"))
             self.draining |= dict.fromkeys(filter(None, ranks), _number(event, "time"))

@@ -111,6 +111,12 @@ def test_workers_lost_message_names_host_and_survivor_reports() -> None:
     )
 
 
+@pytest.mark.parametrize("cause", ["killed", "hung", "disconnected", "out_of_memory", "error", None])
+def test_hosts_whose_ranks_failed_have_not_left_the_cluster(cause: str | None) -> None:
+    lost = {"event": "workers_lost", "hosts": ["node3"], "cause": "host_lost", "error": "host node3 was lost"}
+    assert read(STARTED, lost, {"event": "group_started"}, lost | {"cause": cause}).left == ()
+
+
 def test_workers_lost_to_the_oom_killer_is_out_of_memory() -> None:
     found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "out_of_memory", "error": "rank 2 was killed"})
     assert found.lost is not None
