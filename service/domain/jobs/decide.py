@@ -4,7 +4,6 @@ A decision is the job to store and the side effects to run first. Effects are re
 and store, the service decides again. `admission` decides for all jobs at once which of them start.
 """
 
-import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,10 +32,14 @@ from train_loop.run_dir import Outcome, Stop
 _SLACK_SECONDS = 60.0
 _HEAD_END_SECONDS = 10.0
 """Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
-_MOST_HEAD_END_SECONDS = 300.0
-"""Limit of that delay, which doubles with each head in a row that ends before its driver has started."""
+_MOST_MOVE_SECONDS = 300.0
+"""Limit of the delay after a move, which doubles with each move in a row without a new checkpoint."""
 _OWN_END_SECONDS = 5.0
 """Seconds that a driver without workers has to end by itself."""
+_MOVES_REMEDY = (
+    "find what ends the head, its host or the driver again and again; more frequent checkpoints "
+    "(checkpoint.every_seconds) keep more of the work"
+)
 _NEVER_RAN = "the head of Ray has ended before the driver had started"
 _NO_FAILURE = (SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED)
 """Ends of a driver that was stopped, or whose outcome is not a failure although it cannot be read."""
@@ -183,18 +186,24 @@ def _never_ran(seen: Observation) -> bool:
 
 def _end_as_planned(job: Job, message: str, *, committed: int | None, now: float) -> Job:
     """End the newest attempt, which does not count as a failure. The next one starts once the old head has ended."""
+    return _move_on(job, message, committed=committed, now=now, at_least=_HEAD_END_SECONDS)
+
+
+def _move_on(job: Job, message: str, *, committed: int | None, now: float, at_least: float = 0.0) -> Job:
+    """End the newest attempt as moved. Moves in a row without a new checkpoint delay the next attempt more and more.
+
+    Something may end the attempts again and again. They never count as failures, so the delay limits what they cost.
+    """
+    in_vain, delay = job.end_attempt("moved", now=now, step=committed).moves_in_vain, at_least
     reason = Reason(Code.MOVING, message)
+    if in_vain > 1:
+        delay = min(_HEAD_END_SECONDS * 2.0 ** min(in_vain - 1, 30), _MOST_MOVE_SECONDS)
+        row = f"{in_vain} attempts in a row ended this way without a new checkpoint"
+        reason = replace(reason, message=f"{message}; {row}, so the next one waits {delay:.0f} s", remedy=_MOVES_REMEDY)
     # The attempt keeps the reason: soon the job's own is that Ray does not answer.
     job = job.end_attempt("moved", now=now, reason=reason, step=committed)
     job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
-    return replace(job, reason=reason, next_attempt_at=now + _delay_after_head(job))
-
-
-def _delay_after_head(job: Job) -> float:
-    """Return the seconds until the next attempt: more if heads end again and again before a driver has started."""
-    ends = (attempt.reason.message if attempt.reason else None for attempt in reversed(job.attempts))
-    in_a_row = sum(1 for _ in itertools.takewhile(lambda end: end == _NEVER_RAN, ends))
-    return min(_HEAD_END_SECONDS * 2.0 ** min(max(in_a_row - 1, 0), 30), _MOST_HEAD_END_SECONDS)
+    return replace(job, reason=reason, next_attempt_at=now + delay)
 
 
 def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
@@ -249,10 +258,8 @@ def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now:
         return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
     if outcome.result == "moved":
         # The next attempt starts at once, and this one does not count as a failure.
-        moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts will be removed'}")
-        job = job.end_attempt("moved", now=now, reason=moved, step=committed)
-        job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
-        return replace(job, reason=moved, next_attempt_at=now)
+        moves = f"moves to other hosts: {outcome.reason or 'hosts will be removed'}"
+        return _move_on(job, moves, committed=committed, now=now)
     if outcome.result != "failed":
         unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result} without a request")
         return _fail_attempt(job, unasked, committed=committed, now=now, retry=retry)

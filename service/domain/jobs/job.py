@@ -1,5 +1,6 @@
 """A job, its attempts, and the table of legal state transitions."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -159,13 +160,22 @@ class Job:
     @property
     def failed(self) -> tuple[Attempt, ...]:
         """Return the failed attempts since the last attempt that committed a new step."""
-        found, best = list[Attempt](), -1
-        for attempt in self.attempts:
+        return tuple(one for one in self.attempts[max(self._newest_progress, 0) :] if one.result == "failed")
+
+    @property
+    def moves_in_vain(self) -> int:
+        """Return how many attempts in a row, up to the newest, moved before they committed a new step."""
+        later = reversed(self.attempts[self._newest_progress + 1 :])
+        return sum(1 for _ in itertools.takewhile(lambda attempt: attempt.result == "moved", later))
+
+    @property
+    def _newest_progress(self) -> int:
+        """Return the index of the last attempt that committed a new step; -1 if there is none."""
+        found, best = -1, -1
+        for index, attempt in enumerate(self.attempts):
             if attempt.step is not None and attempt.step > best:
-                found, best = [], attempt.step
-            if attempt.result == "failed":
-                found.append(attempt)
-        return tuple(found)
+                found, best = index, attempt.step
+        return found
 
     @property
     def requested_scaling(self) -> ScalingSpec:

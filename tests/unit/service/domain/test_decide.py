@@ -324,16 +324,50 @@ def test_attempt_that_a_head_took_with_it_before_it_began_is_no_failure(job: Job
     assert len(later.attempts) == len(job.attempts) + 1
 
 
-def test_heads_that_end_again_and_again_before_an_attempt_began_are_given_more_and_more_time() -> None:
-    job, delays = live(JobState.STARTING), list[float]()
+@pytest.mark.parametrize(
+    ("end", "first"),
+    [
+        (Observation(SubmissionStatus.MISSING), 10),
+        (Observation(SubmissionStatus.FAILED, stop=LEAVES, has_output=True), 10),
+        (Observation(SubmissionStatus.MISSING, stop=LEAVES, outcome=LOST), 10),
+        (Observation(ALIVE, outcome=Outcome(result="moved")), 0),
+    ],
+    ids=["head", "driver", "ranks", "drained"],
+)
+def test_moves_again_and_again_without_a_new_checkpoint_are_delayed_more_and_more_and_counted(
+    end: Observation, first: float
+) -> None:
+    job, delays, messages = live(JobState.STARTING), list[float](), list[str]()
     for _ in range(8):
-        job = step(job, Observation(SubmissionStatus.MISSING)).job
+        job = step(job, _of_newest(job, end)).job
         delays.append((job.next_attempt_at or 0) - NOW)
-        job = replace(job.begin_attempt(now=NOW).mark_submitted(now=NOW), next_attempt_at=None)
-    assert delays == [10, 20, 40, 80, 160, 300, 300, 300]
-    job = step(job, Observation(SubmissionStatus.FAILED, has_output=True)).job
-    job = replace(job.begin_attempt(now=NOW).mark_submitted(now=NOW), next_attempt_at=None)
-    assert step(job, Observation(SubmissionStatus.MISSING)).job.next_attempt_at == NOW + 10
+        messages.append(reason_message(job))
+        job = _next_attempt(job)
+    assert delays == [first, 20, 40, 80, 160, 300, 300, 300]
+    assert (job.failures, "in a row" in messages[0]) == ((), False)
+    row = "; 3 attempts in a row ended this way without a new checkpoint, so the next one waits 40 s"
+    assert messages[2] == messages[0] + row
+    assert job.attempts[2].reason is not None
+    assert (job.attempts[2].reason.code, "again and again" in str(job.attempts[2].reason.remedy)) == (Code.MOVING, True)
+    # A new checkpoint ends the row, an old one does not; so does an end of another kind.
+    saved = step(job, replace(_of_newest(job, end), committed=7)).job
+    assert (saved.next_attempt_at, "in a row" in reason_message(saved)) == (NOW + first, False)
+    once = step(_next_attempt(saved), replace(_of_newest(_next_attempt(saved), end), committed=7)).job
+    assert once.next_attempt_at == NOW + first
+    again = _next_attempt(once)
+    assert step(again, replace(_of_newest(again, end), committed=7)).job.next_attempt_at == NOW + 20
+    failed = _next_attempt(step(job, Observation(SubmissionStatus.FAILED, has_output=True)).job)
+    assert step(failed, _of_newest(failed, end)).job.next_attempt_at == NOW + first
+
+
+def _of_newest(job: Job, seen: Observation) -> Observation:
+    """Return an observation whose notice is for the newest attempt."""
+    stop = seen.stop
+    return seen if stop is None else replace(seen, stop=stop.model_copy(update={"attempt": len(job.attempts)}))
+
+
+def _next_attempt(job: Job) -> Job:
+    return replace(job.begin_attempt(now=NOW).mark_submitted(now=NOW), next_attempt_at=None)
 
 
 @pytest.mark.parametrize(
