@@ -43,9 +43,14 @@ class Stored:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file of a model. Raises DataError as `open_input` does."""
-    with open_input(path) as opened, safe_open(descriptor_path(opened, path), "pt") as file:
-        yield file
+    """Open a safetensors file of a model. Raises ModelError if it is missing or damaged, DataError as `open_input`."""
+    try:
+        with open_input(path) as opened, safe_open(descriptor_path(opened, path), "pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} not found; copy the folder again") from error
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a complete safetensors file: {error}; copy it again") from error
 
 
 def give_weights(
@@ -154,13 +159,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> Iterable[Stored]:
-    try:
-        with open_tensors(file) as content:
-            return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ModelError(f"{file} not found, and the index names it; copy the folder again") from error
-    except SafetensorError as error:
-        raise ModelError(f"{file} is not a complete safetensors file: {error}; copy it again") from error
+    with open_tensors(file) as content:
+        return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
 
 
 def _tensors(model: nn.Module) -> Iterable[list[str]]:

@@ -20,6 +20,7 @@ from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, is_below
 
 _LARGEST = 64 * 2**20
 """Maximum bytes of a config, an index or a template, which are read as a whole."""
+_LET_READ = "let the users of service and workers read the file and its folders"
 _own: list[ReadPolicy] = []
 """The policy that `limit_inputs` has set; empty if none is set."""
 
@@ -48,14 +49,20 @@ def _parse(text: str) -> ReadPolicy:
 
 
 def open_input(path: str | Path) -> BinaryIO:
-    """Open a local input file. Raises DataError if the policy refuses it, or if it is not a regular file."""
+    """Open a local input file.
+
+    Raises DataError if the policy or its permissions refuse it, or if it is not a regular file.
+    """
     policy = current_policy()
     if policy is not None:
         # Check before opening, too: the error must not depend on whether a file outside the roots exists.
         _check_place(policy, os.path.realpath(path), Path(path))
-    check_regular(path, os.stat(path))
-    # A FIFO may have replaced the file since: without O_NONBLOCK, the open would wait for a writer.
-    opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        check_regular(path, os.stat(path))
+        # A FIFO may have replaced the file since: without O_NONBLOCK, the open would wait for a writer.
+        opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except PermissionError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {_LET_READ}") from error
     try:
         check_regular(path, os.fstat(opened.fileno()))
         if policy is not None:

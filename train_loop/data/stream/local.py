@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from train_loop.data.columns import DOCUMENTS, INPUT_IDS, LABELS, POSITION_IDS, WEIGHTS
 from train_loop.data.dataset import Cells, Dataset, Part, Rows, ShardFile
-from train_loop.data.files import File, is_gone, open_file, report_damage
+from train_loop.data.files import File, is_gone, is_local, open_file, report_damage
 from train_loop.data.order import PADDING, Ids, StepOrder
 from train_loop.data.own_columns import read_own
 from train_loop.data.prepare.columns import plain_table
@@ -26,6 +26,7 @@ from train_loop.run_dir import is_transient
 from train_loop.system.retry import retry_storage
 
 _INT32 = np.iinfo(np.int32)
+_RESTORE = "restore it, and clone the job from its newest checkpoint"
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,16 @@ def _weight(cell: Any, name: str) -> NDArray[Any]:
 
 
 def _table(file: File, columns: tuple[str, ...]) -> pa.Table:
-    """Return a file's columns. Retries while the storage is unavailable, as for all files that a run reads."""
-    return retry_storage(partial(_whole, file, columns), may_pass=partial(_may_pass, file))
+    """Return a file's columns. Retries while the storage is unavailable, as for all files that a run reads.
+
+    Raises DataError for a file that was deleted or replaced during the run.
+    """
+    try:
+        return retry_storage(partial(_whole, file, columns), may_pass=partial(_may_pass, file))
+    except FileNotFoundError as error:
+        if _may_pass(file, error):
+            raise
+        raise DataError(f"{file.uri} not found: it was deleted or moved during the run; {_RESTORE}") from error
 
 
 def _may_pass(file: File, error: BaseException) -> bool:
@@ -175,4 +184,6 @@ def _may_pass(file: File, error: BaseException) -> bool:
 @lru_cache(maxsize=1024)
 def _whole(file: File, columns: tuple[str, ...]) -> pa.Table:
     with report_damage(file.uri, "parquet"), open_file(file, buffer=0) as opened:
+        if is_local(file.uri) and os.fstat(opened.fileno()).st_size != file.size:
+            raise DataError(f"{file.uri} has changed during the run; {_RESTORE}")
         return plain_table(pq.ParquetFile(opened, page_checksum_verification=True).read(columns=list(columns)))

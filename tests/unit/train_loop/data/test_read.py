@@ -8,6 +8,7 @@ import pytest
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.prepare.sources import list_files
 from train_loop.data.stream import local
+from train_loop.errors import DataError
 from train_loop.spec import SourceSpec
 
 
@@ -36,9 +37,17 @@ def test_rows_are_read_once_an_unmounted_folder_returns(folder: Path) -> None:
     timer.join()
 
 
-def test_missing_file_among_others_fails_without_a_wait(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "not found: it was deleted or moved during the run"), (b"PAR1", "has changed during the run")],
+)
+def test_file_that_is_deleted_or_replaced_during_the_run_is_named_without_a_wait(
+    folder: Path, content: bytes | None, message: str
+) -> None:
     (file,) = list_files(SourceSpec(path=str(folder / "d.parquet")))
     (folder / "other").touch()
     (folder / "d.parquet").unlink()
-    with pytest.raises(FileNotFoundError):
+    if content is not None:
+        (folder / "d.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=f"^{folder}/d.parquet {message}; restore it, and clone the job"):
         local._table(file, ("ids",))

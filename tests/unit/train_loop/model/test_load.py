@@ -16,7 +16,7 @@ from tests.support.builders.specs import spec
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.model.load import give_weights, match_folder
+from train_loop.model.load import give_weights, match_folder, read_headers
 from train_loop.spec import ModelSpec
 
 LLAMA3_ROPE = {
@@ -186,7 +186,7 @@ def rename_weights(folder: Path) -> None:
         (truncate, "model.safetensors is not a complete safetensors file: .*; copy it again"),
         (index(["x"]), "weight_map not found in .*; copy it again"),
         (index({"x": "../../etc/passwd"}), "names files that are not safetensors of the folder: ../../etc/passwd"),
-        (index({"x": "gone.safetensors"}), "gone.safetensors not found, and the index names it"),
+        (index({"x": "gone.safetensors"}), "gone.safetensors not found; copy the folder again"),
         (index({"x": "a.safetensors"}, rest=rename_weights), "names tensors that its files do not contain: x; copy it"),
     ],
 )
@@ -196,6 +196,22 @@ def test_folder_without_complete_safetensors_is_rejected(
     spoil(write_model(tmp_path))
     with pytest.raises(ModelError, match=message):
         match_folder(CAUSAL.build(model_spec(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (truncate, "model.safetensors is not a complete safetensors file: .*; copy it again"),
+        (remove_weights, "model.safetensors not found; copy the folder again"),
+    ],
+)
+def test_weights_that_are_lost_after_their_headers_were_read_are_named(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    found = read_headers(write_model(tmp_path))
+    spoil(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        next(iter(found.values())).read((slice(None),))
 
 
 @pytest.mark.parametrize(

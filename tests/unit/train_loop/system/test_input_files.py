@@ -1,5 +1,6 @@
 """Inputs that are not regular files: refused by name, and never waited for."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -46,6 +47,22 @@ def test_fifo_that_replaces_a_file_after_its_check_is_refused(tmp_path: Path, mo
     monkeypatch.setattr(os, "stat", lambda path, **_: before)
     with pytest.raises(DataError, match="fifo is a FIFO"):
         open_input(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize("refused", ["stat", "open"])
+def test_file_without_permission_is_an_error_that_names_file_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    (tmp_path / "a.json").write_text("{}")
+
+    def refuse(path: object, *_: object, **__: object) -> None:
+        # The superuser of these tests may read every file.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, refused, refuse)
+    message = r"a.json cannot be read: Permission denied; let the users of service and workers read the file"
+    with pytest.raises(DataError, match=message):
+        open_input(tmp_path / "a.json")
 
 
 def test_folder_is_not_opened_as_a_file(tmp_path: Path) -> None:
