@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import may_read, raw_spec
 from tests.support.tokenizers import chats
 from train_loop.data.text.tokenizer import load_tokenizer
@@ -55,6 +55,17 @@ def test_preview_counts_the_first_rows_and_names_omitted_ones(tmp_path: Path) ->
     assert (
         "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][3]
     )
+
+
+def test_tokenised_rows_need_no_tokenizer_in_the_folder_of_their_model(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [[1, 2], [3]]}), tmp_path / "a.parquet")
+    folder = write_model(tmp_path / "m")
+    raw = raw_spec(
+        model={"config": None, "path": folder.as_uri()},
+        data={"train": {"path": f"{tmp_path}/a.parquet"}, "columns": {"input_ids": "ids"}, "packing": False},
+    )
+    found = answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
+    assert (found["problems"], [source["rows"] for source in found["preview"]]) == ([], [2])
 
 
 @pytest.mark.parametrize(
