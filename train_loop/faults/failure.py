@@ -108,7 +108,10 @@ def message(error: BaseException) -> str:
 
 def _without_traceback(error: BaseException) -> str:
     """Return the text of the cause. Of a traceback inside it, from another process of Ray, only the last line stays."""
-    lines = "".join(traceback.format_exception_only(cause(error))).strip().splitlines()
+    found = cause(error)
+    # The name of our class says nothing that the message does not say.
+    text = str(found) if isinstance(found, _NAMED) else "".join(traceback.format_exception_only(found))
+    lines = text.strip().splitlines()
     begin = next((number for number, line in enumerate(lines) if _TRACEBACK.search(line)), None)
     return "\n".join(lines if begin is None else [*lines[:begin], lines[-1].strip()])
 

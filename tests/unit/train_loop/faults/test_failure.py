@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RaySystemError, RayTaskError
 
-from train_loop.errors import DataError, FencedError
-from train_loop.faults.failure import failed, report_failure
+from train_loop.errors import CheckpointError, DataError, FencedError
+from train_loop.faults.failure import failed, reason, report_failure
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, RunDir, read_lines
 from train_loop.spec import Problem, SpecError
@@ -127,3 +127,9 @@ def test_log_has_a_traceback_unless_the_message_suffices(
     (record,) = caplog.records
     assert str(error) in record.getMessage()
     assert (record.exc_info and record.exc_info[0]) is traced
+
+
+def test_reason_of_our_own_error_is_its_message_without_the_name_of_its_class() -> None:
+    saves = "3 checkpoints in a row were not committed: disk full; make the storage writable again"
+    assert reason(WorkersFailed({0: CheckpointError(saves)})) == saves
+    assert reason(OSError(28, "No space left")) == "OSError: [Errno 28] No space left"
