@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import cast
 
 from service.domain.jobs.head_node import HeadNode
-from service.domain.jobs.reason import HANG_REMEDY, Code, Reason
+from service.domain.jobs.reason import HANG_REMEDY, Code, Reason, storage_remedy
 from train_loop.plan import list_ranks
 
 Event = Mapping[str, object]
@@ -160,7 +160,8 @@ def _storage(event: Event) -> Reason:
     hosts = event.get("hosts")
     on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
     message = f"storage {event.get('root')} is unavailable{on}{since}{error}"
-    return Reason(Code.STORAGE_UNAVAILABLE, message, "check that it is mounted and reachable on all hosts")
+    remedy = storage_remedy(error, otherwise="check that it is mounted and reachable on all hosts")
+    return Reason(Code.STORAGE_UNAVAILABLE, message, remedy)
 
 
 _CONDITIONS = {

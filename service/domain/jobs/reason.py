@@ -70,13 +70,26 @@ HANG_REMEDY = (
 """Remedy of a job whose ranks made no progress for longer than its spec allows."""
 
 
+def storage_remedy(error: str, *, otherwise: str) -> str:
+    """Return what helps against an error of storage; `otherwise` if its text does not show that."""
+    return next((remedy for text, remedy in _STORAGE_REMEDIES.items() if text in error), otherwise)
+
+
+_STORAGE_REMEDIES = {
+    "No space left": "free space there",
+    "Disk quota": "free space there, or raise the quota",
+    "Permission denied": "let the users of service and workers read and write there",
+    "Read-only": "make it writable again",
+    "matches no file": "restore it, or mount its storage on all hosts",
+}
+"""What helps against errors of storage, by a part of their text."""
+
+
 def storage_unavailable(error: str, since: float | None = None, *, root: str | None = None) -> Reason:
     """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds)."""
     storage = "storage" if root is None else f"storage {root}"
     when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    fix = "mount it again on every host"
-    if "Permission denied" in error:
-        fix = "let the users of service and workers read and write there"
+    fix = storage_remedy(error, otherwise="mount it again on every host")
     remedy = f"{fix}; workers train until their next save, which waits for the storage"
     return Reason(Code.STORAGE_UNAVAILABLE, f"{storage} has been unavailable{when}: {error}", remedy)
 

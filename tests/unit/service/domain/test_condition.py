@@ -59,6 +59,24 @@ def test_condition_names_its_cause(event: dict[str, Any], code: Code, message: s
 
 
 @pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("No space left on device", "free space there"),
+        ("Disk quota exceeded", "free space there, or raise the quota"),
+        ("[Errno 13] Permission denied", "let the users of service and workers read and write there"),
+        ("[Errno 30] Read-only file system", "make it writable again"),
+        ("file:///in/eval.jsonl matches no file; check the path", "restore it, or mount its storage on all hosts"),
+        ("no marker file", "check that it is mounted and reachable on all hosts"),
+        (None, "check that it is mounted and reachable on all hosts"),
+    ],
+)
+def test_remedy_of_unavailable_storage_fits_its_error(error: str | None, remedy: str) -> None:
+    newest = read(STARTED, STORAGE | {"error": error}).newest
+    assert newest is not None
+    assert newest.remedy == remedy
+
+
+@pytest.mark.parametrize(
     ("event", "end"),
     [
         (SILENT, {"event": "progressing", "host": SILENT["host"]}),
