@@ -117,12 +117,12 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
 def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
     """Build what a run trains: token cross entropy.
 
-    It is computed in chunks if the plan asks for them and the head is the model's last operation.
+    It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
-    rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.head_is_last else None
+    rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.after_head is not None else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)
-    return TokenLoss(sharded.anatomy, rule, chunk_rows=rows)
+    return TokenLoss(sharded.anatomy, rule, chunk_rows=rows, after_head=sharded.after_head or ())
 
 
 def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:

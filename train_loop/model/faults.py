@@ -31,7 +31,9 @@ def without_advice(error: BaseException) -> str:
     text = " ".join(str(error).split())
     sentences = re.split(r"(?<=[.!?])\s+", text)
     kept = [
-        one for one in sentences if not re.search(r"issue|github\.com|eager|attn_implementation|from_pretrained", one)
+        one
+        for one in sentences
+        if not re.search(r"issue|github\.com|eager|attn_implementation|from_pretrained|^Please\b", one)
     ]
     return " ".join(kept) or type(error).__name__
 

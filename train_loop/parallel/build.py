@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
@@ -23,8 +24,8 @@ class ShardedModel(NamedTuple):
     anatomy: Anatomy
     timer: ComputeTimer
     """Timer of its computation."""
-    head_is_last: bool
-    """True if the head is the model's last operation, so that the loss can be computed inside of it."""
+    after_head: tuple[Step, ...] | None
+    """Steps from the head's output to the logits, so that the loss can be computed inside of it; None if unknown."""
     unused: list[str]
     """Tensors of the model's folder that the model does not use."""
 
@@ -48,4 +49,4 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return ShardedModel(anatomy, timer, found.head_is_last, unused)
+    return ShardedModel(anatomy, timer, found.after_head, unused)

@@ -8,7 +8,7 @@ Shapes: B batch, T sequence, H query heads, K kv heads, D head size, P ranks in 
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +24,21 @@ from train_loop.model.families.family import SPLIT_ATTENTION, Attention, Attenti
 from train_loop.telemetry.timers import ComputeTimer
 
 
+class _Own:
+    """A module whose attributes are those of this rank, as an attention function reads them."""
+
+    def __init__(self, module: nn.Module, own: Callable[[Any], Any]) -> None:
+        self._module = module
+        self._own = own
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._module)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._own(getattr(self._module, name))
+
+
 class Ulysses:
     """The sequence parallel attention of one model, and the exchanges of its current or last forward pass."""
 
@@ -35,6 +50,8 @@ class Ulysses:
         self.exchanged: Counter[tuple[int, ...]] = Counter()
         self.uses: list[AttentionUse] = []
         """The attention modules that use this object."""
+        self._by_head = set[nn.Module]()
+        """Modules with numbers by head, such as sinks."""
         self.name = f"ulysses-{next(_NUMBERS)}"
         _BY_NAME[self.name] = self
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
@@ -53,12 +70,26 @@ class Ulysses:
         if key.shape[1] < self.ranks:
             key, value = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (query, key, value))
+        if module in self._by_head:
+            module, kwargs = self._own_heads(module, kwargs, query.shape[1])
         out, weights = self.inner(module, q, k, v, attention_mask, **kwargs)  # [B, T, H/P, D]
         return heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2), weights
+
+    def _own_heads(self, module: nn.Module, named: dict[str, Any], heads: int) -> tuple[Any, dict[str, Any]]:
+        """Return a module and arguments whose numbers by head [H] are those of this rank's heads."""
+        rank = dist.get_rank(self.group)
+
+        def own(value: Any) -> Any:
+            is_by_head = isinstance(value, Tensor) and value.shape == (heads,)
+            return value.chunk(self.ranks)[rank] if is_by_head else value
+
+        return _Own(module, own), {name: own(value) for name, value in named.items()}
 
     def adopt(self, module: nn.Module, use: AttentionUse) -> None:
         """Compute the attention of a module."""
         self.uses.append(use)
+        if any(one.shape == (use.heads,) for one in module.parameters(recurse=False)):
+            self._by_head.add(module)
         setattr(module, SPLIT_ATTENTION, self)
         if hasattr(module, "num_key_value_groups"):
             # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.

@@ -15,7 +15,7 @@ CHUNK_BYTES = 2**29
 MASK_BYTES = 2**30
 """Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
-_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "logits")
+_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def estimate_memory(
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
-        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
+        *_masks_and_scores(spec, shape, mesh, compute=compute),
         _logits(spec, shape, tokens),
     )
 
@@ -181,6 +181,24 @@ def _mask(spec: JobSpec) -> int:
     chosen, on_gpu = spec.model.attn_implementation, bool(spec.scaling.resources_per_worker.get("GPU"))
     masked = chosen == "sdpa" or (chosen == "auto" and not (on_gpu and mask_bytes(spec) > MASK_BYTES))
     return mask_bytes(spec) if masked else 0
+
+
+def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compute: int) -> tuple[MemoryTerm, ...]:
+    """Estimate the mask, and the scores of attention that computes them whole: in fp32, and in the compute dtype."""
+    formula = "1 byte x sequences x sequence_length^2, if packed"
+    if not shape.whole_scores:
+        return (MemoryTerm("attention_mask", _mask(spec), formula),)
+    squares = spec.training.per_device_train_batch_size * spec.data.sequence_length**2
+    layers = shape.layers if spec.model.gradient_checkpointing == "none" else 1
+    scores = (4 + 2 * compute) * layers * squares * -(-shape.heads // mesh.sp)
+    return (
+        MemoryTerm("attention_mask", 4 * squares, "4 bytes x sequences x sequence_length^2"),
+        MemoryTerm(
+            "attention_scores",
+            scores,
+            f"(4 + 2 x {compute}) bytes x layers at once x heads / sp x sequences x sequence_length^2",
+        ),
+    )
 
 
 def _activations(

@@ -54,6 +54,8 @@ _OTHER_NAMES = {
 
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Required sizes. Without the others, each attention head has its own kv head, and F is 4 H."""
+_WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+"""Families with a recurrent state and no attention; they count as one head."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class ModelShape:
     qk_norm: bool
     counts: ParameterCounts | None = None
     """Exact numbers of parameters; None if the model has not been built."""
+    whole_scores: bool = False
+    """True if attention computes whole matrices of scores, because the family's code has no other way."""
 
     @property
     def known(self) -> bool:
@@ -186,12 +190,14 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     }
     if config.get("multi_query"):
         renamed["num_key_value_heads"] = 1
+    if model_type in _WITHOUT_ATTENTION:
+        renamed["num_attention_heads"] = 1
     sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}
     missing = [name for name in NEEDED if name not in sizes]
     if missing:
         raise ValueError(
-            f"model_type={model_type} has no known default sizes, unlike {', '.join(_DEFAULTS)}; "
-            f"add {', '.join(missing)} to the model's config"
+            f"the sizes of model_type={model_type} must be given; add {', '.join(missing)} to the model's config (only "
+            f"{', '.join(_DEFAULTS)} have default sizes here)"
         )
     heads = _positive(sizes, "num_attention_heads")
     hidden = _positive(sizes, "hidden_size")

@@ -108,7 +108,9 @@ def check_model(
     problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
     problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, found, spec)]
     # Counted last, because the check of freeze_module_prefix freezes.
-    return (shape if problems else replace(shape, counts=_count_parameters(anatomy, spec))), problems
+    if problems:
+        return shape, problems
+    return replace(shape, counts=_count_parameters(anatomy, spec), whole_scores=found.whole_scores), []
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:

@@ -43,7 +43,7 @@ class ModelSpec(SpecModel):
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         default="auto",
         description="attention kernel; auto: flash if it is installed and the GPU supports it, else sdpa, or flex "
-        "for very long packed samples",
+        "for very long packed samples; families without sdpa use flex on GPUs, or whole matrices of scores",
     )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",

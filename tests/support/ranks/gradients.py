@@ -96,6 +96,11 @@ def mesh_of(job: JobSpec, device: torch.device = CPU) -> Mesh:
     return _MESHES[key]
 
 
+def forget_meshes() -> None:
+    """Forget the meshes of a former group of ranks."""
+    _MESHES.clear()
+
+
 def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
     """Return this rank's part of the rows."""
     count = len(rows.samples) // mesh.plan.dp

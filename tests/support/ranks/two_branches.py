@@ -46,7 +46,7 @@ class Plain(Family):
         return Anatomy(model, self, layers, embeddings=None, head=None, norms=(), depth=0, attention_width=0)
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
-        return Examination({}, head_is_last=False, settings=())
+        return Examination({}, after_head=None, settings=())
 
     def initialise(self, model: nn.Module, name: str) -> None:
         module: Any = model.get_submodule(name)

@@ -4,7 +4,7 @@ If the data has token weights, the loss is the weighted mean.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Terms
+from train_loop.model.families.after_head import Step, take_steps
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.faults import own_faults
 
@@ -27,10 +28,12 @@ class LossRule:
     """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
     in_order: bool = False
     """Whether tokens are summed in one order, with and without weights, as `any_size` runs need."""
+    after_head: tuple[Step, ...] = ()
+    """Steps from the given logits to those of the model, if they are the output of its head."""
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
-        rows, targets = logits.float().flatten(0, -2), labels.flatten()
+        rows, targets = take_steps(self.after_head, logits).float().flatten(0, -2), labels.flatten()
         plain = weights is None and not self.in_order
         reduction = "sum" if plain else "none"
         loss = F.cross_entropy(
@@ -75,15 +78,25 @@ class TokenLoss:
     sums = ()
     evaluation_sums = ("loss", "weight", "tokens")
 
-    def __init__(self, anatomy: Anatomy, rule: LossRule | None = None, *, chunk_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        rule: LossRule | None = None,
+        *,
+        chunk_rows: int | None = None,
+        after_head: tuple[Step, ...] = (),
+    ) -> None:
         self.anatomy = anatomy
         self._rule = rule or LossRule()
         # Cross entropy only, without the extra terms of training.
         self._evaluation_rule = LossRule(in_order=self._rule.in_order)
         self._chunk_rows = chunk_rows
+        self._after_head = after_head
         self._due: tuple[LossRule, MicroBatch] | None = None
+        self._found: Tensor | None = None
+        """Loss that the head found, if the model takes steps after it."""
         if chunk_rows is not None:
-            assert isinstance(anatomy.head, nn.Linear), "only models whose head is the last operation have chunks"
+            assert isinstance(anatomy.head, nn.Linear), "only linear heads have chunks"
             self._head = anatomy.head
             self._head.forward = self._chunked_head  # type: ignore[assignment, method-assign]
 
@@ -111,16 +124,22 @@ class TokenLoss:
         model, family = self.anatomy.model, self.anatomy.family
         with own_faults(model):
             out = family.call(model, batch.values, batch.attention)
-        return out if self._chunk_rows else rule.sum(out, batch.labels, batch.weights)
+        if self._chunk_rows is None:
+            return rule.sum(out, batch.labels, batch.weights)
+        # The model took its steps with the loss. FSDP2 needs its output in the graph, where it adds nothing.
+        return out if self._found is None else self._found + 0 * out
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
         """Return the loss for hidden states [B, T, H] without allocating logits [B * T, V]."""
         assert self._due is not None
         assert self._chunk_rows is not None
-        rule, batch = self._due
+        plain_rule, batch = self._due
+        rule = replace(plain_rule, after_head=self._after_head)
         head, labels = self._head, batch.labels.flatten()
         label_weights = None if batch.weights is None else batch.weights.flatten()
-        return chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
+        loss = chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
+        self._found = loss if self._after_head else None
+        return loss
 
 
 def chunked_sum(

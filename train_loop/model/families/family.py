@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
+from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.plan import ModelShape
 from train_loop.spec import JobSpec, ModelSpec
@@ -47,9 +48,11 @@ class Examination:
 
     attention: Mapping[str, AttentionUse]
     """Modules whose attention a `SPLIT_ATTENTION` replaces, by name."""
-    head_is_last: bool
-    """True if the output is that of the head, so that the loss can be computed inside of it."""
+    after_head: tuple[Step, ...] | None
+    """Steps from the head's output to the logits, so that the loss can be computed inside of it; None if unknown."""
     settings: tuple[SettingCheck, ...]
+    whole_scores: bool = False
+    """True if attention computes whole matrices of scores."""
 
 
 class StoredNames(NamedTuple):

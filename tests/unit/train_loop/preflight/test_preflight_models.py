@@ -46,11 +46,6 @@ DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_the
             "/strategy/apply_tiled_mlp",
             "OPTDecoderLayer has no child module of a class named *MLP",
         ),
-        (
-            {"model": {"config": TINY | {"model_type": "granite"}}, "training": {"chunked_loss": True}},
-            "/training/chunked_loss",
-            "needs logits as the head returns them, and GraniteForCausalLM changes them",
-        ),
     ],
 )
 def test_unsupported_model_features_are_rejected(parts: dict[str, Any], pointer: str, message: str) -> None:
@@ -73,10 +68,11 @@ def test_model_that_bypasses_the_attention_registry_is_rejected_for_ulysses_only
     assert check_model(parse(raw_spec(model={"config": FALCON})), may_read())[1] == []
 
 
-def test_model_with_an_incompatible_forward_is_rejected() -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), may_read())
-    assert problem.pointer == "/model/config"
-    assert "FalconForCausalLM cannot be called with input_ids, position_ids and an attention mask" in problem.message
+def test_model_that_takes_no_masks_is_trained_without_packing_only() -> None:
+    config = FALCON | {"alibi": True}
+    _, (problem,) = check_model(parse(raw_spec(model={"config": config})), may_read())
+    assert (problem.pointer, "set data.packing: false" in problem.message) == ("/data/packing", True)
+    assert check_model(parse(raw_spec(model={"config": config}, data={"packing": False})), may_read())[1] == []
 
 
 def test_model_without_layer_names_uses_those_of_the_spec() -> None:

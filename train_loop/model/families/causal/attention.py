@@ -1,6 +1,8 @@
 """Choice of a model's attention implementation, and its inputs that separate packed documents."""
 
-from collections.abc import Iterator, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +30,8 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     installed = [name for name, is_available in _FLASH.items() if is_available()]
     chosen = best_attention(spec, device, major=major, installed=installed) if wanted == "auto" else wanted
+    if wanted == "auto" and not _is_supported(model, chosen):
+        chosen = "flex_attention" if device.type == "cuda" and _is_supported(model, "flex_attention") else "eager"
     if chosen in _FLASH and chosen not in installed:
         raise ModelError(f"attn_implementation={chosen} is not installed on the workers; install it, or choose sdpa")
     if chosen in _FLASH and not _runs(chosen, major):
@@ -40,8 +44,16 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
     try:
         model.set_attn_implementation(chosen)
     except (ValueError, ImportError) as error:
-        name = type(model).__name__
-        raise ModelError(f"attn_implementation={chosen} is not supported by {name}; choose sdpa") from error
+        other = "sdpa" if _is_supported(model, "sdpa") else "auto"
+        raise ModelError(
+            f"attn_implementation={chosen} is not supported by {type(model).__name__}; choose {other}"
+        ) from error
+
+
+def _is_supported(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a model's class has an implementation of attention."""
+    flag = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(name, "_supports_flash_attn")
+    return bool(getattr(model, flag))
 
 
 def best_attention(spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str]) -> str:
@@ -92,6 +104,37 @@ def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     if "sliding_attention" not in (kinds or ()):
         return full
     return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
+def accept_masks(model: nn.Module) -> None:
+    """Make a model with ALiBi (BLOOM) accept a mask [B, 1, T, T], in place; other models stay."""
+    for module in model.modules():
+        build = getattr(module, "build_alibi_tensor", None)
+        if build is not None:
+            module.build_alibi_tensor = functools.partial(_alibi_of_row, build)  # type: ignore[assignment]
+
+
+def _alibi_of_row(build: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return the biases [B * H, 1, T] of a row, whatever documents its mask separates.
+
+    A document that begins later adds the same number to all scores of a token, which softmax ignores.
+    """
+    if mask.dim() == 4:
+        mask = torch.ones(mask.shape[0], mask.shape[-1], dtype=torch.int64, device=mask.device)
+    return build(mask, heads, dtype)
+
+
+def eager_attention(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute attention with whole matrices of scores, by the function beside the class of a module.
+
+    Families without SDPA have their own: scores with a cap, or sinks.
+    """
+    function: Attention = vars(sys.modules[module.__class__.__module__])["eager_attention_forward"]
+    return function(module, *inputs, **named)
+
+
+# transformers registers none, and would call the same function.
+ALL_ATTENTION_FUNCTIONS.register("eager", eager_attention)
 
 
 class ModuleAttention:

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 from transformers.activations import XIELUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.causal.attention import apply_attention, attention_inputs, divert_attention
-from train_loop.model.families.causal.build import SOURCE, build_model, check_decoder, config_of
+from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
+from train_loop.model.families.causal.build import ATTENDING, SOURCE, build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
@@ -50,12 +51,13 @@ class Causal(Family):
         """Build a dense model on the meta device. Raises ModelError."""
         model = build_model(spec)
         check_decoder(model)
+        accept_masks(model)
         return self.anatomy(model)
 
     def anatomy(self, model: PreTrainedModel) -> Anatomy:
         """Return the parts of a model."""
         config, own = config_of(model), set(model._no_split_modules or ())
-        heads = config.num_attention_heads
+        heads, types = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None)
         return Anatomy(
             model,
             self,
@@ -63,8 +65,8 @@ class Causal(Family):
             embeddings=model.get_input_embeddings(),
             head=model.get_output_embeddings(),
             norms=tuple(one for one in model.modules() if is_norm(one)),
-            depth=config.num_hidden_layers,
-            attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+            depth=sum(kind in ATTENDING for kind in types) if types else config.num_hidden_layers if heads else 0,
+            attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0,
         )
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
@@ -78,7 +80,8 @@ class Causal(Family):
             SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
         )
-        return Examination(seen.attention, seen.head_is_last, settings)
+        whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
+        return Examination(seen.attention, seen.after_head, settings, whole_scores=whole)
 
     def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
         """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
@@ -130,13 +133,15 @@ class Causal(Family):
 
     def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return masks or bounds of documents, and longrope's lengths, from the columns position_ids and length."""
+        if takes_only_tokens(model):
+            return {}
         positions = columns["position_ids"]
         return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"])
 
     def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         """Return the logits."""
-        ids, positions = columns["input_ids"], columns["position_ids"]
-        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits
+        positions = {} if takes_only_tokens(model) else {"position_ids": columns["position_ids"]}
+        logits: Tensor = model(input_ids=columns["input_ids"], use_cache=False, **positions, **arguments).logits
         return logits
 
     def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
@@ -145,6 +150,11 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
+
+
+def takes_only_tokens(model: nn.Module) -> bool:
+    """Return whether a model can be called with neither positions nor masks, as a probe has found."""
+    return getattr(model, "takes_only_tokens", False)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -161,6 +171,10 @@ def _set_constants(module: nn.Module) -> None:
             parameter.copy_(torch.tensor(value, dtype=parameter.dtype).expm1().log())
         module.beta.fill_(beta)
         module.eps.fill_(eps)
+    elif isinstance(module, Conv1D) and module.weight.isnan().all():
+        # GPT's rules, unlike GPT-2's, leave what the constructor drew.
+        module.weight.normal_(std=0.02)
+        module.bias.zero_()
     # Compared by name: an import of its family would slow down the start of every rank.
     elif type(module).__name__ == "Data2VecTextLMHead":
         module.get_parameter("bias").zero_()

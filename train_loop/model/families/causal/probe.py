@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
+from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
@@ -35,8 +36,8 @@ class ModelProbe:
     by_head: bool
     """True if attention also gets tensors with a value per head, such as biases."""
     layers: int
-    head_is_last: bool
-    """True if the logits are the output of the output embeddings, neither scaled nor capped."""
+    after_head: tuple[Step, ...] | None
+    """Steps from the output embeddings to the logits, such as a scale; None if they are not known."""
     positions: PositionLimits
     separation: Separation
 
@@ -47,21 +48,30 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
     Raises ModelError if the model does not accept this loop's call.
     """
     original, name = anatomy.model, type(anatomy.model).__name__
+    separation = measure_copy(original, sequence_length)
+    if not separation.takes_masks:
+        original.takes_only_tokens = True  # type: ignore[assignment]
     # A model may keep tensors of its first call, which are on meta here.
     copied = anatomy.family.anatomy(copy.deepcopy(original).to(dtype))
     model, head, config = copied.model, copied.head, config_of(original)
     assert head is not None, "causal language models have a head"
     dynamic = fix_dynamic(model)
-    watch, heads = _AttentionWatch(model), list[Tensor]()
-    hook = head.register_forward_hook(lambda _, __, out: heads.append(out))
+    watch, after = _AttentionWatch(model), HeadWatch()
+    hook = head.register_forward_hook(lambda _, __, out: after.follow(out))
     try:
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
         positions = torch.zeros_like(tokens)
-        with torch.no_grad(), TableWatch(positions) as tables, attention_replaced(model, watch):
+        with torch.no_grad(), TableWatch(positions) as tables, after, attention_replaced(model, watch):
             columns = {"input_ids": tokens, "position_ids": positions}
-            logits = anatomy.family.call(model, columns, {"attention_mask": mask})
+            arguments = {"attention_mask": mask} if separation.takes_masks else {}
+            logits = anatomy.family.call(model, columns, arguments)
     except Exception as error:  # errors of a forward pass have no common class
+        if not separation.takes_masks:
+            raise ModelError(
+                f"not supported yet: {name} accepts no mask that separates documents, and cannot be called without "
+                "weights, so its positions and layers are unknown; choose another model"
+            ) from error
         raise ModelError(
             f"{name} cannot be called with input_ids, position_ids and an attention mask of [1, 1, T, T], as this loop "
             f"does{why_not_called(error, config)}; choose another model or config"
@@ -74,9 +84,9 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
         watch.uses,
         watch.by_head,
         layers=anatomy.depth,
-        head_is_last=any(logits is out for out in heads),
+        after_head=after.steps(logits),
         positions=PositionLimits(min(tables.rows, default=None), dynamic, getattr(config, "keep_window_size", None)),
-        separation=measure_copy(original, sequence_length),
+        separation=separation,
     )
 
 
@@ -105,8 +115,11 @@ class _AttentionWatch:
         calls = self.uses[name].calls if name in self.uses else 0
         self.uses[name] = AttentionUse(query.shape[1], key.shape[1], calls + 1)
         extra = [attention_mask, *(one for field, one in named.items() if field != "position_ids")]
-        # The mask [1, 1, T, T] is the same for all heads.
-        self.by_head |= any(isinstance(one, Tensor) and (one.dim() < 4 or one.shape[1] > 1) for one in extra)
+        # The mask [1, 1, T, T] is the same for all heads; numbers by head [H] are split like them.
+        self.by_head |= any(
+            isinstance(one, Tensor) and one.shape != query.shape[1:2] and (one.dim() < 4 or one.shape[1] > 1)
+            for one in extra
+        )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -158,8 +171,9 @@ def check_attention(seen: ModelProbe, spec: JobSpec) -> None:
 
 
 def check_head(seen: ModelProbe, spec: JobSpec) -> None:
-    """Raise ModelError for a chunked loss of a model that changes its logits after the head."""
-    if spec.training.chunked_loss and not seen.head_is_last:
+    """Raise ModelError for a chunked loss of a model whose logits are more than numbers on the output of its head."""
+    if spec.training.chunked_loss and seen.after_head is None:
         raise ModelError(
-            f"chunked_loss needs logits as the head returns them, and {seen.model} changes them; remove chunked_loss"
+            "chunked_loss needs logits that are the output of the head, scaled or capped at most, and "
+            f"{seen.model} changes them in another way; remove chunked_loss"
         )

@@ -6,6 +6,7 @@ ignore position ids, and others do not count positions from 0.
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
-from train_loop.model.families.causal.attention import attention_inputs, attention_replaced, registered_attention
+from train_loop.model.families.causal.attention import (
+    accept_masks,
+    attention_inputs,
+    attention_replaced,
+    registered_attention,
+)
 from train_loop.model.families.causal.build import config_of, embeddings_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
@@ -41,6 +47,8 @@ class Separation(NamedTuple):
     """Between documents alone, and both in one row."""
     slices: float
     """Between slices of a row and the whole row, with the same attention."""
+    takes_masks: bool = True
+    """Whether the model can be called with positions and masks; if not, it is called with tokens alone."""
 
 
 def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes: Any) -> Separation:
@@ -112,7 +120,10 @@ def check_slices(found: Separation, spec: JobSpec, name: str) -> None:
 def measure(model: nn.Module) -> Separation:
     """Return the differences of a model with weights on the CPU; infinity if a call fails."""
     apply_longrope(model, part=0, parts=1)
+    accept_masks(model)
     row = _row(model)
+    if not _takes_masks(model, row):
+        return _measure_tokens(model, row)
     second, through = _Call.of(model, row[:, _CUT:], [_LENGTH - _CUT]), _Call.of(model, row, [_LENGTH])
     apart = _Call.of(model, row, [_CUT, _LENGTH - _CUT])
     with torch.no_grad():
@@ -124,6 +135,22 @@ def measure(model: nn.Module) -> Separation:
             documents=_or_infinity(lambda: _difference(apart(model), documents)),
             slices=_or_infinity(lambda: max(_slices(model, through), _slices(model, apart))),
         )
+
+
+def _takes_masks(model: nn.Module, row: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            _Call.of(model, row, [_CUT, _LENGTH - _CUT])(model)
+    except Exception:  # errors of a forward pass have no common class
+        return False
+    return True
+
+
+def _measure_tokens(model: nn.Module, row: Tensor) -> Separation:
+    """Return the differences of a model that is called with tokens alone, so that it cannot know of documents."""
+    with torch.no_grad():
+        difference = _difference(_alone(model, row)[:, :_CUT], _alone(model, row[:, :_CUT]))
+    return Separation(difference, 0.0, math.inf, math.inf, takes_masks=False)
 
 
 @dataclass(frozen=True)

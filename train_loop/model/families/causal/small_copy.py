@@ -18,7 +18,7 @@ from torch import nn
 Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
-_KV_HEADS = re.compile(r".*(kv|key_value|value)_heads")
+_KV_HEADS = re.compile(r"(?!linear_).*(kv|key_value|value)_heads")
 _WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*(?<!d_)heads?")
 """Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
 _SHARED = "num_kv_shared_layers"
@@ -85,14 +85,15 @@ def _one_thread() -> Iterator[None]:
 def _build(kind: Any, config: dict[str, Any]) -> nn.Module:
     """Build a model with random weights on the CPU. Raises ValueError if it is large."""
     small = kind.config_class.from_dict(config)
+    attention = "sdpa" if kind._supports_sdpa else "eager"
     with torch.device("meta"):
-        blueprint = kind._from_config(small, attn_implementation="sdpa")
+        blueprint = kind._from_config(small, attn_implementation=attention)
     weights = sum(parameter.numel() for parameter in blueprint.parameters())
     if weights > _MOST_WEIGHTS:
         raise ValueError(f"a copy with few layers and heads has {weights} weights; expected at most {_MOST_WEIGHTS}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _filled(kind._from_config(small, attn_implementation="sdpa", dtype=torch.float32))
+        return _filled(kind._from_config(small, attn_implementation=attention, dtype=torch.float32))
 
 
 def _filled(model: nn.Module) -> nn.Module:
