@@ -18,7 +18,7 @@ FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py 
 	tests/kubernetes tests/contract tests/unit
 # One of these files waits for its hosts while the other starts its processes; ranks leave no core idle.
 RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) \
-	tests/distributed tests/benchmarks
+	tests/distributed tests/families tests/benchmarks
 TIMED := tests/distributed/test_observe.py
 
 # In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.
@@ -29,7 +29,7 @@ endif
 # Otherwise every process that a test starts would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-elastic test test-fast more hosts images bench test-bench serve client reference check format docs docs-serve
+.PHONY: setup demo demo-elastic test test-fast more models hosts images bench test-bench serve client reference check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -77,6 +77,12 @@ more: $(INSTALLED)
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)
 	MORE_HOSTS=1 $(BIN)/python -m pytest tests/hosts
+
+# Trains a small model of each family of transformers on several meshes, and writes the table of models. Takes 15 minutes.
+# MODELS="gpt2 llama" computes only these families.
+models: $(INSTALLED)
+	$(BIN)/python -W ignore -m tests.families.table $(MODELS)
+	$(BIN)/python -m tools.docs.pages
 
 # Both images, without a Docker engine. Needs root, buildah and debootstrap; takes minutes.
 images: $(INSTALLED)

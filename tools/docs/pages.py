@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.docs import cli, errors, events, metrics, rest, sdk, settings, spec
+from tools.docs import cli, errors, events, metrics, models, rest, sdk, settings, spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,6 +16,7 @@ def generate() -> dict[str, str]:
         "reference/errors.md": errors.page(),
         "reference/events.md": events.page(),
         "reference/metrics.md": metrics.page(),
+        "reference/models.md": models.page(),
         "reference/rest-api.md": rest.page(),
         "reference/sdk.md": sdk.page(),
         "reference/settings.md": settings.page(),

@@ -1,0 +1,201 @@
+"""A step of a family's small model on a mesh, compared with a plain loop over transformers' own model."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.builders.families import small
+from tests.support.builders.specs import raw_spec
+from tests.support.ranks.gradients import (
+    accumulate_plainly,
+    build,
+    divisor,
+    forget_meshes,
+    my_share,
+    random_rows,
+    replaced,
+    whole,
+)
+from train_loop.data.dataset import IGNORE, Rows
+from train_loop.loop.batch import micro_batches
+from train_loop.model.build import own_part
+from train_loop.model.families.causal.build import build_model
+from train_loop.spec import ModelSpec, parse
+
+LENGTH, ROWS, VOCAB = 32, 8, 300
+TOLERANCE = 1e-5
+"""Largest relative difference of the loss and of each gradient, from rounding in float32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and the rows of a step."""
+
+    mesh: str
+    world: int
+    fsdp_size: int = 0
+    ulysses_size: int = 1
+    packed: bool = False
+    chunked_loss: bool = False
+
+
+_MESHES = (
+    Case("one rank", 1),
+    Case("HSDP 2 x 2", 4, fsdp_size=2),
+    Case("Ulysses 2", 2, ulysses_size=2),
+    Case("Ulysses 4", 4, ulysses_size=4),
+    Case("HSDP 2 x Ulysses 2", 4, fsdp_size=2, ulysses_size=2),
+)
+CASES = {
+    **{f"{case.mesh}, plain": case for case in _MESHES},
+    **{f"{case.mesh}, packed": replace(case, packed=True) for case in _MESHES},
+    "one rank, chunked loss": replace(_MESHES[0], chunked_loss=True),
+}
+
+
+class Settings(NamedTuple):
+    """What a spec of a family must say beyond the sizes of its config."""
+
+    config: tuple[tuple[str, Any], ...] = ()
+    layers: tuple[str, ...] = ()
+    """Classes of layers for `transformer_layer_cls_to_wrap`, if transformers names none."""
+
+
+NONE = Settings()
+
+
+def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any]:
+    """Return the spec of a family's small model."""
+    return raw_spec(
+        model={"config": small(family) | dict(settings.config), "dtype": "fp32", "gradient_checkpointing": "none"},
+        data={"sequence_length": LENGTH, "packing": case.packed},
+        training={"per_device_train_batch_size": 2} | ({"chunked_loss": True} if case.chunked_loss else {}),
+        strategy={
+            "fsdp_size": case.fsdp_size,
+            "ulysses_size": case.ulysses_size,
+            "wrap_policy": {"transformer_layer_cls_to_wrap": [*settings.layers]},
+        },
+        scaling={"num_workers": case.world},
+    )
+
+
+def advised(family: str, reason: str, settings: Settings) -> Settings:
+    """Return the settings after a user has followed the advice of a reason; the same if it has none."""
+    if "set is_decoder: true in the model's config" in reason:
+        return settings._replace(config=(*settings.config, ("is_decoder", True)))
+    if "add_cross_attention: true" in reason:
+        return settings._replace(config=(*settings.config, ("add_cross_attention", False)))
+    if found := re.search(r"set strategy\.wrap_policy\.transformer_layer_cls_to_wrap: \[(\w+)", reason):
+        return settings._replace(layers=(found[1],))
+    if "transformer_layer_cls_to_wrap, for example" in reason:
+        model = build_model(ModelSpec.model_validate(raw_job(family, CASES["one rank, plain"], settings)["model"]))
+        lists = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and "vision" not in name
+        ]
+        return settings._replace(layers=(type(max(lists, key=len)[0]).__name__,))
+    return settings
+
+
+def differences(family: str, names: Sequence[str], settings: Settings) -> dict[str, float]:
+    """Return the largest relative difference of each case, on the existing ranks."""
+    torch.set_num_threads(1)
+    forget_meshes()
+    return {name: difference(family, CASES[name], settings) for name in names}
+
+
+def difference(family: str, case: Case, settings: Settings) -> float:
+    """Return the largest relative difference of loss and gradients from transformers' on rank 0; 0 on other ranks."""
+    job = parse(raw_job(family, case, settings))
+    model, loss, mesh = build(job)
+    model.eval()  # without dropout
+    config = AutoConfig.for_model(**job.model.config or {})
+    torch.manual_seed(0)  # all ranks have the same weights
+    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    fill(plain)
+    copy_weights(plain, model)
+    rows = shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed)
+    batch = my_share(rows, mesh)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
+    mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
+    found = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    if dist.get_rank() > 0:
+        return 0.0
+    expected = alone(plain, rows)
+    torch.autograd.backward(expected)
+    error = float((mean - expected.detach()).abs() / expected.detach().abs())
+    return max(error, largest_difference(found, {name: p.grad for name, p in plain.named_parameters()}))
+
+
+def largest_difference(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Return the largest relative difference of gradients.
+
+    A difference is relative to the gradient, or to a hundredth of the norm of all if that is larger.
+    """
+    known = [gradient for gradient in expected.values() if gradient is not None]
+    least = torch.stack([gradient.norm() for gradient in known]).norm() / 100
+    errors = []
+    for name, gradient in found.items():
+        reference = expected[name] if expected[name] is not None else torch.zeros(())
+        assert reference is not None
+        value = torch.zeros_like(reference) if gradient is None else gradient
+        errors.append((value - reference).norm() / torch.maximum(reference.norm(), least))
+    return float(torch.stack(errors).max())
+
+
+def fill(model: PreTrainedModel) -> None:
+    """Give a model weights with which every part of it matters: many models start with parts that are zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy all parameters to a sharded model. Buffers stay: each model computes its own."""
+    values = dict(source.named_parameters(remove_duplicate=False))
+    for name, parameter in target.named_parameters(remove_duplicate=False):
+        mine, part = own_part(parameter)
+        mine.copy_(values[name].detach()[part])
+
+
+def shorten(rows: Rows, *, packed: bool) -> Rows:
+    """Return rows of which some end early, as those that are not packed do; the rest is padding."""
+    if packed:
+        return rows
+    ids, labels, lengths = rows.input_ids.copy(), rows.labels.copy(), lengths_of(rows).copy()
+    for row in range(1, len(lengths), 3):
+        lengths[row] = LENGTH - 5 - row
+        ids[row, lengths[row] :] = 0
+        labels[row, lengths[row] :] = IGNORE
+    return replaced(rows, input_ids=ids, labels=labels, length=lengths)
+
+
+def lengths_of(rows: Rows) -> Any:
+    """Return the number of tokens of each row that are not padding."""
+    return rows.values["length"]
+
+
+def alone(model: PreTrainedModel, rows: Rows) -> Tensor:
+    """Return the mean loss of documents that transformers computes one by one, without positions and masks."""
+    total, labels = torch.zeros(()), 0
+    for ids, targets, positions, length in zip(
+        rows.input_ids, rows.labels, rows.position_ids, lengths_of(rows), strict=True
+    ):
+        starts = [*(positions[:length] == 0).nonzero()[0].tolist(), int(length)]
+        for start, stop in pairwise(starts):
+            document = slice(start, stop)
+            logits = model(input_ids=torch.from_numpy(ids[document])[None].long(), use_cache=False).logits[0]
+            expected = torch.from_numpy(targets[document])[1:].long()
+            total = total + F.cross_entropy(logits[:-1].float(), expected, ignore_index=IGNORE, reduction="sum")
+            labels += int((expected != IGNORE).sum())
+    return total / labels

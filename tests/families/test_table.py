@@ -1,0 +1,71 @@
+"""The table of models in `docs/reference/models.json`: complete, without faults, and equal to what is computed now.
+
+Each run computes some cases of the families that differ in kind, and all cases of a sample that depends on the commit.
+`make models` computes all families and writes the table. `MODELS_SEED=…` draws the sample of another commit.
+"""
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.families.kinds import KINDS, SEED
+from tests.families.parity import CASES
+from tests.families.table import entry, faults, kind, read
+from tests.support.builders.families import FAMILIES
+from tests.support.ranks.ranks import ranks_of_any_number
+
+SOME = (
+    "one rank, packed",
+    "one rank, chunked loss",
+    "HSDP 2 x 2, plain",
+    "Ulysses 4, plain",
+    "HSDP 2 x Ulysses 2, packed",
+)
+"""Cases of the families that every run computes."""
+DRAWN = 3
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+_LIBRARY = re.compile(
+    r"\bissue|eager|github|BF16|has no attribute|operand|subscriptable|validator|\w+Error\b|not a float|None\b"
+)
+"""Words of errors of libraries, or of advice that users of this service cannot follow."""
+
+
+SAMPLE = random.Random(SEED).sample([family for family in FAMILIES if family not in KINDS], DRAWN)
+
+
+@pytest.fixture(scope="module")
+def call_ranks() -> Iterator[Callable[..., Any]]:
+    with ranks_of_any_number(4) as call:
+        yield call
+
+
+def test_table_has_every_family_of_transformers() -> None:
+    assert sorted(read()) == sorted(FAMILIES), "run `make models`"
+
+
+def test_no_family_is_wrong_fails_or_hangs() -> None:
+    assert {family: found for family, row in read().items() if (found := faults(row))} == {}
+
+
+def test_reasons_say_what_is_missing_and_what_to_do() -> None:
+    reasons = {
+        why
+        for row in read().values()
+        for why in [row.get("rejected"), *row.get("results", {}).values()]
+        if isinstance(why, str)
+    }
+    assert [why for why in reasons if "; " not in why] == []
+    assert [why for why in reasons if _LIBRARY.search(why)] == []
+
+
+@pytest.mark.parametrize("family", [*KINDS, *SAMPLE])
+def test_results_are_those_of_the_table(family: str, call_ranks: Callable[..., Any]) -> None:
+    cases = CASES if family in SAMPLE or os.environ.get("MORE") else SOME
+    expected = kind(read()[family])
+    if "results" in expected:
+        expected["results"] = {name: expected["results"][name] for name in cases}
+    assert kind(entry(family, call_ranks, cases)) == expected, f"MODELS_SEED={SEED}"
