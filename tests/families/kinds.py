@@ -14,7 +14,7 @@ KINDS = (
     "gemma3n_text",  # layers that share keys and values, windows, and tables in each layer
     "granite_swa",  # sinks, and scaled logits
     "bloom",  # ALiBi
-    "falcon_h1",  # a recurrent state beside attention
+    "falcon_h1",  # attention and a recurrent state
     "mamba2",  # no attention
     "bert",  # an encoder as a decoder
     "bart",  # no positions as an argument
@@ -28,4 +28,4 @@ def commit() -> str:
 
 
 SEED = os.environ.get("MODELS_SEED") or commit()
-"""Seed of what a run draws: each commit computes other families."""
+"""Seed of the families that a run draws: each commit computes others."""

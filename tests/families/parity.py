@@ -62,7 +62,7 @@ CASES = {
 
 
 class Settings(NamedTuple):
-    """What a spec of a family must say beyond the sizes of its config."""
+    """Settings that a spec of a family needs, in addition to the sizes of its config."""
 
     config: tuple[tuple[str, Any], ...] = ()
     layers: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ def entry(family: str, call_ranks: CallRanks, cases: Iterable[str] = CASES) -> d
 
 
 def settings_of(family: str) -> Settings:
-    """Return the settings of a user who follows the advice of each reason."""
+    """Return the settings after a user has followed the advice of each reason."""
     settings = Settings()
     while (reason := refusal(family, "one rank, plain", settings)) is not None:
         better = advised(family, reason, settings)
@@ -85,7 +85,7 @@ def kind(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a row: a step that fails, hangs or differs from transformers."""
+    """Return the faults of a row: steps that fail, hang or differ from transformers."""
     return [f"{name}: {one}" for name, one in row.get("results", {}).items() if str(one).startswith("FAULT")]
 
 

@@ -1,4 +1,4 @@
-"""Promises that hold for every kind of model, beside the gradients of `test_table.py`."""
+"""Promises that hold for every kind of model, in addition to the gradients of `test_table.py`."""
 
 import os
 import random

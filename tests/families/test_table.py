@@ -1,4 +1,4 @@
-"""The table of models in `docs/reference/models.json`: complete, without faults, and equal to what is computed now.
+"""The table of models in `docs/reference/models.json`: complete, without faults, and equal to results computed now.
 
 Each run computes some cases of the families that differ in kind, and all cases of a sample that depends on the commit.
 `make models` computes all families and writes the table. `MODELS_SEED=…` draws the sample of another commit.

@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class HeadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records what a model does with the output of its head."""
+    """A dispatch mode that records the steps that a model takes with the output of its head."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -125,7 +125,7 @@ def _alibi_of_row(build: Callable[..., Tensor], mask: Tensor, heads: int, dtype:
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with whole matrices of scores, by the function beside the class of a module.
+    """Compute attention with whole matrices of scores, by the function in the file of a module's class.
 
     Families without SDPA have their own: scores with a cap, or sinks.
     """

@@ -205,7 +205,7 @@ _LAYERS = ATTENDING | {"linear_attention", "conv"}
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError for types of layers that need masks of their own, or select tokens."""
+    """Raise ModelError for types of layers that need other masks, or select tokens."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - _LAYERS)
