@@ -30,21 +30,25 @@ def storage_path(uri: str) -> Path:
     return remote_path(uri) if "://" in uri and not uri.startswith("file://") else local_path(uri)
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, content: str | bytes) -> None:
     """Write a file and create its folders; a crash at any instant leaves the old or the new content."""
     if is_remote(path):
-        path.write_bytes(text.encode())
+        path.write_bytes(_encoded(content))
         return
     make_folder(path.parent)
-    replace_durably(path, text)
+    replace_durably(path, content)
 
 
-def replace_durably(path: Path, text: str) -> None:
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def replace_durably(path: Path, content: str | bytes) -> None:
     """Write a file in an existing folder durably: write, fsync, rename, fsync."""
     check_storage(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(_encoded(content))
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)

@@ -214,6 +214,11 @@ class RunDir:
         return self.root / "data" / "eval.json"
 
     @property
+    def code(self) -> Path:
+        """File with the run's copy of the package in its spec's `code`."""
+        return self.root / "code.zip"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of TensorBoard's event files."""
         return self.root / "tensorboard"

@@ -30,6 +30,8 @@ class ReadPolicy(BaseModel):
     """Roots of run directories, which are `<root>/<project>/<job>`."""
     caches: tuple[str, ...] = ()
     """Folders with prepared data of all projects."""
+    code: bool = False
+    """Whether its jobs may run their own code."""
 
     def without_users(self) -> "ReadPolicy":
         """Return the policy without user names and passwords in its URIs: a job's environment is not secret."""

@@ -2,6 +2,7 @@
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.checkpoint import CheckpointSpec
+from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.failure import FailureSpec
 from train_loop.spec.job import JobSpec
@@ -19,6 +20,7 @@ __all__ = [
     "MOST_WORKERS",
     "SCHEMA_ID",
     "CheckpointSpec",
+    "CodeSpec",
     "ColumnsSpec",
     "DataSpec",
     "FailureSpec",
