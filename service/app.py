@@ -122,6 +122,7 @@ def _submitter(settings: Settings, backends: Backends) -> Submitter:
         settings.default_root,
         new_id=lambda: f"job-{_new_number()}",
         priorities=PriorityLimits(settings.max_priority),
+        code=settings.code_policy,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from train_loop.code.use import keep_code, with_own_code
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import as_begun, as_in_parent, pin, pinned_dataset
 from train_loop.data.stream.local import local_stream
@@ -117,6 +118,7 @@ def _write_outcome(session: Session, outcome: Outcome) -> None:
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     run_dir = session.run_dir
+    spec = with_own_code(spec, run_dir)
     dataset = pinned_dataset(spec, run_dir.data)
     if dataset is None:
         dataset = as_begun(as_in_parent(find_dataset(spec, cache), run_dir), run_dir.data)
@@ -168,6 +170,7 @@ def _claim(run_dir: RunDir, spec: JobSpec) -> Fence | Exception:
         run_dir.write_spec(spec)
         if size_of(run_dir.root / RUN_MARKER) is None:
             write_run_marker(run_dir.root, RootMarker.new())
+        keep_code(spec, run_dir, log.warning)
         token = begin_group(run_dir, 1, by=uuid.uuid4().hex)
         # A repeated run on the same directory has not ended yet.
         run_dir.attempt(1).outcome_file.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Outcome:
     """Train this rank's share of a run, from its newest checkpoint to its end or a stop request."""
-    model = spec.model.path or (spec.model.config or {})["model_type"]
+    model = spec.code.model if spec.code else spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     session.journal.event("workers_ready", world=session.world)
     with watched(session) as watchdog, memory_watched(spec, session):

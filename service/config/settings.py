@@ -18,6 +18,7 @@ from pydantic_settings import (
 
 from service.config.host_memory import host_memory
 from service.config.logs import LogFormat
+from service.domain.access.code import CodePolicy
 from service.domain.access.oidc_claims import tamper_proof
 from service.domain.access.rate_limit import Rate
 from service.domain.access.roles import ANY, PROJECT_OR_ANY, Role
@@ -139,6 +140,11 @@ class Settings(BaseSettings):
         description="maximum priority of jobs that callers other than admins of all projects submit: a number, or by "
         'project, as JSON: {"nlp": 10, "*": 0}',
     )
+    allow_code: Annotated[tuple[Annotated[str, Field(pattern=PROJECT_OR_ANY)], ...], NoDecode] = Field(
+        default=(),
+        description="projects whose jobs may run their own code (spec field code), a comma list; *: all. The code has "
+        "the rights of the workers, and of the service while it is checked",
+    )
     backfill: bool = Field(default=True, description="let a job start before a blocked job that it does not delay")
     preemption: bool = Field(default=True, description="pause jobs of lower priority for others, and resume them later")
     resize_seconds: float = Field(default=600.0, ge=0, description="minimum time before an elastic job grows")
@@ -218,7 +224,7 @@ class Settings(BaseSettings):
                     local_path(root)
         return value
 
-    @field_validator("allowed_hosts", "webhook_allowed", "ray_pod_digests", mode="before")
+    @field_validator("allow_code", "allowed_hosts", "webhook_allowed", "ray_pod_digests", mode="before")
     @classmethod
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -348,7 +354,18 @@ class Settings(BaseSettings):
         caches = [f"{root.rstrip('/')}/_cache" for root in runs if root.startswith(("file:", "/"))]
         if self.cache is not None:
             caches.append(self.cache)
-        return ReadPolicy(project=project, roots=tuple(dict.fromkeys((*runs, *roots))), runs=runs, caches=tuple(caches))
+        return ReadPolicy(
+            project=project,
+            roots=tuple(dict.fromkeys((*runs, *roots))),
+            runs=runs,
+            caches=tuple(caches),
+            code=self.code_policy.allows(project),
+        )
+
+    @property
+    def code_policy(self) -> CodePolicy:
+        """Return the projects that may run their own code."""
+        return CodePolicy(frozenset(self.allow_code))
 
     @property
     def database(self) -> str:

@@ -21,6 +21,8 @@ class PreflightReport:
     """Number of training samples, if it can be counted before the data is prepared."""
     largest: LargestRead | None = None
     """The part of the data for which preparation needs most memory."""
+    code: str | None = None
+    """SHA-256 of the package with the spec's own code, if it has any."""
 
 
 class Preflight(Protocol):

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 import torch
+import yaml
 from pydantic import JsonValue
 
 from service.adapters.ray.head import read_head
@@ -24,6 +25,7 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
 from tests.support.faults.memory import memory_group
+from tests.support.own_code import NAMES, example_job, plain_loop, write_example
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from tests.support.servers.live import LiveService
 from tests.support.servers.s3 import S3Server, s3_server
@@ -45,7 +47,7 @@ def s3() -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     home = tmp_path_factory.mktemp("home")
-    environment = s3.environment() | {"TRAINSHED_RAY_MEMORY_BYTES": str(3 << 30)}
+    environment = s3.environment() | {"TRAINSHED_RAY_MEMORY_BYTES": str(3 << 30), "TRAINSHED_ALLOW_CODE": "own"}
     service = LiveService(home, environment=environment, roots=("s3://corpus/open",))
     try:
         service.start()
@@ -361,6 +363,21 @@ def test_link_that_replaces_data_after_the_submit_is_not_trained_on(service: Liv
     assert (job.attempt, job.reason and job.reason.code) == (1, "data_error")
     assert job.reason is not None
     assert f"{path.as_uri()} lies outside the allowed storage roots" in job.reason.message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None:
+    folder = service.home / "data" / "own"
+    write_example(folder, name)
+    raw = example_job(folder, name) | {"project": "own"}
+    with pytest.raises(ApiError, match="may not run its own code"):
+        service.client.submit(yaml.safe_dump(raw | {"project": "default"}))
+    job_id = service.client.submit(yaml.safe_dump(raw)).id
+    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    lines = service.metrics(job_id)
+    losses, evaluation, _ = plain_loop(folder, name, lines)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert lines[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
 
 
 def test_too_short_data_for_the_schedule_fails_the_job_without_lost_workers(

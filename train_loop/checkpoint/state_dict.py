@@ -73,10 +73,17 @@ def draft_manifest(
         dataset=order.dataset,
         world=mesh.world,
         mesh=mesh.axes,
-        versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"python": python_version()},
+        versions=_versions(spec),
         metrics={name: value for name, value in measured.items() if math.isfinite(value)},
         files={},
     )
+
+
+def _versions(spec: JobSpec) -> dict[str, str]:
+    """Return the versions of what computes a run, with the SHA-256 of the spec's own code."""
+    own = {"code": spec.code.sha256} if spec.code is not None and spec.code.sha256 is not None else {}
+    libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    return libraries | {"python": python_version()} | own
 
 
 def rng_key(rank: int) -> str:

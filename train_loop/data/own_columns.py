@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from train_loop.data.columns import SAMPLE, Column
+from train_loop.data.dataset import Part, ShardFile
 from train_loop.data.files import open_file, report_damage
 from train_loop.data.prepare.columns import (
     check_names,
@@ -25,14 +26,43 @@ from train_loop.data.prepare.columns import (
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.errors import DataError
 
+MOST_BYTES = 2**30
+"""Maximum uncompressed bytes of a source of own columns."""
 _IMAGE = "bytes"
 """Field with the content of an image in Hugging Face datasets, whose images are structs of bytes and path."""
+
+
+def own_part(source: str, files: Sequence[SourceFile], names: Sequence[str], *, fingerprint: str) -> Part:
+    """Return the samples of a source of own columns: its rows. Raises DataError."""
+    columns, size, rows = own_columns(files, names), 0, dict[SourceFile, int]()
+    for file in files:
+        with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
+            footer = pq.ParquetFile(opened).metadata
+        size += sum(footer.row_group(number).total_byte_size for number in range(footer.num_row_groups))
+        rows[file] = footer.num_rows
+    if not sum(rows.values()):
+        raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{source} holds {size >> 20} MiB, and ranks of own code keep all rows in memory; choose files of at most "
+            f"{MOST_BYTES >> 20} MiB"
+        )
+    return Part(
+        fingerprint=fingerprint,
+        files=tuple(ShardFile(path=file.uri, rows=count, size=file.size) for file, count in rows.items() if count),
+        input_ids=None,
+        own=columns,
+        tokens=0,
+        rows=sum(rows.values()),
+    )
 
 
 def own_columns(files: Sequence[SourceFile], names: Sequence[str]) -> tuple[Column, ...]:
     """Return the columns with these names, which all files must have with the same type. Raises DataError."""
     found: dict[tuple[Column, ...], str] = {}
     for file in files:
+        if file.format != "parquet":
+            raise DataError(f"{file.uri} is not a Parquet file, and own columns are read from Parquet; convert it")
         with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
             schema = pq.ParquetFile(opened).schema_arrow
         check_names(file.uri, schema.names, names)

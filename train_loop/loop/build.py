@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch.amp import GradScaler
 
+from train_loop.code.use import own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.loop.objectives.objective import Objective, check_objective
+from train_loop.loop.objectives.own_loss import OwnLoss
 from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
@@ -77,7 +79,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
-    objective = build_objective(sharded, spec, plan)
+    objective = objective_of(sharded, spec, plan, dataset)
     check_objective(objective, [column.name for column in dataset.columns])
     return Run(
         spec=spec,
@@ -114,8 +116,15 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
     )
 
 
+def objective_of(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: Dataset) -> Objective:
+    """Build what a run trains: the loss of own code, or token cross entropy."""
+    if spec.code is not None:
+        return OwnLoss(sharded.anatomy, own_code(spec.code), dataset)
+    return build_objective(sharded, spec, plan)
+
+
 def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
-    """Build what a run trains: token cross entropy.
+    """Build the objective of language models: token cross entropy.
 
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """

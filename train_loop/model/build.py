@@ -104,7 +104,7 @@ def _set_by_a_rule(blueprint: Anatomy, name: str, leaf: str) -> Tensor:
     if _is_unset(tensor):
         raise ModelError(
             f"{blueprint.family.source} does not initialise {_join(name, leaf)} ({type(module).__name__}), so its "
-            "values would be random memory; give a folder with weights in model.path, or choose another model"
+            f"values would be random memory; {blueprint.family.remedy_for_unset}"
         )
     return tensor
 

@@ -46,18 +46,20 @@ def full_memory(error: BaseException) -> Place | None:
     return "host" if allocator_failed or isinstance(error, MemoryError) else None
 
 
+def passes_unchanged(error: BaseException) -> bool:
+    """Return whether an error that a model's code raised comes from elsewhere: storage, memory, or other ranks."""
+    if isinstance(error, _ELSEWHERE) or full_memory(error) is not None:
+        return True
+    return any(_COLLECTIVES in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
 @contextmanager
 def own_faults(model: nn.Module) -> Iterator[None]:
     """Raise ModelError, which ends the run, for errors of the model's own code in its forward pass."""
     try:
         yield
-    except _ELSEWHERE:
-        raise
     except Exception as error:  # a model's errors have no common class
-        if full_memory(error) is not None:
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        if any(_COLLECTIVES in frame.filename for frame in frames):
+        if passes_unchanged(error):
             raise
         message = f"{type(error).__name__}: {without_advice(error)}"
         # FSDP adds its name as a prefix to the names of classes.

@@ -32,7 +32,9 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def model_shape(model: ModelSpec) -> ModelShape:
-    """Return the sizes of a model, from the spec or its folder. Raises ModelError."""
+    """Return the sizes of a model, from the spec or its folder; those of own code without both. Raises ModelError."""
+    if model.path is None and model.config is None:
+        return ModelShape.of_code()
     try:
         return read_shape(model_config(model))
     except ValueError as error:

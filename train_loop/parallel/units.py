@@ -18,12 +18,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def repeated_layers(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
     """Return the layers that the model states, or else the policy's, in module order.
 
-    Raises ModelError if there are none.
+    Raises ModelError if a model with attention has none; others may be one unit.
     """
     model = anatomy.model
     layers = list(anatomy.layers) or modules_of(model, policy.transformer_layer_cls_to_wrap)
     layers = layers or innermost(_large_layers(anatomy, policy))
-    if not layers:
+    if not layers and anatomy.depth:
         raise ModelError(
             f"{type(model).__name__} does not say which modules are its layers; name their class in "
             f"strategy.wrap_policy.transformer_layer_cls_to_wrap, for example {', '.join(wrappable(model)[:3])}"
@@ -40,7 +40,7 @@ def find_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]
     # Children come after their parents in module order, and must be sharded before them. A large unit may contain the
     # embeddings.
     units = _outer_units(anatomy, policy) + [[module] for module in reversed(wrapped_layers(anatomy, policy))]
-    if not units:
+    if not units and policy.min_num_params is not None:
         raise ModelError(_too_large(anatomy, policy))
     check_shared(anatomy.model, units)
     return units

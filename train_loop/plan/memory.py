@@ -47,7 +47,6 @@ def estimate_memory(
     home: Place = beside if spec.strategy.offload_policy else "device"
     shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
-    compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
@@ -69,6 +68,15 @@ def estimate_memory(
         *state,
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
+        *(_forward(spec, shape, mesh, beside=beside) if spec.code is None else ()),
+    )
+
+
+def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
+    """Estimate what the forward pass of a decoder keeps."""
+    compute = DTYPE_BYTES[spec.strategy.param_dtype]
+    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
+    return (
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         *_masks_and_scores(spec, shape, mesh, compute=compute),
         _logits(spec, shape, tokens),
@@ -170,7 +178,10 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
             master * (2 * total - matrices),
             f"{master} bytes x (1 momentum of matrices + 2 Adam moments of the rest) / fsdp",
         ),
-        "adafactor": (8 * total // shape.hidden, "4 bytes x means of rows and columns, about 2 parameters / hidden"),
+        "adafactor": (
+            8 * total // max(shape.hidden, 1),
+            "4 bytes x means of rows and columns, about 2 parameters / hidden",
+        ),
     }[spec.training.optimizer]
     # The means of columns are on every rank.
     ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
@@ -233,6 +244,8 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
 
     `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
     """
+    if not shape.vocab:
+        return None
     row = logits_row_bytes(spec, shape)
     rows = max(1, min(tokens, CHUNK_BYTES // row))
     saves = rows * row + 4 * shape.vocab * shape.hidden < tokens * row

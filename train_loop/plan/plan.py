@@ -110,5 +110,7 @@ def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
     if shape.known:
         return ()
+    if spec.code is not None:
+        return ("own code: its activations are not part of the memory estimate",)
     what = "memory is" if shape.counts is None else "activations are"
     return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)

@@ -117,6 +117,11 @@ class ModelShape:
     whole_scores: bool = False
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
 
+    @classmethod
+    def of_code(cls) -> "ModelShape":
+        """Return the shape of own code: no sizes of a decoder, until its parameters are counted."""
+        return cls("code", 0, 0, 0, 0, 1, 1, 0, False, False, False, False, False)
+
     @property
     def known(self) -> bool:
         """Return True if the sizes describe the whole layer; for other families they are an estimate."""

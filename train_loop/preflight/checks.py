@@ -15,7 +15,10 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from train_loop.data.files import storage_patience
+from train_loop.data.own_columns import own_columns
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, check_plain, list_files
@@ -35,7 +38,8 @@ from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
-from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
+from train_loop.preflight.fork_server import confine, lacks_memory, serve, set_pointer
+from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.preflight.parent_checkpoint import checkpoint_problems
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
@@ -88,9 +92,11 @@ def check_model(
     The model is built on the meta device, which needs no memory, and compared with the file headers of its folder, or
     with the checkpoint of the parent run.
     """
-    family, shape, pointer = family_of(spec), None, "/model/config" if spec.model.path is None else "/model/path"
+    shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
+    pointer = pointer if spec.code is None else "/code/model"
     set_pointer(pointer)
     try:
+        family = family_of(spec)
         if spec.model.path is not None:
             check_plain(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
@@ -108,9 +114,14 @@ def check_model(
     problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
     problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, found, spec)]
     # Counted last, because the check of freeze_module_prefix freezes.
-    if problems:
-        return shape, problems
-    return replace(shape, counts=_count_parameters(anatomy, spec), whole_scores=found.whole_scores), []
+    return (shape if problems else _counted(shape, anatomy, found, spec)), problems
+
+
+def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobSpec) -> ModelShape:
+    """Return a shape with the numbers of parameters, and of layers if no config states it."""
+    layers = shape.layers if spec.code is None else len(repeated_layers(anatomy, spec.strategy.wrap_policy))
+    counts = _count_parameters(anatomy, spec)
+    return replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores)
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
@@ -123,7 +134,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
         total=total,
         trained=sum(p.numel() for p in trained),
         trained_matrices=sum(p.numel() for p in trained if id(p) in matrices),
-        layer=max(layers),
+        layer=max(layers, default=0),
         outside=max(total - sum(layers), 0),
         module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
         units=unit_sizes(anatomy, spec.strategy.wrap_policy),
@@ -167,7 +178,10 @@ def _source_problems(
     except _MISTAKES as error:
         return [Problem(pointers[0], _message(error))]
     try:
-        check_columns(files, columns, skip=skip)
+        if columns.own:
+            own_columns(files, columns.own)
+        else:
+            check_columns(files, columns, skip=skip)
     except DataError as error:
         return [Problem(pointers[1], str(error))]
     return []
@@ -254,23 +268,32 @@ def _largest(spec: JobSpec) -> LargestRead | None:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
+    if spec.code is not None:
+        confine()
+        torch.set_num_threads(1)
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     # Opened files are checked again: a link may replace a file after the first check.
     with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
         try:
-            shape, problems = check_model(spec, policy, parent)
+            spec, imported = import_code(spec, policy, set_pointer)
+            shape, problems = (None, imported) if imported else check_model(spec, policy, parent)
             problems = [*check_data(spec, policy), *problems]
-            preview, bad = ([], []) if problems else _preview(spec)
+            own = spec.code is not None
+            preview, bad = ([], []) if problems or own else _preview(spec)
+            problems += check_calls(spec, set_pointer) if own and not problems else []
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         problems += bad
-        count, largest = (None, None) if problems else (_count(spec), _largest(spec))
+        count = None if problems else _count(spec)
+        # Own columns are not prepared.
+        largest = None if problems or own else _largest(spec)
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),
         "preview": [asdict(source) for source in preview],
         "count": count and asdict(count),
         "largest": largest and asdict(largest),
+        "code": spec.code and spec.code.sha256,
     }
 
 

@@ -24,12 +24,34 @@ Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
 _REMEDY = "choose a smaller config or smaller files, or have the operator raise"
 _NO_MEMORY = b'{"limit": "memory"}'
+_MOST_OUTPUT = 16 * _MIB
+"""Maximum bytes of an answer: users' code can write to its pipe, too."""
+_CODE = "/code"
+"""Beginning of the pointers of checks that run users' code."""
+_answer_pipe = -1
+"""Descriptor to which a fork writes its answer."""
 _subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - each fork replaces it
 
 
 def set_pointer(pointer: str) -> None:
     """Set the JSON pointer of the current check, at which the helper reports an exceeded limit."""
     _subject(pointer)
+
+
+def confine() -> None:
+    """Take output, open files and new processes from this fork, before it runs users' code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Users' output would fill the service's log, and a descriptor may be the connection to the service.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor != _answer_pipe:
+            with suppress(OSError):
+                os.close(descriptor)
+    # A process that the code started would outlive the check. The limit does not hold for root.
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def serve(path: str, answer: Answer) -> None:
@@ -87,6 +109,10 @@ def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket,
     _, status, used = os.wait4(child, 0)
     subject = subjects[-1].decode() if subjects else ""
     limit = _limit_exceeded(question, status, used, found)
+    if limit is None and not found and subject.startswith(_CODE):
+        late = _by(status) == signal.SIGALRM
+        end = f"took over {question['seconds']:g} s" if late else f"was ended by the code ({_ending(status)})"
+        limit = f"{end}; correct the code"
     if limit is not None:
         return json.dumps(_exceeded(subject, limit)).encode()
     return json.dumps({"failed": _timed_out(question, subject)}).encode() if _by(status) == signal.SIGALRM else found
@@ -94,23 +120,29 @@ def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket,
 
 def _read(pipe: int, requester: socket.socket, end: Callable[[], None]) -> bytes:
     """Read a pipe to its end, and call `end` if the requester disconnects before."""
-    waiting, parts = select.poll(), list[bytes]()
+    waiting, parts, size = select.poll(), list[bytes](), 0
     waiting.register(pipe, select.POLLIN)
     # The requester has closed its half already: only the end of both halves is reported without being asked for.
     waiting.register(requester, 0)
     while True:
         ready = {descriptor for descriptor, _ in waiting.poll()}
         if requester.fileno() in ready:
-            waiting.unregister(requester)
             end()
+            # A process that users' code has started may hold the pipe open.
+            return b""
         if pipe in ready:
             if not (part := os.read(pipe, 1 << 16)):
                 return b"".join(parts)
             parts.append(part)
+            size += len(part)
+            if size > _MOST_OUTPUT:
+                end()
+                return b""
 
 
 def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
-    global _subject
+    global _subject, _answer_pipe
+    _answer_pipe = writing
     _subject = lambda pointer: _write(writing, f"{pointer}\n".encode())  # noqa: E731
     _limit(question)
     try:
@@ -165,6 +197,10 @@ def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct
     if memory and (refused or found == _NO_MEMORY):
         return f"took over {memory // _MIB} MiB of memory; {_REMEDY} TRAINSHED_PREFLIGHT_MEMORY_BYTES"
     return None
+
+
+def _ending(status: int) -> str:
+    return f"signal {_by(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
 
 
 def _by(status: int) -> int | None:

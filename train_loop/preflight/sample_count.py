@@ -22,11 +22,19 @@ def count_samples(spec: JobSpec) -> SampleCount | None:
     columns = [data.columns_of(source) for source in data.sources]
     if not all(one.tokenised for one in columns) or any(source.weight is not None for source in data.sources):
         return None
+    if data.has_own_columns:
+        rows = sum(_rows(file) for source in data.sources for file in list_files(source))
+        return SampleCount(rows, exact=True)
     files = [(file, one) for source, one in zip(data.sources, columns, strict=True) for file in list_files(source)]
     if any(file.format != "parquet" for file, _ in files) or sum(file.size for file, _ in files) > _MOST_BYTES:
         return None
     samples = sum(_samples(file, one, data) for file, one in files)
     return SampleCount(samples, exact=not data.packing and data.on_bad_rows == "fail")
+
+
+def _rows(file: SourceFile) -> int:
+    with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
+        return int(pq.ParquetFile(opened).metadata.num_rows)
 
 
 def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:

@@ -18,6 +18,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
+from train_loop.code.use import keep_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.cache import evaluation_spec
 from train_loop.data.prepare.pipeline import prepare
@@ -64,6 +65,8 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
         away.append(paths or str(run_dir.root))
         journal.event("storage_unavailable", root=away[0], since=time.time(), error=str(error))
 
+    # The first attempt keeps the code before it prepares samples; later ones find the run's copy.
+    read_inputs(spec, partial(keep_code, spec, run_dir, journal.warn), on_first_failure=report_outage)
     # Ray wraps what its tasks raise.
     read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, on_first_failure=report_outage)
     if away:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from ray.train import get_context, get_preemption_info
 
+from train_loop.code.use import with_own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream.ray_data import ray_stream
 from train_loop.faults.failure import report_failure
@@ -69,6 +70,7 @@ def _train(run_dir: RunDir, token: Fence) -> None:
         # Ray Train restarts the group after any error. Training has already ended: there is nothing to do.
         return
     with report_failure(session):
+        spec = retry_storage(functools.partial(with_own_code, spec, run_dir))
         # The model's folder may be unavailable on this host only.
         read_inputs(spec, functools.partial(model_shape, spec.model))
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)

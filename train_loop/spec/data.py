@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
@@ -32,17 +32,24 @@ class ColumnsSpec(SpecModel):
     response: str | None = Field(default=None, description="column with the text that is trained, after its prompt")
     weight: str | None = Field(default=None, description="column with the weight of the row's tokens in the loss")
     image: Annotated[str | None, only(None)] = Field(default=None, description="column with images; not supported yet")
+    own: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        default=(), description="columns of own code (code), which its batch function gets as they are in the files"
+    )
 
     @model_validator(mode="after")
     def _one_shape(self) -> "ColumnsSpec":
         if (self.prompt is None) != (self.response is None):
             raise ValueError("columns.prompt and columns.response go together; name both, or neither")
-        shapes = [self.text, self.input_ids, self.messages, self.prompt]
+        shapes = [self.text, self.input_ids, self.messages, self.prompt, self.own or None]
         if sum(shape is not None for shape in shapes) != 1:
             raise ValueError(
-                "columns name exactly one of text, input_ids, messages, and prompt with response, for example "
+                "columns name exactly one of text, input_ids, messages, prompt with response, and own, for example "
                 "columns: {text: text}"
             )
+        if self.own and self.weight is not None:
+            raise ValueError("columns.weight is the weight of tokens, which own columns do not have; remove it")
+        if len(set(self.own)) < len(self.own):
+            raise ValueError("columns.own names a column twice; remove one of the two")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
         if self.tools is not None and self.messages is None:
@@ -53,13 +60,13 @@ class ColumnsSpec(SpecModel):
     def names(self) -> tuple[str, ...]:
         """The columns to read; every row must have all of them except tools."""
         text = (self.text, self.messages, self.tools, self.prompt, self.response)
-        every = (*text, self.input_ids, self.labels, self.weight)
+        every = (*text, self.input_ids, self.labels, self.weight, *self.own)
         return tuple(name for name in every if name is not None)
 
     @property
     def tokenised(self) -> bool:
-        """True if rows hold tokens instead of text."""
-        return self.input_ids is not None
+        """True if rows hold tokens, or values of own columns, instead of text."""
+        return self.input_ids is not None or bool(self.own)
 
 
 class SourceSpec(SpecModel):
@@ -114,7 +121,7 @@ class DataSpec(SpecModel):
     )
     columns: ColumnsSpec = Field(
         default=ColumnsSpec(text="text"),
-        description="columns of a row; exactly one of text, input_ids, messages, or prompt with response",
+        description="columns of a row; exactly one of text, input_ids, messages, prompt with response, or own",
     )
     system_prompt: str | None = Field(default=None, description="system message for conversations that have none")
     chat_template: str | None = Field(
@@ -166,6 +173,11 @@ class DataSpec(SpecModel):
         return bool(columns.messages or columns.prompt)
 
     @property
+    def has_own_columns(self) -> bool:
+        """True if any source has columns of own code."""
+        return any(self.columns_of(source).own for source in (*self.sources, *self.eval_sources))
+
+    @property
     def reads_text(self) -> bool:
         """True if any source must be tokenised."""
         return not all(self.columns_of(source).tokenised for source in (*self.sources, *self.eval_sources))
@@ -213,5 +225,5 @@ class DataSpec(SpecModel):
             if value is not None and not any(shape.messages for shape in shapes):
                 raise ValueError(f"{name} goes with columns.messages; name the column, or remove {name}")
         if self.add_bos != "auto" and not self.reads_text:
-            raise ValueError("add_bos goes with text, and all sources have token ids; remove add_bos")
+            raise ValueError("add_bos goes with text, and no source has text; remove add_bos")
         return self

@@ -6,6 +6,7 @@ from pydantic import Field, StringConstraints, ValidationInfo, field_validator, 
 
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
+from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
 from train_loop.spec.failure import FailureSpec
 from train_loop.spec.model import ModelSpec
@@ -52,7 +53,12 @@ class JobSpec(SpecModel):
         max_length=16,
         description="labels for filters and lists: at most 16, keys of 1 to 64 characters, values of at most 512",
     )
-    model: ModelSpec = Field(description="the model to train")
+    code: CodeSpec | None = Field(
+        default=None, description="model, loss and batches by your own code, in projects whose operator allows it"
+    )
+    model: ModelSpec = Field(
+        default=ModelSpec(), validate_default=True, description="the model to train; optional with code"
+    )
     data: DataSpec = Field(description="the training and evaluation data")
     training: TrainingSpec = Field(description="optimizer, schedule, batch size and length of the run")
     infer: Annotated[InferSpec | None, only(None)] = Field(
@@ -136,6 +142,24 @@ class JobSpec(SpecModel):
                 "name the tokenizer of these rows in model.tokenizer"
             )
         return self
+
+    @field_validator("model", "data", "training", "strategy", "checkpoint")
+    @classmethod
+    def _fits_code(cls, part: SpecModel, info: ValidationInfo) -> SpecModel:
+        if info.data.get("code") is not None:
+            check_part(part)
+        elif isinstance(part, DataSpec) and "code" in info.data and part.has_own_columns:
+            raise ValueError("columns.own goes with own code (code); add code, or name the role of each column")
+        return part
+
+    @field_validator("model")
+    @classmethod
+    def _has_a_source(cls, model: ModelSpec, info: ValidationInfo) -> ModelSpec:
+        if model.path is None and model.config is None and info.data.get("code", ...) is None:
+            raise ValueError(
+                "exactly one of model.path, model.config and code is needed, and none is given; add one of them"
+            )
+        return model
 
     @field_validator("training")
     @classmethod

@@ -23,7 +23,9 @@ class LoraSpec(SpecModel):
 
 
 class ModelSpec(SpecModel):
-    """A Hugging Face causal language model: a folder of weights at `path`, or random weights from a `config`."""
+    """A Hugging Face causal language model: a folder of weights at `path`, or random weights from a `config`.
+
+    With `code` it has neither."""
 
     path: str | None = Field(
         default=None, description="URI of a Hugging Face model folder (config.json, safetensors) below a storage root"
@@ -61,11 +63,9 @@ class ModelSpec(SpecModel):
     )
 
     @model_validator(mode="after")
-    def _exactly_one_source(self) -> "ModelSpec":
+    def _at_most_one_source(self) -> "ModelSpec":
         if self.path is not None and self.config is not None:
             raise ValueError("exactly one of model.path and model.config is needed, and both are given; remove one")
-        if self.path is None and self.config is None:
-            raise ValueError("exactly one of model.path and model.config is needed, and neither is given; add one")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self

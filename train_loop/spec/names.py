@@ -22,7 +22,6 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 _NOT_YET = _by_name(
     {
         "the choice of a cluster (target)": "target",
-        "own code (code)": "code",
         "LoRA (model.lora)": "lora lora_config peft peft_config lora_r lora_rank lora_alpha lora_dropout "
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "

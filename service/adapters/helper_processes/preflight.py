@@ -29,6 +29,8 @@ from train_loop.spec import JobSpec
 _GRACE_SECONDS = 2.0
 """Seconds for the helper to answer after the timeout of a check."""
 _COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
+_MOST_BYTES = 1 << 30
+"""Maximum bytes of an answer, each part counted as a whole one."""
 _FRESH_SECONDS = 30.0
 """Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
 _KEPT = 256
@@ -112,7 +114,8 @@ class HelperPreflight:
         Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable, CallCancelled.
         """
         call = cancellation or Cancellation()
-        if parent is not None:
+        # A package of code may change between two checks.
+        if parent is not None or spec.code is not None:
             return self._run_check(spec, parent, call)
         return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None, call))
 
@@ -161,6 +164,8 @@ class HelperPreflight:
                 if not (part := connection.recv(1 << 16)):
                     return b"".join(parts)
                 parts.append(part)
+                if len(parts) * (1 << 16) > _MOST_BYTES or time.monotonic() > deadline:
+                    raise TimeoutError("the helper's answer does not end")
 
     def _connect(self) -> socket.socket:
         """Connect to the helper, which is started if needed.

@@ -41,6 +41,7 @@ def job_facts(job: Job | None) -> dict[str, JsonValue]:
         "wish": job.stop_request,
         "scaling": job.chosen_size,
         "parent": job.parent,
+        "code": job.spec.code and job.spec.code.sha256,
     }
     recorded: dict[str, JsonValue] = to_jsonable_python(
         {name: fact for name, fact in facts.items() if fact is not None}

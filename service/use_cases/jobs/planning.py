@@ -41,6 +41,8 @@ class CheckedSpec:
     notes: tuple[str, ...]
     memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
+    code: str | None = None
+    """SHA-256 of the package with own code that was checked."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Planner:
         nodes = self.cluster.rooms()
         memory = memory_warnings(spec.at(most), plans[most], found.largest, nodes)
         reserved = reservations(spec, plans, found.largest, nodes)
-        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved)
+        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved, found.code)
 
     def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
         plans, broken = _planned(spec, found.shape)

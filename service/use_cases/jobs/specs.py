@@ -72,6 +72,13 @@ def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
         raise SpecError(problems)
 
 
+def with_digest(spec: JobSpec, sha256: str | None) -> JobSpec:
+    """Return a spec that names the SHA-256 of its own code, as it was when the spec was checked."""
+    if spec.code is None or sha256 is None:
+        return spec
+    return spec.model_copy(update={"code": spec.code.model_copy(update={"sha256": sha256})})
+
+
 def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
     """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
     resized = spec.scaled(scaling)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from service.domain.access.code import CodePolicy
 from service.domain.access.permissions import require_any_editor, require_role
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import Job, JobState, Lineage
@@ -15,7 +16,7 @@ from service.use_cases.jobs.audit_entries import action_entry, change_entry, job
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.planning import CheckedSpec, PlanView, sizes_of
-from service.use_cases.jobs.specs import apply_overrides, parse_spec
+from service.use_cases.jobs.specs import apply_overrides, parse_spec, with_digest
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec
 
@@ -57,6 +58,7 @@ class Submitter:
     default_root: str
     new_id: Callable[[], str]
     priorities: PriorityLimits = field(default_factory=PriorityLimits)
+    code: CodePolicy = field(default_factory=CodePolicy)
     keys_in_flight: KeysInFlight = field(default_factory=KeysInFlight)
 
     def submit(self, request: JobRequest) -> Submitted:
@@ -99,7 +101,7 @@ class Submitter:
             spec = apply_overrides(origin, overrides)
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
-            self._check_priority(caller, spec)
+            self._check_limits(caller, spec)
             job, notes = self._build_clone(origin, step, spec)
             if spec.project == origin.spec.project:
                 return _CheckedJob(self._new_job(caller, key, job), notes)
@@ -120,13 +122,13 @@ class Submitter:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
         require_any_editor(caller)
         spec = parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
-        self._check_priority(caller, spec)
+        self._check_limits(caller, spec)
         return spec
 
-    def _check_priority(self, caller: Principal, spec: JobSpec) -> None:
-        """Raise InvalidSpec if the caller may not submit a job of this priority."""
-        if (problem := self.priorities.problem(caller, spec)) is not None:
-            raise InvalidSpec([problem])
+    def _check_limits(self, caller: Principal, spec: JobSpec) -> None:
+        """Raise InvalidSpec if the caller may not submit a job of this priority, or with its own code."""
+        if problems := [*filter(None, (self.priorities.problem(caller, spec), self.code.problem(spec)))]:
+            raise InvalidSpec(problems)
 
     def _cached_job(self, request: JobRequest) -> _CheckedJob | None:
         """Return the new job if all its checks are cached and pass, else None."""
@@ -144,6 +146,7 @@ class Submitter:
 
     def _build(self, spec: JobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
+        spec = with_digest(spec, checked.code)
         job_id, now = self.new_id(), self.jobs.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)

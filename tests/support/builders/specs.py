@@ -30,6 +30,24 @@ def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
     return {"name": "tiny", **merged}
 
 
+def code_spec(**parts: dict[str, Any]) -> dict[str, Any]:
+    """Return a valid spec with own code as plain data, with fields overridden."""
+    base: dict[str, dict[str, Any]] = {
+        "code": {
+            "package": "/code/mymodel",
+            "model": "mymodel:build",
+            "loss": "mymodel:loss",
+            "batch": "mymodel:batch",
+        },
+        "model": {"dtype": "fp32"},
+        "data": {"train": {"path": "/data/*.parquet"}, "columns": {"own": ["x", "y"]}},
+        "training": {"learning_rate": 1e-3, "max_steps": 4},
+        "scaling": {"num_workers": 1},
+    }
+    merged = {name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()}
+    return {"name": "own", **merged}
+
+
 def spec(**parts: dict[str, Any]) -> JobSpec:
     """Return a valid spec, with fields overridden."""
     return parse(raw_spec(**parts))

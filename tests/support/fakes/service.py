@@ -17,6 +17,7 @@ from service.adapters.prometheus import PrometheusMetrics
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.authentication import Guard
 from service.api.build import Parts, build_api
+from service.domain.access.code import CodePolicy
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job, JobState
@@ -116,6 +117,7 @@ class FakeService:
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
     priorities: PriorityLimits = field(default_factory=PriorityLimits)
+    code: CodePolicy = field(default_factory=CodePolicy)
     hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
     sender: MemorySender = field(default_factory=MemorySender)
 
@@ -152,7 +154,7 @@ class FakeService:
     def submitter(self) -> Submitter:
         """Return the use cases of new jobs."""
         new_id, priorities = (lambda: f"job-{next(self.ids):04d}"), self.priorities
-        return Submitter(self.jobs, self.root.as_uri(), new_id=new_id, priorities=priorities)
+        return Submitter(self.jobs, self.root.as_uri(), new_id=new_id, priorities=priorities, code=self.code)
 
     @property
     def service_metrics(self) -> ServiceMetrics:

@@ -27,7 +27,8 @@ from service.ports import (
     SubmitRequest,
     WebhookCounts,
 )
-from train_loop.plan import Capacity, LargestRead, NodeRoom, Preview, SampleCount, read_shape
+from train_loop.model.folder import model_shape
+from train_loop.plan import Capacity, LargestRead, NodeRoom, Preview, SampleCount
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -324,8 +325,9 @@ class MemoryPreflight:
         self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
-        shape = read_shape(spec.model.config) if spec.model.config else None
-        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count, self.largest)
+        shape = model_shape(spec.model) if spec.model.path is None else None
+        code = (spec.code.sha256 or "c" * 64) if spec.code else None
+        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count, self.largest, code)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found

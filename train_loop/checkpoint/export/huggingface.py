@@ -31,6 +31,7 @@ from train_loop.checkpoint.export.text_files import (
     write_template,
 )
 from train_loop.checkpoint.manifest import find, find_verified
+from train_loop.code.use import with_own_code
 from train_loop.data.dataset import Dataset
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
@@ -165,7 +166,7 @@ class Source:
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
-    spec = run_dir.spec()
+    spec = with_own_code(run_dir.spec(), run_dir)
     find_verified(run_dir, step)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(

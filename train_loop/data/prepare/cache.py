@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
 from train_loop.data.order import mix
+from train_loop.data.own_columns import own_part
 from train_loop.data.prepare.encode import BadRow, encode_rows
 from train_loop.data.prepare.rows import cut, read_piece
 from train_loop.data.prepare.sources import SourceFile, list_files
@@ -168,12 +169,14 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
 
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:
-    """Return the samples of small tokenised Parquet files, which are read without preparation; otherwise None.
+    """Return the samples of small tokenised Parquet files and of own columns, which need no preparation, else None.
 
     Each row must be one sample. Raises DataError for unreadable files and for files without rows. Preparation reports
     invalid rows.
     """
     columns, data = source.columns, spec.data
+    if columns.own:
+        return own_part(str(source), source.files, columns.own, fingerprint=fingerprint(spec, source, None))
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
     pieces = cut(source.files, 0)
@@ -212,8 +215,8 @@ def _described(source: Source) -> list[list[Any]]:
 
 
 def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
-    """Return the columns for a fingerprint; the newer field `tools` is included only if set."""
-    return columns.model_dump(exclude=set() if columns.tools else {"tools"})
+    """Return the columns for a fingerprint; the newer fields `tools` and `own` are included only if set."""
+    return columns.model_dump(exclude={name for name in ("tools", "own") if not getattr(columns, name)})
 
 
 def _identity(tokenizer: Path) -> dict[str, str]:

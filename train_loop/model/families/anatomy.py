@@ -54,3 +54,8 @@ class Anatomy:
 
 def _rows(module: nn.Module | None) -> int | None:
     return None if module is None else len(module.get_parameter("weight"))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer with parameters of its own."""
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))

@@ -97,6 +97,11 @@ class Family(Protocol):
     def source(self) -> str:
         """Name and version of the code that its models come from, for messages."""
 
+    @property
+    def remedy_for_unset(self) -> str:
+        """Return what a user can do about a tensor that no rule initialises."""
+        return "give a folder with weights in model.path, or choose another model"
+
     def shape(self, spec: ModelSpec) -> ModelShape:
         """Return the sizes of a model, as a plan needs them. Raises ModelError."""
 

@@ -31,7 +31,7 @@ from train_loop.spec import Problem
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
-    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import set_pointer, serve\n"
+    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import confine, set_pointer, serve\n"
     command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
@@ -65,6 +65,28 @@ def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str,
             with pytest.raises(PreflightFailed, match=message):
                 helper.check(a_spec(name="bad"))
             assert helper.check(a_spec()).problems
+
+
+OWN_CODE = """{
+    "exits": lambda: os._exit(3),
+    "sleeps": lambda: time.sleep(99),
+    "prints": lambda: [os.write(fd, b"x") for fd in (0, 1, 2)] and [] or sorted(os.listdir("/proc/self/fd")),
+}"""
+
+
+def test_own_code_that_ends_or_stops_its_check_is_the_users_problem_and_has_no_open_files() -> None:
+    call = f"{OWN_CODE}[request['spec']['name']]()"
+    answer = f"[confine(), set_pointer('/code/model'), {{'problems': [], 'shape': None, 'code': str({call})}}][-1]"
+    with preflight(answer, timeout=3.0) as helper:
+        helper.start()
+        wait_for(lambda: helper.trouble() is None, "the helper")
+        found = {name: helper.check(a_spec(name=name)) for name in ("exits", "sleeps", "prints")}
+    ended = "its check was ended by the code (exit code 3); correct the code"
+    assert found["exits"].problems == (Problem("/code/model", ended),)
+    assert found["sleeps"].problems == (Problem("/code/model", "its check took over 3 s; correct the code"),)
+    # Its streams, the pipe of its answer, and the listing itself.
+    assert found["prints"].code is not None
+    assert found["prints"].code.count("'") == 2 * 5
 
 
 def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ OTHER = {
     "max_priority": "7",
     "dashboard_url": "http://dash:8265",
     "quotas": '{"nlp": {"jobs": 4}}',
+    "allow_code": "nlp,vision",
     "backfill": "false",
     "preemption": "false",
     "cluster_limit": '{"GPU": 64}',
@@ -57,8 +58,10 @@ def test_every_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) ->
     changed = settings(monkeypatch, OTHER | numbers | OIDC)
     record = SettingsRecord.of(base)
     assert record.differences(base) == []
-    assert [line.partition(":")[0] for line in record.differences(changed)] == sorted(record.values)
-    assert [line.partition(":")[0] for line in SettingsRecord.of(changed).differences(base)] == sorted(record.values)
+    assert [line.partition(":")[0] for line in record.differences(changed)] == sorted(record.values, key=str.lower)
+    assert [line.partition(":")[0] for line in SettingsRecord.of(changed).differences(base)] == sorted(
+        record.values, key=str.lower
+    )
     assert "TRAINSHED_PORT: the service has 8000, this command has 8001" in record.differences(changed)
 
 

@@ -33,7 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any], system: str | None = None) -> Any:
     rows = [Row(place, value) for place, value in enumerate(values)]
     return encode_rows(
-        rows, ColumnsSpec(**columns), vocab=300, rules=None if folder is None else TextRules(folder, system)
+        rows,
+        ColumnsSpec.model_validate(columns),
+        vocab=300,
+        rules=None if folder is None else TextRules(folder, system),
     )
 
 

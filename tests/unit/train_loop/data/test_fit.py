@@ -63,7 +63,7 @@ def test_truncate_left_keeps_bos_if_the_document_begins_with_it() -> None:
 def test_long_rows_are_dropped_by_default_if_only_answers_are_trained(
     columns: dict[str, str], rule: str, drops: bool
 ) -> None:
-    data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec(**columns))
+    data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec.model_validate(columns))
     assert Fit.of(data, data.columns, bos=None) == Fit(4096, rule, drops)  # type: ignore[arg-type]
     chosen = data.model_copy(update={"on_long_rows": "truncate"})
     assert Fit.of(chosen, data.columns, bos=None).rule == "truncate"

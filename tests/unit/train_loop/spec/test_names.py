@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.builders.searches import seeds
-from tests.support.builders.specs import TINY, raw_spec
+from tests.support.builders.specs import TINY, code_spec, raw_spec
 from train_loop.spec import JobSpec, SpecError, parse
 from train_loop.spec.base import Only
 from train_loop.spec.names import _NOT_OURS, _NOT_YET, _OURS, field_paths
@@ -20,7 +20,7 @@ LEAVES = {path.rpartition(".")[2] for path in field_paths(JobSpec)}
 
 def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
     """Return the problems of a valid spec with another field, by pointer."""
-    raw = raw_spec()
+    raw = code_spec() if place == "code" else raw_spec()
     target = raw
     for part in filter(None, place.split(".")):
         target = target.setdefault(part, {})

@@ -65,7 +65,8 @@ def test_all_problems_are_reported_with_their_pointers() -> None:
     found = problems({"name": "A", "foo": 1, "data": {"train": {"path": "x", "forma": "text"}}})
     assert set(found) == {"/name", "/foo", "/data/train/forma", "/model", "/training"}
     assert found["/foo"] == "no such field; check its spelling against GET /openapi.json, or remove it"
-    assert found["/model"] == "this field is required"
+    assert found["/model"].startswith("exactly one of model.path, model.config and code is needed, and none is given")
+    assert found["/training"] == "this field is required"
 
 
 def test_types_are_strict() -> None:
@@ -78,14 +79,15 @@ def test_exactly_one_of_model_path_and_config() -> None:
     both = problems(raw_spec(model={"path": "file:///m"}))
     assert both == {"/model": "exactly one of model.path and model.config is needed, and both are given; remove one"}
     neither = problems(raw_spec() | {"model": {}})
-    assert neither == {"/model": "exactly one of model.path and model.config is needed, and neither is given; add one"}
+    rule = "exactly one of model.path, model.config and code is needed, and none is given; add one of them"
+    assert neither == {"/model": rule}
 
 
 def test_columns_select_one_row_format() -> None:
     found = problems(raw_spec(data={"columns": {"text": "t", "input_ids": "i"}}))
     assert found == {
-        "/data/columns": "columns name exactly one of text, input_ids, messages, and prompt with response, for example "
-        "columns: {text: text}"
+        "/data/columns": "columns name exactly one of text, input_ids, messages, prompt with response, and own, for "
+        "example columns: {text: text}"
     }
 
 

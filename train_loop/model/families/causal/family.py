@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.anatomy import Anatomy, is_norm
 from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
 from train_loop.model.families.causal.build import ATTENDING, SOURCE, build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import stated
@@ -155,11 +155,6 @@ CAUSAL = Causal()
 def takes_only_tokens(model: nn.Module) -> bool:
     """Return whether a model can be called with neither positions nor masks, as a probe has found."""
     return getattr(model, "takes_only_tokens", False)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation layer with parameters of its own."""
-    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
 def _set_constants(module: nn.Module) -> None:

@@ -41,7 +41,7 @@ def write(folder: Path, *, template: str = PLAIN, **named: str) -> str:
 
 def encode(folder: str, columns: dict[str, str], *cells: dict[str, Any], vocab: int = ROWS) -> list[Encoded]:
     rows = [Row(place, values) for place, values in enumerate(cells)]
-    return encode_rows(rows, ColumnsSpec(**columns), vocab=vocab, rules=TextRules(folder))
+    return encode_rows(rows, ColumnsSpec.model_validate(columns), vocab=vocab, rules=TextRules(folder))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Own code in tests: packages, rows and specs."""
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from torch import Tensor
+
+from tests.support.builders.specs import code_spec
+from train_loop.code.load import OwnCode
+from train_loop.model.build import materialise
+from train_loop.model.families.own import OwnModels
+from train_loop.spec import parse
+
+EXAMPLES = Path("examples/own-model")
+NAMES = ("simple", "transformer")
+ROWS, STEPS, EVERY = 50, 7, 3
+"""Rows, optimizer steps and steps between checkpoints of `example_job`."""
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.last = nn.Linear(width, 1)
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+def build(config):
+    return Model(**config)
+
+def batch(columns):
+    return {"x": columns["x"], "y": columns["y"]}
+
+def loss(model, batch):
+    return F.mse_loss(model(batch["x"]).squeeze(-1), batch["y"], reduction="sum"), len(batch["y"])
+"""
+
+
+def write_package(folder: Path, text: str = MODEL) -> Path:
+    """Write a package of one module, mymodel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mymodel.py").write_text(text)
+    return folder
+
+
+def write_rows(path: Path, count: int = 6) -> Path:
+    """Write rows of two features x and a number y."""
+    values = pa.array([float(number % 7) for number in range(2 * count)], pa.float32())
+    table = {"x": pa.FixedSizeListArray.from_arrays(values, 2), "y": pa.array([1.0] * count, pa.float32())}
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+def own_spec(folder: Path, text: str = MODEL, **parts: dict[str, Any]) -> dict[str, Any]:
+    """Write a package and rows into a folder, and return a spec that trains on them, with fields overridden."""
+    package, rows = write_package(folder / "code", text), write_rows(folder / "rows.parquet")
+    raw = code_spec(**parts)
+    raw["code"] = {"package": package.as_uri(), "config": {"width": 3}} | raw["code"] | {"package": package.as_uri()}
+    raw["data"] = raw["data"] | {"train": {"path": str(rows)}}
+    return raw
+
+
+@contextmanager
+def forget_imports() -> Iterator[None]:
+    """Forget the modules that the body imports, and its changes of sys.path."""
+    modules, path = set(sys.modules), [*sys.path]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if getattr(sys.modules[name], "__file__", None) and "trainshed-code-" in str(sys.modules[name].__file__):
+                del sys.modules[name]
+
+
+def example(name: str) -> ModuleType:
+    """Import the module of an example from its file."""
+    (file,) = (EXAMPLES / name).glob("*.py")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_example(folder: Path, name: str) -> None:
+    """Write the package of an example and its rows into a folder."""
+    shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    write_columns(folder / f"{name}.parquet", columns_of(name))
+
+
+def columns_of(name: str) -> dict[str, Tensor]:
+    """Return the rows of an example."""
+    if name == "simple":
+        return dict(zip(("features", "label"), example(name).rows(ROWS, 16, 4), strict=True))
+    return {"tokens": torch.randint(0, 8, (ROWS, 9), generator=torch.Generator().manual_seed(0))}
+
+
+def write_columns(path: Path, columns: dict[str, Tensor]) -> None:
+    """Write tensors as columns of a Parquet file."""
+    table = {}
+    for name, values in columns.items():
+        flat = pa.array(values.flatten().numpy())
+        table[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    pq.write_table(pa.table(table), path)
+
+
+def example_job(folder: Path, name: str) -> dict[str, Any]:
+    """Return the spec of an example whose package and rows are in a folder; its last step has two rows."""
+    raw: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    raw["code"]["package"] = str(folder / name)
+    raw["data"] |= {
+        "train": {"path": str(folder / f"{name}.parquet")},
+        "eval": {"path": str(folder / f"{name}.parquet")},
+    }
+    del raw["training"]["max_steps"]
+    raw["training"] |= {"num_train_epochs": 100 / ROWS, "lr_scheduler_type": "constant", "audit_samples": True}
+    raw["training"] |= {"global_batch_size": 16, "per_device_train_batch_size": 4, "eval_steps": STEPS}
+    raw["checkpoint"] = {"every_steps": EVERY, "keep_last": 9}
+    return raw
+
+
+def plain_loop(folder: Path, name: str, steps: list[dict[str, Any]]) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Train an example with PyTorch alone on the samples of metrics lines. Return losses, evaluation and weights."""
+    job, module, columns = parse(example_job(folder, name)), example(name), columns_of(name)
+    assert job.code is not None
+    anatomy = OwnModels(OwnCode(job.code, folder / name, module.build, module.loss, module.batch)).build(job.model)
+    model = module.build(job.code.config)
+    materialise(model, anatomy, seed=job.training.seed, device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.learning_rate, weight_decay=0.0)
+    losses = []
+    for line in steps:
+        rows = torch.tensor(line["samples"])
+        total, count, *_ = module.loss(model, module.batch({key: values[rows] for key, values in columns.items()}))
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.max_grad_norm or 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / count).item())
+    with torch.no_grad():
+        total, count, *_ = module.loss(model, module.batch(columns))
+    return losses, (total / count).item(), model.state_dict()

@@ -1,0 +1,147 @@
+"""Checks of own code before a job is stored."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.own_code import MODEL, forget_imports, own_spec
+from train_loop.code.package import read_package
+from train_loop.plan import ModelShape, plan_job
+from train_loop.preflight.checks import check_data, check_model
+from train_loop.preflight.own_code import check_calls, import_code
+from train_loop.run_dir import ReadPolicy
+from train_loop.spec import JobSpec, Problem, parse
+from train_loop.system.input_files import limit_inputs
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with forget_imports():
+        yield
+
+
+def check(raw: dict[str, Any], root: Path, *, code: bool = True) -> tuple[JobSpec, ModelShape | None, dict[str, str]]:
+    """Return a spec with its digest, the model's sizes, and the problems by pointer."""
+    policy = ReadPolicy(project="default", roots=(str(root),), code=code)
+    found = list[Problem]()
+    with limit_inputs(policy):
+        spec, problems = import_code(parse(raw), policy, lambda pointer: None)
+        shape = None
+        if not problems:
+            shape, problems = check_model(spec, policy)
+            found += check_data(spec, policy)
+        if not problems and not found:
+            problems = check_calls(spec, lambda pointer: None)
+    return spec, shape, {one.pointer: one.message for one in (*problems, *found)}
+
+
+def test_valid_code_has_a_digest_counted_sizes_and_no_problems(tmp_path: Path) -> None:
+    spec, shape, problems = check(own_spec(tmp_path), tmp_path)
+    assert problems == {}
+    assert spec.code is not None
+    assert spec.code.sha256 == read_package(str(tmp_path / "code")).sha256
+    assert shape is not None
+    assert shape.parameters == 2 * 3 + 3 + 3 + 1
+    memory = {term.name: term.bytes for term in plan_job(spec, shape).memory}
+    assert (memory["parameters"], memory["optimizer"]) == (4 * 13, 8 * 13)
+
+
+def test_project_without_permission_is_refused_before_the_package_is_read(tmp_path: Path) -> None:
+    _, _, problems = check(own_spec(tmp_path), tmp_path, code=False)
+    assert list(problems) == ["/code"]
+
+
+def test_package_outside_the_roots_is_refused(tmp_path: Path) -> None:
+    _, _, problems = check(own_spec(tmp_path / "a"), tmp_path / "b")
+    assert "lies outside the allowed storage roots" in problems["/code/package"]
+
+
+def test_other_digest_is_refused_with_both(tmp_path: Path) -> None:
+    _, _, problems = check(own_spec(tmp_path, code={"sha256": "a" * 64}), tmp_path)
+    assert read_package(str(tmp_path / "code")).sha256 in problems["/code/sha256"]
+    assert "a" * 64 in problems["/code/sha256"]
+
+
+CASES: list[tuple[str, str, str, str]] = [
+    ("import torch", "import torc", "/code/model", "ModuleNotFoundError: .* \\(mymodel.py, line 2"),
+    ("def loss(", "def los(", "/code/loss", "mymodel has no loss"),
+    ("def batch(", "def batc(", "/code/batch", "mymodel has no batch"),
+    ("return Model(**config)", "return 3", "/code/model", "returned a int; return a torch.nn.Module"),
+    ("return Model(**config)", "1/0", "/code/model", "ZeroDivisionError: .*line 15, in build"),
+    ("return Model(**config)", "return nn.ReLU()", "/code/model", "without parameters"),
+    ("return Model(**config)", "return nn.LazyLinear(3)", "/code/model", "weight of mymodel:build is lazy"),
+    ("nn.Linear(width, 1)", "nn.Linear(width, 1, device='cpu')", "/code/model", "last.weight on the device cpu"),
+    ("nn.Linear(width, 1)", "nn.Linear(width, 1, dtype=torch.complex64)", "/code/model", "last.weight .* is complex"),
+    (
+        "nn.Linear(width, 1)",
+        "nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, 1))",
+        "/code/model",
+        "last.0 of mymodel:build is a BatchNorm1d",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.scale = nn.Parameter(torch.ones(3))",
+        "/code/model",
+        "mymodel:build does not initialise scale \\(Model\\).*reset_parameters",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.register_buffer('scale', torch.ones(3))",
+        "/code/model",
+        "mymodel:build does not initialise scale",
+    ),
+    ('"x": columns["x"]', '"x": columns["z"]', "/code/batch", "KeyError: 'z' \\(mymodel.py, line 18, in batch"),
+    ('return {"x"', 'return [1]\n    return {"x"', "/code/batch", "returned a list; return a mapping"),
+    ("model(batch", "model(batch, batch", "/code/loss", "TypeError"),
+    (
+        ', reduction="sum"), len(batch["y"])',
+        ")",
+        "/code/loss",
+        "tensor of float32 with the shape \\[\\]; return \\(sum",
+    ),
+    ('reduction="sum"', 'reduction="none"', "/code/loss", "tensor of float32 with the shape \\[1\\] as the sum"),
+    ('len(batch["y"])', "None", "/code/loss", "NoneType as count"),
+    ('model(batch["x"])', 'model(batch["x"]).detach()', "/code/loss", "a sum without gradient"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "pointer", "problem"), CASES)
+def test_errors_of_the_code_are_problems_of_its_field(
+    tmp_path: Path, before: str, after: str, pointer: str, problem: str
+) -> None:
+    assert before in MODEL
+    _, _, problems = check(own_spec(tmp_path, MODEL.replace(before, after)), tmp_path)
+    assert list(problems) == [pointer]
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(problems[pointer])
+
+
+def test_code_that_needs_values_is_left_to_the_ranks(tmp_path: Path) -> None:
+    text = MODEL.replace('len(batch["y"])', 'int((batch["y"] > 0).sum())')
+    assert check(own_spec(tmp_path, text), tmp_path)[2] == {}
+
+
+def test_missing_column_and_strange_type_are_problems_of_the_columns(tmp_path: Path) -> None:
+    _, _, problems = check(own_spec(tmp_path, data={"columns": {"own": ["x", "z"]}}), tmp_path)
+    assert list(problems) == ["/data/columns"]
+
+
+def test_wrapped_class_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    raw = own_spec(tmp_path, strategy={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]}})
+    assert (
+        "matches no module of Model" in check(raw, tmp_path)[2]["/strategy/wrap_policy/transformer_layer_cls_to_wrap"]
+    )
+
+
+def test_declared_sums_are_expected(tmp_path: Path) -> None:
+    raw = own_spec(tmp_path, code={"sums": ["correct"]})
+    assert "return (sum, count, {correct})" in check(raw, tmp_path)[2]["/code/loss"]
+    text = MODEL.replace('len(batch["y"])', 'len(batch["y"]), {"right": 1}')
+    raw = own_spec(tmp_path, text, code={"sums": ["correct"]})
+    assert (
+        "returned the sums ['right']; return those of code.sums: ['correct']" in check(raw, tmp_path)[2]["/code/loss"]
+    )

@@ -1,0 +1,148 @@
+"""The objective of own code: its loss function returns a sum and the count by which the loop divides the step's sum."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from train_loop.code.load import OwnCode, describe_fault
+from train_loop.data.dataset import Dataset
+from train_loop.data.order import PADDING, Ids
+from train_loop.data.stream.local import read_rows
+from train_loop.errors import ModelError
+from train_loop.loop.batch import MicroBatch, StepBatch
+from train_loop.loop.objectives.objective import Terms
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.faults import passes_unchanged
+
+
+class OwnLoss:
+    """The loss of own code.
+
+    Rows that only fill the last step of a run are left out. A rank that has no others computes the loss of the first
+    sample times zero, because its peers wait for its part of the model.
+    """
+
+    def __init__(self, anatomy: Anatomy, code: OwnCode, dataset: Dataset) -> None:
+        self.anatomy = anatomy
+        self._code, self._dataset = code, dataset
+        self._stand_in: Mapping[str, Any] = {}
+        self.columns = ()
+        self.sums = code.spec.sums
+        self.evaluation_sums = ("loss", "count", *self.sums)
+
+    def divisor(self, batch: StepBatch) -> None:
+        """Return None: only the loss has the count."""
+
+    def __call__(self, batch: MicroBatch) -> Terms:
+        """Return the terms of the rows of a micro-batch. Raises ModelError for errors of own code."""
+        rows = [number for number, sample in enumerate(batch.samples.tolist()) if sample != PADDING]
+        device, names = batch.samples.device, [column.name for column in self._dataset.parts[0].own]
+        if not rows and not self._stand_in:
+            self._stand_in = read_columns(self._dataset, np.zeros(1, np.int64), device)
+        columns = {name: _chosen(batch.values[name], rows) for name in names} if rows else self._stand_in
+        prepared = call_batch(self._code, columns, device)
+        terms = call_loss(self._code, self.anatomy.model, prepared)
+        return terms if rows else _nothing(terms)
+
+    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Return the sums of the loss and of its count, and the further sums."""
+        terms = self(batch)
+        assert terms.count is not None
+        # The count may be a number, whose tensor is on the CPU.
+        values = (terms.total, terms.count, *terms.sums.values())
+        return tuple(value.to(terms.total.device) for value in values)
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float | int]:
+        """Return each sum divided by the count, NaN if that is 0, and the count."""
+        means = {name: (sums[name] / sums["count"]).item() for name in ("loss", *self.sums)}
+        return means | {"count": round(sums["count"].item())}
+
+
+def _nothing(terms: Terms) -> Terms:
+    assert terms.count is not None
+    return Terms(terms.total * 0, terms.count * 0, {name: value * 0 for name, value in terms.sums.items()})
+
+
+def read_columns(dataset: Dataset, samples: Ids, device: torch.device) -> dict[str, Any]:
+    """Return the own columns of some samples as a micro-batch has them."""
+    values, names = read_rows(dataset, samples).values, [column.name for column in dataset.parts[0].own]
+    return {name: _as_tensors(values[name], device) for name in names}
+
+
+def _as_tensors(values: Any, device: torch.device) -> Any:
+    if isinstance(values, list):
+        return [_as_tensors(value, device) for value in values]
+    return torch.tensor(values, device=device) if isinstance(values, np.ndarray) else values
+
+
+def call_batch(code: OwnCode, columns: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the batch of some rows on a device. Raises ModelError."""
+    entry = code.spec.batch
+    with _faults(code, entry):
+        found = code.batch(dict(columns))
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ModelError(f"{entry} returned {_described(found)}; return a mapping of names to tensors")
+    return {name: _on_device(value, device) for name, value in found.items()}
+
+
+def call_loss(code: OwnCode, model: nn.Module, batch: Mapping[str, Any]) -> Terms:
+    """Return the terms of a batch. Raises ModelError for errors of own code, and for anything else than terms."""
+    entry, names = code.spec.loss, code.spec.sums
+    with _faults(code, entry):
+        found = code.loss(model, batch)
+    form = "(sum, count)" if not names else f"(sum, count, {{{', '.join(names)}}})"
+    if not isinstance(found, tuple) or len(found) != 2 + bool(names):
+        raise ModelError(f"{entry} returned {_described(found)}; return {form}")
+    total, count, *rest = found
+    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
+        raise ModelError(f"{entry} returned {_described(total)} as the sum; return a float tensor without dimensions")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise ModelError(f"{entry} returned a sum without gradient; compute it from the output of the model")
+    sums = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
+    if sums.keys() != set(names):
+        raise ModelError(f"{entry} returned the sums {sorted(sums)}; return those of code.sums: {sorted(names)}")
+    return Terms(
+        total, _number(entry, "count", count, total), {name: _number(entry, name, sums[name], total) for name in names}
+    )
+
+
+def _number(entry: str, name: str, value: Any, beside: Tensor) -> Tensor:
+    if isinstance(value, Tensor) and not value.ndim and not value.is_complex():
+        return value.detach()
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64, device=beside.device)
+    raise ModelError(f"{entry} returned {_described(value)} as {name}; return a number or a tensor without dimensions")
+
+
+@contextmanager
+def _faults(code: OwnCode, entry_point: str) -> Iterator[None]:
+    """Raise ModelError with file and line for errors of own code; errors of memory and of other ranks pass."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if passes_unchanged(error):
+            raise
+        raise ModelError(describe_fault(f"{entry_point} failed", error, code.folder)) from error
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def _chosen(values: Any, rows: list[int]) -> Any:
+    """Return some rows of a column."""
+    if len(rows) == len(values):
+        return values
+    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _on_device(inner, device) for name, inner in value.items()}
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

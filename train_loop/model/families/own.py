@@ -1,0 +1,129 @@
+"""Modules that a user's own code builds."""
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from train_loop.code.load import OwnCode
+from train_loop.errors import ModelError
+from train_loop.model.build import DTYPES
+from train_loop.model.families.anatomy import Anatomy, is_norm
+from train_loop.model.families.family import Examination, ExportFacts, Family
+from train_loop.plan import ModelShape
+from train_loop.run_dir import write_durably
+from train_loop.spec import JobSpec, ModelSpec
+
+_RULES_OF_MODULES = ("reset_parameters", "_reset_parameters")
+"""Methods that initialise a module, by the convention of torch.nn."""
+_RULES_OF_MODELS = ("init_weights", "_init_weights")
+"""Methods that initialise all modules of a model: all at once, or their argument."""
+
+
+class OwnModels(Family):
+    """The models of one package of users' code."""
+
+    def __init__(self, code: OwnCode) -> None:
+        self.code = code
+
+    @property
+    def source(self) -> str:
+        """Return the function that builds the model."""
+        return self.code.spec.model
+
+    @property
+    def remedy_for_unset(self) -> str:
+        """Return what a user can do about a tensor that no rule initialises."""
+        return "set it in reset_parameters of its module, or in init_weights of the model"
+
+    def shape(self, spec: ModelSpec) -> ModelShape:
+        """Return a shape without sizes: those of own code are counted after it is built."""
+        return ModelShape.of_code()
+
+    def build(self, spec: ModelSpec) -> Anatomy:
+        """Build the module on the meta device, in the dtype of its weights. Raises ModelError."""
+        with self.code.faults_of(self.source), torch.device("meta"):
+            model = self.code.model(copy.deepcopy(self.code.spec.config))
+        _check(model, self.source)
+        return self.anatomy(model.to(DTYPES[spec.master_dtype]).train())
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        """Return the parts of a module that the loop can know: its layers, if it states them, and its norms."""
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        return Anatomy(
+            model,
+            self,
+            layers=tuple(one for one in model.modules() if one is not model and type(one).__name__ in layers),
+            embeddings=None,
+            head=None,
+            norms=tuple(one for one in model.modules() if is_norm(one)),
+            depth=0,
+            attention_width=0,
+        )
+
+    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
+        """Return that nothing is known of the module's attention and head."""
+        return Examination({}, after_head=None, settings=())
+
+    def initialise(self, model: nn.Module, name: str) -> None:
+        """Apply a module's own rule, then those of the modules around it, which may set tensors inside of them."""
+        module, parts = model.get_submodule(name), name.split(".")
+        holders = dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+        with self.code.faults_of(f"the initialisation of {name or type(model).__name__}"):
+            for holder in map(model.get_submodule, holders):
+                for rule in _rules(holder, module):
+                    rule()
+
+    def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        """Raise RuntimeError: the user's loss calls the module."""
+        raise RuntimeError("own code is called by its loss")
+
+    def write_configs(self, model: nn.Module, folder: Path, facts: ExportFacts) -> None:
+        """Write code.json: the function, its config and the package with which the weights were trained."""
+        fields = self.code.spec.model_dump(include={"package", "model", "config", "sha256"})
+        write_durably(folder / "code.json", json.dumps(fields, indent=2) + "\n")
+
+
+def _rules(holder: nn.Module, module: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield the calls by which a module, or one around it, initialises a module."""
+    if (rule := _method(holder, _RULES_OF_MODULES)) is not None:
+        yield rule
+    if (rule := _method(holder, _RULES_OF_MODELS)) is not None:
+        # Called for each module, as by nn.Module.apply, or once for all.
+        yield partial(rule, module) if inspect.signature(rule).parameters else rule
+
+
+def _method(module: nn.Module, names: tuple[str, ...]) -> Callable[..., object] | None:
+    return next((method for name in names if callable(method := getattr(module, name, None))), None)
+
+
+def _check(model: object, entry: str) -> None:
+    """Raise ModelError for a model that is not a module on meta, or whose result depends on the number of ranks."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{entry} returned a {type(model).__name__}; return a torch.nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise ModelError(f"{entry} returned a module without parameters, so that there is nothing to train; add some")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(f"{name} of {entry} is lazy: its size is known only after a call; give it a size")
+        if tensor.device.type != "meta":
+            raise ModelError(
+                f"{entry} creates {name} on the device {tensor.device}; create all tensors without a device, and set "
+                "their values in reset_parameters or init_weights"
+            )
+        if tensor.is_complex():
+            raise ModelError(f"{name} of {entry} is complex, which is not supported; use pairs of real numbers")
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ModelError(
+                f"{name} of {entry} is a {type(module).__name__}, whose result depends on the rows that a rank has; "
+                "choose a norm of single samples, such as LayerNorm or GroupNorm"
+            )
