@@ -70,6 +70,8 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
         for place in places:
             try:
                 _fill(rows, part, place, next(cells))
+            except DataError:
+                raise  # It names its file itself.
             except ValueError as error:
                 ((file, row),) = _places(part, local[places == place])
                 raise DataError(f"{file.path}, row {row} {error}") from error

@@ -225,6 +225,11 @@ def test_row_that_becomes_invalid_during_a_run_is_reported_with_its_file(tmp_pat
     sources = (job.data.sources[0].model_copy(update={"path": str(tmp_path / "*.parquet")}),)
     dataset = find_dataset(job.model_copy(update={"data": job.data.model_copy(update={"train": sources})}), tmp_path)
     pq.write_table(pa.table({"ids": [[1], [1] * 17]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/b.parquet has changed during the run"):
+        read_rows(dataset, np.arange(4))
+    (part,) = dataset.parts
+    changed = part.files[1].model_copy(update={"size": (tmp_path / "b.parquet").stat().st_size})
+    dataset = dataset.model_copy(update={"parts": (part.model_copy(update={"files": (part.files[0], changed)}),)})
     with pytest.raises(DataError, match=rf"{tmp_path}/b.parquet, row 1 has 17 tokens, more than sequence_length=16"):
         read_rows(dataset, np.arange(4))
 
