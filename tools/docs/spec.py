@@ -70,6 +70,8 @@ EXAMPLES: dict[str, Any] = {
     "strategy.wrap_policy.min_num_params": 100_000_000,
     "checkpoint.every_seconds": 600,
     "checkpoint.keep_best": {"metric": "eval_loss", "mode": "min"},
+    "model.head.sequence_classification.labels": 3,
+    "data.columns.label": "label",
     "checkpoint.keep_best.metric": "eval_loss",
     "checkpoint.keep_best.mode": "min",
     "scaling.num_workers": {"min": 2, "max": 8},

@@ -61,20 +61,22 @@ LABELS = Column("labels", "int32", fill=-100, stored="token")
 """Labels, aligned with the tokens and not shifted."""
 WEIGHTS = Column("weights", "float32", fill=1, stored="document")
 """Weight of each token in the loss."""
+TARGETS = Column("targets", "float32", "sample", stored="document")
+"""Label of each document: its class, or a number."""
 POSITION_IDS = Column("position_ids", "int32")
 """Positions, which restart with every document."""
 DOCUMENTS = Column("documents", "int32", "ragged", stored="document")
 """Lengths of the documents in a sample, in order."""
 
-STORED = (INPUT_IDS, DOCUMENTS, LABELS, WEIGHTS)
+STORED = (INPUT_IDS, DOCUMENTS, LABELS, WEIGHTS, TARGETS)
 """Columns of prepared files, in their order."""
 
 
 @lru_cache
-def token_columns(*, pad_token: int = 0, weighted: bool = False) -> tuple[Column, ...]:
+def token_columns(*, pad_token: int = 0, weighted: bool = False, labelled: bool = False) -> tuple[Column, ...]:
     """Return the columns of tokens in the training loop."""
     ids = replace(INPUT_IDS, fill=pad_token)
-    return (SAMPLE, LENGTH, ids, LABELS, POSITION_IDS, *(WEIGHTS,) * weighted)
+    return (SAMPLE, LENGTH, ids, LABELS, POSITION_IDS, *(WEIGHTS,) * weighted, *(TARGETS,) * labelled)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class ByColumn(Generic[Array]):
         """Weights of labels [n, T]; None if all are 1."""
         found: Array | None = self.values.get(WEIGHTS.name)
         return found
+
+    @property
+    def targets(self) -> Array:
+        """Labels of rows [n]."""
+        return self._array(TARGETS)
 
     def _array(self, column: Column) -> Array:
         found: Array = self.values[column.name]

@@ -62,6 +62,8 @@ class Part(BaseModel):
     """Column with the lengths of the documents in a sample, in order; without it a sample is one document."""
     weights: str | None = None
     """Column with the weight of the row, or of each of its documents."""
+    targets: str | None = None
+    """Column with the label of the row, or of each of its documents."""
     own: tuple[Column, ...] = ()
     """Columns of the user's own model, which are read as they are in the files."""
     index: str | None = None
@@ -123,6 +125,8 @@ class Dataset(BaseModel):
     mixture: Mixture | None = None
     """Mixture of the sources; without it an epoch contains all samples once."""
     pad_token: int = 0
+    aligned: bool = False
+    """True if the label of a token belongs to the token itself, and not to its predecessor, which predicts it."""
     tokenizer: str | None = None
 
     @property
@@ -162,7 +166,7 @@ class Dataset(BaseModel):
         own = self.parts[0].own
         if self.parts[0].input_ids is None:
             return (SAMPLE, *own)
-        return (*token_columns(pad_token=self.pad_token, weighted=self.weighted), *own)
+        return (*token_columns(pad_token=self.pad_token, weighted=self.weighted, labelled=self.labelled), *own)
 
     @property
     def row_bytes(self) -> int:
@@ -176,6 +180,11 @@ class Dataset(BaseModel):
     def weighted(self) -> bool:
         """True if rows have weights."""
         return any(part.weights for part in self.parts)
+
+    @property
+    def labelled(self) -> bool:
+        """True if rows have labels of their own."""
+        return any(part.targets for part in self.parts)
 
     @property
     def utilisation(self) -> float:

@@ -68,7 +68,7 @@ def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -
         for column, part in zip(dense, torch.split(message, words), strict=True)
     }
     values |= _share_ragged(rows, [column for column in columns if column.kind == "ragged"], mesh)
-    if LABELS in columns:
+    if LABELS in columns and not dataset.aligned:
         values |= _shift(ByColumn[Tensor](values))
     return StepBatch(values, columns)
 

@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 from train_loop.code.use import own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
+from train_loop.loop.objectives.labels import ClassLoss, NumberLoss
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
 from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
@@ -117,10 +118,15 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
 
 
 def objective_of(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: Dataset) -> Objective:
-    """Build what a run trains: the loss of own code, or token cross entropy."""
+    """Build what a run trains: the loss of own code, of labels, or token cross entropy."""
+    head = spec.model.label_head
     if spec.code is not None:
         return OwnLoss(sharded.anatomy, own_code(spec.code), dataset)
-    return build_objective(sharded, spec, plan)
+    if head is None:
+        return build_objective(sharded, spec, plan)
+    if head.classes is None:
+        return NumberLoss(sharded.anatomy)
+    return ClassLoss(sharded.anatomy, pools=head.pools, label_smoothing=spec.training.label_smoothing_factor)
 
 
 def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:

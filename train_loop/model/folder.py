@@ -1,6 +1,7 @@
 """Config and tokenizer of a spec's model, from the spec or from a Hugging Face folder. Torch-free."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def model_shape(model: ModelSpec) -> ModelShape:
     if model.path is None and model.config is None:
         return ModelShape.of_code()
     try:
-        return read_shape(model_config(model))
+        shape, head = read_shape(model_config(model)), model.label_head
+        return shape if head is None else replace(shape, labels=head.labels, pools=head.pools, tied=False)
     except ValueError as error:
         raise ModelError(str(error)) from error
 

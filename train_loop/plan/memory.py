@@ -103,7 +103,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
     without = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
-    head = 0 if without else shape.vocab * shape.hidden
+    head = 0 if without else shape.outputs * shape.hidden
     later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
     both = "two layers" if wrap.min_num_params is None else "units gathered at once"
     peaks = (
@@ -154,6 +154,9 @@ def saves_between_steps(spec: JobSpec) -> bool:
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
     row = logits_row_bytes(spec, shape)
     rows = chunk_rows(spec, shape, tokens=tokens)
+    if shape.labels is not None:
+        each, kind = (spec.training.per_device_train_batch_size, "rows") if shape.pools else (tokens, "tokens")
+        return MemoryTerm("logits", row * each, f"{row // shape.labels} bytes x {kind} x labels")
     if rows is None:
         return MemoryTerm("logits", row * tokens, f"{row // shape.vocab} bytes x tokens x vocab")
     return MemoryTerm(
@@ -236,7 +239,7 @@ def _activations(
 
 def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
     """Return the bytes of one token's logits: in compute dtype, in fp32, and their fp32 gradient."""
-    return (DTYPE_BYTES[spec.strategy.param_dtype] + 8) * shape.vocab
+    return (DTYPE_BYTES[spec.strategy.param_dtype] + 8) * shape.outputs
 
 
 def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
@@ -244,7 +247,7 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
 
     `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
     """
-    if not shape.vocab:
+    if not shape.vocab or shape.labels is not None:
         return None
     row = logits_row_bytes(spec, shape)
     rows = max(1, min(tokens, CHUNK_BYTES // row))

@@ -112,6 +112,10 @@ class ModelShape:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    labels: int | None = None
+    """Values that the head gives; None if it gives logits of tokens."""
+    pools: bool = False
+    """Whether the head gives values for a row, and not for each token."""
     counts: ParameterCounts | None = None
     """Exact numbers of parameters; None if the model has not been built."""
     whole_scores: bool = False
@@ -126,6 +130,11 @@ class ModelShape:
     def known(self) -> bool:
         """Return True if the sizes describe the whole layer; for other families they are an estimate."""
         return self.model_type in _DEFAULTS
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of values that the head gives: tokens of the vocabulary, or labels."""
+        return self.vocab if self.labels is None else self.labels
 
     @property
     def layer_parameters(self) -> int:
@@ -144,7 +153,7 @@ class ModelShape:
         """Return the parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
         if self.counts is not None:
             return self.counts.outside
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.hidden * (self.vocab + (0 if self.tied else self.outputs) + 1)
 
     @property
     def parameters(self) -> int:
@@ -174,7 +183,7 @@ class ModelShape:
         if least is None:
             return UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer)
         table, unit = self.vocab * self.hidden, layer if layer >= least else layers
-        if table < least or self.tied:
+        if table < least or self.tied or self.labels is not None:
             return UnitSizes(root, layers, unit, unit, min(2 * unit, layers))
         largest = max(unit, table)
         return UnitSizes(

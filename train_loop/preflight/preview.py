@@ -20,7 +20,7 @@ from train_loop.data.text.messages import Conversation, has_text_arguments, read
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.plan import Preview
-from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
+from train_loop.spec import ColumnsSpec, JobSpec, LabelHeadSpec, SourceSpec
 
 PREVIEWED_SOURCES = 8
 """Maximum number of sources of a spec that are previewed."""
@@ -85,7 +85,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
         raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
     if rules is None and not columns.tokenised and not first.bad:
         return None
-    if rules is not None and columns.messages is None and (count := _ended(columns, rules, first.rows)):
+    if rules is not None and not (columns.messages or columns.label) and (count := _ended(columns, rules, first.rows)):
         notes.append(f"{count} of the first {len(first.rows)} rows end with EOS already and get no second one")
     if columns.messages is not None and rules is not None and boundaries is not None:
         notes += _chat_notes(columns, rules, first.rows)
@@ -110,9 +110,9 @@ def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) ->
     placed, are_all = _first_rows(source, columns)
     rows = [row for _, row in placed]
     if rules is None and not columns.tokenised:
-        encoded = [_judged(row, columns, vocab) for row in rows]
+        encoded = [_judged(row, columns, vocab, spec.model.label_head) for row in rows]
     else:
-        encoded = encode_rows(rows, columns, vocab=vocab, rules=rules)
+        encoded = encode_rows(rows, columns, vocab=vocab, rules=rules, head=spec.model.label_head)
     fit = Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)
     return _FirstRows(rows, [place for place, _ in placed], encoded, fit, are_all)
 
@@ -173,9 +173,9 @@ def _size(cell: Any) -> int:
     return len(cell) if hasattr(cell, "__len__") else 1
 
 
-def _judged(row: Row, columns: ColumnsSpec, vocab: int) -> Encoded:
+def _judged(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec | None) -> Encoded:
     """Return a BadRow if a row is bad with any tokenizer, else a document of one token in place of the unknown ones."""
-    wrong = problem_of(row, columns, vocab)
+    wrong = problem_of(row, columns, vocab, head)
     return BadRow(row.place, wrong) if wrong else Document(np.zeros(1, np.int32))
 
 

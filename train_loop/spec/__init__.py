@@ -5,6 +5,7 @@ from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.failure import FailureSpec
+from train_loop.spec.head import LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import check_mapping, dump, load, merged, override, parse, parse_text
@@ -25,6 +26,7 @@ __all__ = [
     "DataSpec",
     "FailureSpec",
     "JobSpec",
+    "LabelHeadSpec",
     "ModelSpec",
     "Position",
     "Problem",

@@ -21,6 +21,10 @@ class ColumnsSpec(SpecModel):
     labels: str | None = Field(
         default=None, description="column with labels, aligned with input_ids and not shifted; -100 is not trained"
     )
+    label: str | None = Field(
+        default=None,
+        description="column with the label of a row of text or input_ids, for model.head: a class from 0, or a number",
+    )
     messages: str | None = Field(
         default=None,
         description="column with a conversation for the tokenizer's chat template; only assistant turns are trained",
@@ -52,6 +56,8 @@ class ColumnsSpec(SpecModel):
             raise ValueError("columns.own names a column twice; remove one of the two")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
+        if self.label is not None and self.text is None and self.input_ids is None:
+            raise ValueError("columns.label goes with columns.text or columns.input_ids; name one of them")
         if self.tools is not None and self.messages is None:
             raise ValueError("columns.tools goes with columns.messages; name both, or remove tools")
         return self
@@ -60,7 +66,7 @@ class ColumnsSpec(SpecModel):
     def names(self) -> tuple[str, ...]:
         """The columns to read; every row must have all of them except tools."""
         text = (self.text, self.messages, self.tools, self.prompt, self.response)
-        every = (*text, self.input_ids, self.labels, self.weight, *self.own)
+        every = (*text, self.input_ids, self.labels, self.label, self.weight, *self.own)
         return tuple(name for name in every if name is not None)
 
     @property
@@ -140,7 +146,7 @@ class DataSpec(SpecModel):
     on_long_rows: LongRows | None = Field(
         default=None,
         description="rows longer than sequence_length; truncate keeps their start, truncate_left BOS and their end; "
-        "null: drop for messages and for prompt with response, split for others",
+        "null: drop for messages and for prompt with response, truncate for rows with a label, split for others",
     )
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample, at least 2")
     packing: bool = Field(
@@ -166,7 +172,7 @@ class DataSpec(SpecModel):
     def long_rows_of(self, columns: ColumnsSpec) -> LongRows:
         """Return the handling of rows of these columns that are longer than a sample."""
         default: LongRows = "drop" if columns.messages or columns.prompt else "split"
-        return self.on_long_rows or default
+        return self.on_long_rows or ("truncate" if columns.label else default)
 
     def drops_untrained(self, columns: ColumnsSpec) -> bool:
         """Return whether rows of these columns without any trained token are dropped; tokenised rows stay."""

@@ -9,6 +9,7 @@ from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
 from train_loop.spec.failure import FailureSpec
+from train_loop.spec.head import check_head
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import ScalingSpec
 from train_loop.spec.strategy import StrategySpec
@@ -118,6 +119,11 @@ class JobSpec(SpecModel):
                 "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already; "
                 "remove one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _head_has_its_data(self) -> "JobSpec":
+        check_head(self)
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
+from train_loop.spec.head import CAUSAL_LM, Head, LabelHeadSpec
 
 _HUB = re.compile(r"(?:https?://[^/]+/|hf://)?([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/?")
 """A model's id or URL on the Hugging Face Hub, with the id as its group."""
@@ -23,7 +24,7 @@ class LoraSpec(SpecModel):
 
 
 class ModelSpec(SpecModel):
-    """A Hugging Face causal language model: a folder of weights at `path`, or random weights from a `config`.
+    """A Hugging Face decoder: a folder of weights at `path`, or random weights from a `config`.
 
     With `code` it has neither."""
 
@@ -37,6 +38,11 @@ class ModelSpec(SpecModel):
         default=None,
         description="URI of a Hugging Face tokenizer folder [default: path]; without path, a byte-level BPE of "
         "config.vocab_size tokens is trained on data.train",
+    )
+    head: Head = Field(
+        default=CAUSAL_LM,
+        description="head of the model and its loss: causal_lm, or one of {sequence_classification: {labels: n}}, "
+        "{token_classification: {labels: n}}, {regression: {}}",
     )
     dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 uses a gradient scaler")
     master_dtype: Dtype = Field(
@@ -69,6 +75,21 @@ class ModelSpec(SpecModel):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
+
+    @property
+    def label_head(self) -> LabelHeadSpec | None:
+        """The head of labels; None if the model predicts tokens."""
+        return self.head if isinstance(self.head, LabelHeadSpec) else None
+
+    @field_validator("head")
+    @classmethod
+    def _head_is_supported(cls, head: Head) -> Head:
+        if isinstance(head, str) and head != CAUSAL_LM:
+            raise ValueError(
+                f"{head} is not supported yet; choose causal_lm, sequence_classification, token_classification or "
+                "regression"
+            )
+        return head
 
     @field_validator("path", "tokenizer")
     @classmethod

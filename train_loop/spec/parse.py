@@ -120,7 +120,9 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
     return [
         step
         for step in loc
-        if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step))
+        if not re.fullmatch(
+            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|LabelHeadSpec|\w+Range", str(step)
+        )
     ]
 
 

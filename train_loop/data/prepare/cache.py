@@ -103,6 +103,7 @@ def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Datase
         sequence_length=spec.data.sequence_length,
         mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
         pad_token=load_tokenizer(str(tokenizer)).eos if tokenizer else 0,
+        aligned=spec.model.label_head is not None,
         tokenizer=tokenizer and str(tokenizer),
     )
 
@@ -151,6 +152,8 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     later |= {"chat_template": _template_identity(data)} if columns.messages and data.chat_template else {}
     later |= {"add_bos": data.add_bos} if data.add_bos != "auto" and not columns.tokenised else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}
+    head = spec.model.label_head
+    later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
         later
@@ -185,7 +188,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     rows, tokens, vocab = Counter[SourceFile](), 0, model_shape(spec.model).vocab
     for piece in pieces:
         for chunk in read_piece(piece, columns):
-            for document in encode_rows(chunk.rows, columns, vocab=vocab):
+            for document in encode_rows(chunk.rows, columns, vocab=vocab, head=spec.model.label_head):
                 if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
                     return None
                 rows[piece.file] += 1
@@ -198,6 +201,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
         input_ids=columns.input_ids,
         labels=columns.labels,
         weights=columns.weight,
+        targets=columns.label,
         tokens=tokens,
         rows=rows.total(),
     )
@@ -215,8 +219,8 @@ def _described(source: Source) -> list[list[Any]]:
 
 
 def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
-    """Return the columns for a fingerprint; the newer fields `tools` and `own` are included only if set."""
-    return columns.model_dump(exclude={name for name in ("tools", "own") if not getattr(columns, name)})
+    """Return the columns for a fingerprint; newer fields are included only if set."""
+    return columns.model_dump(exclude={name for name in ("tools", "own", "label") if not getattr(columns, name)})
 
 
 def _identity(tokenizer: Path) -> dict[str, str]:

@@ -167,6 +167,7 @@ def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType],
         *((name, "lists of integers", _is_tokens) for name in (columns.input_ids, columns.labels)),
         (columns.messages, "lists of objects (structs or maps), or their JSON as text", _is_json),
         (columns.tools, "lists of objects, or their JSON as text", _is_json),
+        (columns.label, "a number (integer or float)", is_number),
         (columns.weight, "a number (integer or float)", is_number),
     ]
     return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]

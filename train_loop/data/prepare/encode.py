@@ -14,7 +14,7 @@ from train_loop.data.prepare.rows import Row
 from train_loop.data.text.chat import encode_chat, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
-from train_loop.spec import ColumnsSpec, DataSpec
+from train_loop.spec import ColumnsSpec, DataSpec, LabelHeadSpec
 from train_loop.spec.data import AddBos
 
 T = TypeVar("T")
@@ -56,15 +56,22 @@ class TextRules:
         return load_tokenizer(self.tokenizer).adding_bos(self.add_bos)
 
 
-def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: TextRules | None = None) -> list[Encoded]:
+def encode_rows(
+    rows: list[Row],
+    columns: ColumnsSpec,
+    *,
+    vocab: int,
+    rules: TextRules | None = None,
+    head: LabelHeadSpec | None = None,
+) -> list[Encoded]:
     """Return a document for every row, or a BadRow if the row cannot be trained on.
 
-    `rules` are needed for rows of text.
+    `rules` are needed for rows of text, and `head` for rows with labels of a head.
     """
     encoded: dict[int, Encoded] = {}
     good = []
     for number, row in enumerate(rows):
-        wrong = problem_of(row, columns, vocab)
+        wrong = problem_of(row, columns, vocab, head)
         if wrong:
             encoded[number] = BadRow(row.place, wrong)
         else:
@@ -74,7 +81,7 @@ def encode_rows(rows: list[Row], columns: ColumnsSpec, *, vocab: int, rules: Tex
     return [encoded[number] for number in range(len(rows))]
 
 
-def problem_of(row: Row, columns: ColumnsSpec, vocab: int) -> str | None:
+def problem_of(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec | None = None) -> str | None:
     """Return the reason why a row cannot be trained on; None if nothing is wrong before tokenisation."""
     if row.wrong is not None:
         return row.wrong
@@ -84,26 +91,36 @@ def problem_of(row: Row, columns: ColumnsSpec, vocab: int) -> str | None:
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
     if columns.input_ids is not None:
         for name in filter(None, (columns.input_ids, columns.labels)):
-            wrong = _wrong_tokens(name, values[name], vocab, ignored=name == columns.labels)
+            classes = head.classes if head is not None and name == columns.labels else None
+            known = (
+                f"in the model's vocabulary of {vocab} tokens" if classes is None else f"below head.labels={classes}"
+            )
+            wrong = _wrong_tokens(name, values[name], range(classes or vocab), known, ignored=name == columns.labels)
             if wrong:
                 return wrong
         if columns.labels is not None and len(values[columns.input_ids]) != len(values[columns.labels]):
             ids, labels = len(values[columns.input_ids]), len(values[columns.labels])
             return f"{ids} tokens and {labels} labels; they must be aligned"
+    if columns.label is not None and head is not None and not _is_label(values[columns.label], head.classes):
+        wanted = "a finite number" if head.classes is None else f"a whole number from 0 to {head.classes - 1}"
+        return f"column {columns.label!r} holds {_kind(values[columns.label])} where {wanted} is needed"
     if columns.weight is not None and not _is_weight(values[columns.weight]):
         return f"column {columns.weight!r} holds {_kind(values[columns.weight])} where a weight of 0 or more is needed"
     return None
 
 
 def _documents(rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None) -> Iterator[Encoded]:
-    weights = [None if columns.weight is None else float(row.values[columns.weight]) for row in rows]
-    for row, found, weight in zip(rows, _token_lists(rows, columns, vocab, rules), weights, strict=True):
+    weights, targets = (
+        [None if name is None else float(row.values[name]) for row in rows] for name in (columns.weight, columns.label)
+    )
+    lists = _token_lists(rows, columns, vocab, rules)
+    for row, found, weight, target in zip(rows, lists, weights, targets, strict=True):
         if isinstance(found, str):
             yield BadRow(row.place, found)
         else:
             ids, labels = (None if part is None else np.asarray(part, np.int32) for part in found[:2])
             assert ids is not None
-            yield Document(ids, labels, weight, *found[2:])
+            yield Document(ids, labels, weight, target, *found[2:])
 
 
 def _token_lists(
@@ -124,9 +141,11 @@ def _tokenised(
     tokenizer: TextTokenizer, rows: list[Row], columns: ColumnsSpec, rules: TextRules
 ) -> Iterable[tuple[Any, ...] | str]:
     if columns.text is not None:
+        # A label is read from the last token, which transformers' tokenizers do not follow by EOS.
+        encode = tokenizer.encode if columns.label is None else tokenizer.encode_plainly
         return [
             found if isinstance(found, str) else (found, None)
-            for found in _all_or_each(tokenizer.encode, [row.values[columns.text] for row in rows])
+            for found in _all_or_each(encode, [row.values[columns.text] for row in rows])
         ]
     if columns.messages is not None:
         templates = load_chat_templates(rules.tokenizer, rules.chat_template, rules.day)
@@ -167,21 +186,27 @@ def is_text(value: Any) -> TypeGuard[str]:
         return False
 
 
-def _wrong_tokens(name: str, value: Any, vocab: int, *, ignored: bool) -> str | None:
+def _wrong_tokens(name: str, value: Any, allowed: range, known: str, *, ignored: bool) -> str | None:
     if not isinstance(value, np.ndarray | list):
         return f"column {name!r} holds {_kind(value)} where a list of whole numbers is needed"
     if isinstance(value, list) and not all(type(token) is int for token in value):
         place = next(number for number, token in enumerate(value) if type(token) is not int)
         return f"column {name!r} holds {_kind(value[place])} at position {place}, where a whole number is needed"
     tokens = np.asarray(value)
-    strange = (tokens < 0) | (tokens >= vocab)
+    strange = (tokens < 0) | (tokens >= allowed.stop)
     if ignored:
         strange &= tokens != IGNORE
     if not strange.any():
         return None
     place = int(strange.argmax())
     token = f"{value[place]} at position {place}"
-    return f"column {name!r} holds {token}, which is not in the model's vocabulary of {vocab} tokens"
+    return f"column {name!r} holds {token}, which is not {known}"
+
+
+def _is_label(value: Any, classes: int | None) -> bool:
+    if classes is None:
+        return type(value) in (int, float) and abs(value) <= _HEAVIEST
+    return type(value) in (int, float) and value in range(classes)
 
 
 def _is_weight(value: Any) -> bool:

@@ -15,6 +15,8 @@ class Document:
     input_ids: Tokens
     labels: Tokens | None = None
     weight: float | None = None
+    target: float | None = None
+    """Label of the document."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a trained turn of a conversation."""
 
@@ -27,6 +29,7 @@ class Sample:
     labels: Tokens | None
     weights: Weights | None  # one per document
     documents: list[int]
+    targets: Weights | None = None  # one per document
 
 
 WINDOW_SAMPLES = 1024
@@ -95,15 +98,17 @@ def _split(document: Document, length: int) -> Iterator[Document]:
     for start in range(0, len(document.input_ids), length):
         part = slice(start, start + length)
         labels = None if document.labels is None else document.labels[part]
-        yield Document(document.input_ids[part], labels, document.weight)
+        yield Document(document.input_ids[part], labels, document.weight, document.target)
 
 
 def _join(pieces: list[Document]) -> Sample:
     labels = [piece.labels for piece in pieces if piece.labels is not None]
     weights = [piece.weight for piece in pieces if piece.weight is not None]
+    targets = [piece.target for piece in pieces if piece.target is not None]
     return Sample(
         np.concatenate([piece.input_ids for piece in pieces]),
         np.concatenate(labels) if labels else None,
         np.array(weights, np.float32) if weights else None,
         [len(piece.input_ids) for piece in pieces],
+        np.array(targets, np.float32) if targets else None,
     )

@@ -171,7 +171,9 @@ def _documents(
     columns = source.columns
     configure_ray_data(block_bytes=_BLOCK_BYTES)
     rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer)
-    encode = partial(encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules)
+    encode = partial(
+        encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules, head=spec.model.label_head
+    )
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
     options |= {"fit": Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)}
     reserved = _reserved(spec, source)
@@ -219,6 +221,7 @@ def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
             "labels": _lists(labels),
             "ends": pa.array([sorted(document.ends) for document in documents], pa.list_(pa.int32())),
             "weight": pa.array([document.weight for document in documents], pa.float32()),
+            "target": pa.array([document.target for document in documents], pa.float32()),
         }
     )
 
@@ -237,11 +240,11 @@ def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -
             progress.skipped(tasks[task][piece].file, place, reason)
     progress.fitted(fate for fate in table["fate"].to_pylist() if fate is not None)
     ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
-    weights, ends = (table[name].to_pylist() for name in ("weight", "ends"))
+    weights, targets, ends = (table[name].to_pylist() for name in ("weight", "target", "ends"))
     for number, tokens in enumerate(ids):
         if len(tokens):
             its = labels[number] if len(labels[number]) else None
-            yield Document(tokens, its, weights[number], frozenset(ends[number]))
+            yield Document(tokens, its, weights[number], targets[number], frozenset(ends[number]))
     if len(ids):
         task, read = (table[name][-1].as_py() for name in ("task", "read"))
         progress.advance(len(ids), tokens=sum(map(len, ids)), task=task, read=read)

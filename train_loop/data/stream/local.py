@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from train_loop.data.columns import DOCUMENTS, INPUT_IDS, LABELS, POSITION_IDS, WEIGHTS
+from train_loop.data.columns import DOCUMENTS, INPUT_IDS, LABELS, POSITION_IDS, TARGETS, WEIGHTS
 from train_loop.data.dataset import Cells, Dataset, Part, Rows, ShardFile
 from train_loop.data.files import File, is_gone, is_local, open_file, report_damage
 from train_loop.data.order import PADDING, Ids, StepOrder
@@ -101,6 +101,8 @@ def _fill_tokens(rows: Rows, place: Any, cells: Cells) -> None:
     per_token = {INPUT_IDS.name: ids, LABELS.name: labels}
     if WEIGHTS.name in cells:
         per_token[WEIGHTS.name] = _per_token(cells[WEIGHTS.name], documents)
+    if TARGETS.name in cells:
+        rows.targets[place] = _label(cells[TARGETS.name])
     for name, values in per_token.items():
         rows.values[name][place, : len(ids)] = values
 
@@ -109,6 +111,13 @@ def _per_token(weights: NDArray[Any], documents: NDArray[Any]) -> NDArray[Any]:
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise ValueError(f"has weight {weights[0]}; expected 0 or more")
     return np.repeat(weights, documents)
+
+
+def _label(targets: NDArray[Any]) -> Any:
+    (label,) = targets
+    if not np.isfinite(label):
+        raise ValueError(f"has label {label}; expected a finite number")
+    return label
 
 
 def _starts(documents: NDArray[Any], length: int) -> NDArray[Any]:
@@ -140,7 +149,9 @@ def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
 def _cells(part: Part, table: pa.Table, row: int) -> Cells:
     """Return a sample's cells. Raises ValueError for a row that cannot be trained on."""
     tokens = {
-        column.name: _weight(table[name][row], name) if column is WEIGHTS else _tokens(table[name][row], name)
+        column.name: _number(table[name][row], name)
+        if column in (WEIGHTS, TARGETS)
+        else _tokens(table[name][row], name)
         for column, name in part.stored.items()
     }
     return tokens | {column.name: read_own(table[column.name][row], column) for column in part.own}
@@ -155,10 +166,10 @@ def _tokens(cell: Any, name: str) -> NDArray[Any]:
     return values
 
 
-def _weight(cell: Any, name: str) -> NDArray[Any]:
-    """Return the weight of a row as that of its only document."""
+def _number(cell: Any, name: str) -> NDArray[Any]:
+    """Return the weight or label of a row as that of its only document."""
     if not cell.is_valid:
-        raise ValueError(f"has null in column {name!r} where a weight is needed")
+        raise ValueError(f"has null in column {name!r} where a number is needed")
     return np.array([cell.as_py()], np.float32)
 
 

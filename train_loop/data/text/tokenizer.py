@@ -57,6 +57,15 @@ class TextTokenizer:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._document(encoding.ids, encoding.ids[-1:] == [self.eos]) for encoding in encodings]
 
+    def encode_plainly(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text as transformers gives them, without EOS. Raises DataError without any."""
+        with _named_faults():
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found = [[*self.prefix, *encoding.ids, *self.suffix] for encoding in encodings]
+        if not all(found):
+            raise DataError("it has no tokens, so that no label can be read from its last one")
+        return found
+
     def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Return token ids and labels of prompts with their responses; only response and EOS are trained.
 

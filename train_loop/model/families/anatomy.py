@@ -22,12 +22,15 @@ class Anatomy:
     embeddings: nn.Module | None
     """Table of token vectors; None if the model reads no tokens."""
     head: nn.Module | None
-    """Linear map from hidden states to logits of tokens; None if the model has none."""
+    """Linear map from hidden states to logits, of tokens or of labels; None if the model has none."""
     norms: tuple[nn.Module, ...]
     depth: int
     """Number of layers with attention."""
     attention_width: int
     """Number of attention heads x size of a head."""
+
+    labels: int | None = None
+    """Number of labels of which the head gives logits; None if these are of tokens."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -43,7 +46,7 @@ class Anatomy:
 
     def check_rows(self, vocabulary: int) -> None:
         """Raise ModelError if embeddings or head have fewer rows than the config has tokens."""
-        known = (_rows(one) for one in (self.embeddings, self.head))
+        known = (_rows(one) for one in (self.embeddings, self.head if self.labels is None else None))
         rows = min((rows for rows in known if rows is not None), default=vocabulary)
         if rows < vocabulary:
             raise ModelError(

@@ -90,7 +90,7 @@ def test_cache_name_changes_with_each_field_that_affects_samples(tmp_path: Path,
 
 def test_cache_names_of_tokens_equal_those_of_earlier_versions_and_names_of_text_do_not(tmp_path: Path) -> None:
     text, tokens = text_job(tmp_path), as_it_is(tmp_path, pa.array([[1]]))
-    later = ("tools", "own")
+    later = ("tools", "own", "label")
     for job, tokenizer, vocab in ((text, tmp_path / "tokenizer-v1", None), (tokens, None, 384)):
         (source,) = list_sources(job)
         old = {

@@ -9,19 +9,31 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config_faults import stated, with_values
+from train_loop.model.families.causal.heads import has_labels, with_label_head
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
-from train_loop.spec import ModelSpec
+from train_loop.spec import LabelHeadSpec, ModelSpec
 
 SOURCE = f"transformers {transformers.__version__}"
 _UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
 """Fields that transformers reads although not every config class declares them."""
+_OF_TOKEN_HEADS = ("classifier_dropout",)
+"""Fields that heads of a label per token read, 0.1 without it."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -29,8 +41,10 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
     def build() -> PreTrainedModel:
         check_name(model_config(spec)["model_type"])
-        hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
+        hf_config = _hf_config(spec.config, spec.label_head) if spec.config is not None else _folder_config(spec)
         check_kind(hf_config)
+        if spec.label_head is not None:
+            return with_label_head(_on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head))
         return _on_meta(hf_config, DTYPES[spec.master_dtype])
 
     try:
@@ -49,14 +63,13 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     return model
 
 
-def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype, head: LabelHeadSpec | None = None) -> PreTrainedModel:
     """Build the model of a config, with SDPA if transformers has it for the family. Raises ModelError."""
+    auto = AutoModelForCausalLM if head is None else _auto_class(config, head)
 
     def build(attention: str) -> PreTrainedModel:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
-            )
+            model: PreTrainedModel = auto.from_config(config, attn_implementation=attention, dtype=dtype)
         return model
 
     try:
@@ -69,13 +82,47 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return build("eager")
 
 
-def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
+def _auto_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
+    """Return the class that builds a model with a head of labels, and give the config their number.
+
+    Raises ModelError for a family whose head has rules of its own.
+    """
+    auto, generic = (
+        (AutoModelForSequenceClassification, GenericForSequenceClassification)
+        if head.pools
+        else (AutoModelForTokenClassification, GenericForTokenClassification)
+    )
+    kind = auto._model_mapping.get(type(config), None)
+    if kind is None or not issubclass(kind, generic):
+        has = "has none for" if kind is None else "computes it in a way of its own in"
+        raise ModelError(
+            f"model.head={head.name} is not supported for this family: {SOURCE} {has} "
+            f"{config.model_type if kind is None else kind.__name__}; choose another family, for example qwen3 or llama"
+        )
+    config.num_labels = head.labels
+    if head.pools:
+        config.problem_type = "single_label_classification" if head.classes else "regression"
+    return auto
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the linear map to logits of tokens or of labels."""
+    head: nn.Module | None = model.score if has_labels(model) else model.get_output_embeddings()
+    return head
+
+
+def decoder_class(model: PreTrainedModel) -> type:
+    """Return the class of the causal language model with a model's config."""
+    return type(model) if not has_labels(model) else MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of(model))]
+
+
+def _hf_config(config: dict[str, Any], head: LabelHeadSpec | None) -> PretrainedConfig:
     """Return the config in its transformers class. Raises ModelError for a field that the class does not have.
 
     transformers itself keeps a misspelled field and trains with the default.
     """
     hf_config = _config_of_type(config)
-    known = {*dir(type(hf_config)), *_UNDECLARED}
+    known = {*dir(type(hf_config)), *_UNDECLARED, *([] if head is None or head.pools else _OF_TOKEN_HEADS)}
     for name in sorted(config.keys() - known):
         raise ModelError(f"{type(hf_config).__name__} has no field {name}; {_near(name, known) or 'remove it'}")
     return hf_config

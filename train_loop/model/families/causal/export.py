@@ -15,12 +15,13 @@ def write_configs(model: Any, config: Any, folder: Path, facts: ExportFacts) -> 
     """Write config.json and generation_config.json, so that transformers can load the folder without the run."""
     config.architectures = [type(model).__name__]
     config.dtype = facts.dtype
-    generation = generation_config(model, facts.home)
+    generation = generation_config(model, facts.home) if model.can_generate() else {}
     if facts.tokens is not None:
         align(config, generation, facts.tokens)
         end_also_at(generation, facts.ends)
     config.save_pretrained(folder)
-    write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    if model.can_generate():
+        write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
 def end_also_at(generation: dict[str, Any], tokens: Sequence[int]) -> None:

@@ -17,9 +17,17 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm
 from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
-from train_loop.model.families.causal.build import ATTENDING, SOURCE, build_model, check_decoder, config_of
+from train_loop.model.families.causal.build import (
+    ATTENDING,
+    SOURCE,
+    build_model,
+    check_decoder,
+    config_of,
+    head_of,
+)
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
+from train_loop.model.families.causal.heads import has_labels, pools
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.probe import check_attention, check_head, check_positions, probe
 from train_loop.model.families.causal.separation import check_causal, check_packing
@@ -30,6 +38,8 @@ from train_loop.spec import JobSpec, ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
+_SCORE, _TOKEN_HEAD = r"^score\.", r"^(lm_head|embed_out)\."
+"""Head of labels, which starts random, and head of tokens, in whose place it is."""
 _OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
 """Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
 
@@ -63,10 +73,11 @@ class Causal(Family):
             self,
             layers=tuple(one for one in model.modules() if one is not model and type(one).__name__ in own),
             embeddings=model.get_input_embeddings(),
-            head=model.get_output_embeddings(),
+            head=head_of(model),
             norms=tuple(one for one in model.modules() if is_norm(one)),
             depth=sum(kind in ATTENDING for kind in types) if types else config.num_hidden_layers if heads else 0,
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0,
+            labels=config.num_labels if has_labels(model) else None,
         )
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
@@ -123,8 +134,12 @@ class Causal(Family):
         renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
         known = model.state_dict()
         own = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in stored}
-        optional = model._keys_to_ignore_on_load_missing or ()
-        harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+        optional = [*(model._keys_to_ignore_on_load_missing or ()), *([_SCORE] if has_labels(model) else [])]
+        harmless = [
+            *_HARMLESS,
+            *([_TOKEN_HEAD] if has_labels(model) else []),
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+        ]
         return StoredNames(
             own,
             unused=frozenset(s for s in stored if _matches(own[s], harmless) or _is_old_mask(s, stored[s])),
@@ -132,11 +147,12 @@ class Causal(Family):
         )
 
     def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return masks or bounds of documents, and longrope's lengths, from the columns position_ids and length."""
+        """Return masks or bounds of documents, longrope's lengths, and ends for heads that pool."""
         if takes_only_tokens(model):
-            return {}
+            return {"ends": columns["length"] - 1} if pools(model) else {}
         positions = columns["position_ids"]
-        return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"])
+        ends = {"ends": columns["length"] - 1} if pools(model) else {}
+        return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"]) | ends
 
     def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         """Return the logits."""
