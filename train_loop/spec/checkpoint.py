@@ -10,8 +10,8 @@ from train_loop.spec.base import SpecModel
 class KeepBestSpec(SpecModel):
     """The metric that selects the best checkpoint."""
 
-    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"] = Field(
-        description="metric to compare; eval_loss and eval_perplexity need training.eval_steps"
+    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_f1", "eval_mse"] = (
+        Field(description="metric to compare; those of evaluations need training.eval_steps, and depend on model.head")
     )
     mode: Literal["min", "max"] = Field(description="whether the smallest or the largest value is best")
 

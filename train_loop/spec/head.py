@@ -88,6 +88,10 @@ def _faults(job: "JobSpec") -> Iterator[str]:
     head, data = job.model.label_head, job.data
     for columns in (data.columns_of(source) for source in (*data.sources, *data.eval_sources)):
         yield from _column_faults(columns, head)
+    best, known = job.checkpoint.keep_best, _evaluated(head)
+    if best is not None and best.metric.startswith("eval_") and best.metric not in known:
+        name = CAUSAL_LM if head is None else head.name
+        yield f"model.head={name} has no {best.metric} for keep_best.metric; choose {' or '.join(known)}"
     if head is None:
         return
     if job.code is not None:
@@ -112,6 +116,13 @@ def _faults(job: "JobSpec") -> Iterator[str]:
         yield f"model.head={name} has one label per row, which cannot be split; choose on_long_rows: truncate"
     if job.strategy.ulysses_size > 1:
         yield f"model.head={name} reads a row's last token, which only one part of a sequence has; set ulysses_size: 1"
+
+
+def _evaluated(head: LabelHeadSpec | None) -> tuple[str, ...]:
+    """Return the metrics of an evaluation that checkpoints can be compared by."""
+    if head is None:
+        return ("eval_loss", "eval_perplexity")
+    return ("eval_loss", "eval_mse") if head.classes is None else ("eval_loss", "eval_accuracy", "eval_f1")
 
 
 def _column_faults(columns: "ColumnsSpec", head: LabelHeadSpec | None) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _auto_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
         else (AutoModelForTokenClassification, GenericForTokenClassification)
     )
     kind = auto._model_mapping.get(type(config), None)
-    if kind is None or not issubclass(kind, generic):
+    if kind is None or not issubclass(kind, generic) or kind.forward is not generic.forward:
         has = "has none for" if kind is None else "computes it in a way of its own in"
         raise ModelError(
             f"model.head={head.name} is not supported for this family: {SOURCE} {has} "
