@@ -4,11 +4,12 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -19,12 +20,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config_faults import stated, with_values
-from train_loop.model.families.causal.heads import has_labels, with_label_head
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
@@ -43,9 +44,11 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         check_name(model_config(spec)["model_type"])
         hf_config = _hf_config(spec.config, spec.label_head) if spec.config is not None else _folder_config(spec)
         check_kind(hf_config)
-        if spec.label_head is not None:
-            return with_label_head(_on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head))
-        return _on_meta(hf_config, DTYPES[spec.master_dtype])
+        built = _on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head)
+        if pools(built):
+            # transformers would read the last token that is not `pad_token_id`, which may be one of the text.
+            built.forward = MethodType(_scores_at_ends, built)
+        return built
 
     try:
         model = build()
@@ -103,6 +106,25 @@ def _auto_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
     if head.pools:
         config.problem_type = "single_label_classification" if head.classes else "regression"
     return auto
+
+
+def _scores_at_ends(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> SequenceClassifierOutput:
+    """Return the scores [B, labels] at positions `ends` [B], or without them those of all tokens [B, T, labels]."""
+    hidden = model.base_model(**arguments).last_hidden_state
+    if ends is not None:
+        hidden = hidden[torch.arange(len(ends), device=ends.device), ends]
+    # An output class of transformers, in which FSDP2 finds the tensor.
+    return SequenceClassifierOutput(logits=model.score(hidden))
+
+
+def pools(model: nn.Module) -> bool:
+    """Return whether a model gives one result per row."""
+    return isinstance(model, GenericForSequenceClassification)
+
+
+def has_labels(model: nn.Module) -> bool:
+    """Return whether a model's logits are of labels."""
+    return isinstance(model, GenericForSequenceClassification | GenericForTokenClassification)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

@@ -23,11 +23,12 @@ from train_loop.model.families.causal.build import (
     build_model,
     check_decoder,
     config_of,
+    has_labels,
     head_of,
+    pools,
 )
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
-from train_loop.model.families.causal.heads import has_labels, pools
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.probe import check_attention, check_head, check_positions, probe
 from train_loop.model.families.causal.separation import check_causal, check_packing
