@@ -5,9 +5,8 @@ from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.failure import FailureSpec
-from train_loop.spec.head import LabelHeadSpec
 from train_loop.spec.job import JobSpec
-from train_loop.spec.model import ModelSpec
+from train_loop.spec.model import LabelHeadSpec, ModelSpec
 from train_loop.spec.parse import check_mapping, dump, load, merged, override, parse, parse_text
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, ScalingSpec, WorkerRange

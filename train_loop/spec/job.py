@@ -9,8 +9,7 @@ from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
 from train_loop.spec.failure import FailureSpec
-from train_loop.spec.head import check_head
-from train_loop.spec.model import ModelSpec
+from train_loop.spec.model import ModelSpec, check_head
 from train_loop.spec.scaling import ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
