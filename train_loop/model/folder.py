@@ -34,7 +34,7 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
 
 def model_shape(model: ModelSpec) -> ModelShape:
     """Return the sizes of a model, from the spec or its folder; those of own code without both. Raises ModelError."""
-    if model.path is None and model.config is None:
+    if not model.has_source:
         return ModelShape.of_code()
     try:
         shape, head = read_shape(model_config(model)), model.label_head

@@ -160,7 +160,7 @@ class JobSpec(SpecModel):
     @field_validator("model")
     @classmethod
     def _has_a_source(cls, model: ModelSpec, info: ValidationInfo) -> ModelSpec:
-        if model.path is None and model.config is None and info.data.get("code", ...) is None:
+        if not model.has_source and info.data.get("code", ...) is None:
             raise ValueError(
                 "exactly one of model.path, model.config and code is needed, and none is given; add one of them"
             )

@@ -138,6 +138,11 @@ class ModelSpec(SpecModel):
         default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"
     )
 
+    @property
+    def has_source(self) -> bool:
+        """Whether the model comes from a folder or a config; else it is that of own code."""
+        return self.path is not None or self.config is not None
+
     @model_validator(mode="after")
     def _at_most_one_source(self) -> "ModelSpec":
         if self.path is not None and self.config is not None:

@@ -17,6 +17,7 @@ from train_loop.code.load import OwnCode
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm
+from train_loop.model.families.causal.family import stated_layers
 from train_loop.model.families.family import Examination, ExportFacts, Family
 from train_loop.plan import ModelShape
 from train_loop.run_dir import write_durably
@@ -57,11 +58,10 @@ class OwnModels(Family):
 
     def anatomy(self, model: nn.Module) -> Anatomy:
         """Return the parts of a module that the loop can know: its layers, if it states them, and its norms."""
-        layers = set(getattr(model, "_no_split_modules", None) or ())
         return Anatomy(
             model,
             self,
-            layers=tuple(one for one in model.modules() if one is not model and type(one).__name__ in layers),
+            layers=stated_layers(model),
             embeddings=None,
             head=None,
             norms=tuple(one for one in model.modules() if is_norm(one)),

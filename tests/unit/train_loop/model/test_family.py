@@ -42,7 +42,10 @@ def names_of(tree: ast.AST) -> Iterator[str]:
 def test_names_of_hugging_face_models_are_in_three_files() -> None:
     known = {*NAMES, MARK}
     every = Path("train_loop").rglob("*.py")
-    found = {str(file) for file in every if known.intersection(names_of(ast.parse(file.read_text())))}
+    named = {str(file): known.intersection(names_of(ast.parse(file.read_text()))) for file in every}
+    # Users' own modules have a rule of this name, too.
+    assert named.pop("train_loop/model/families/own.py") == {"_init_weights"}
+    found = {file for file, names in named.items() if names}
     assert found == {f"train_loop/model/families/causal/{name}.py" for name in ("attention", "build", "family")}
 
 

@@ -67,12 +67,12 @@ class Causal(Family):
 
     def anatomy(self, model: PreTrainedModel) -> Anatomy:
         """Return the parts of a model."""
-        config, own = config_of(model), set(model._no_split_modules or ())
+        config = config_of(model)
         heads, types = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None)
         return Anatomy(
             model,
             self,
-            layers=tuple(one for one in model.modules() if one is not model and type(one).__name__ in own),
+            layers=stated_layers(model),
             embeddings=model.get_input_embeddings(),
             head=head_of(model),
             norms=tuple(one for one in model.modules() if is_norm(one)),
@@ -167,6 +167,12 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
+
+
+def stated_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the repeated layers that a model of transformers, or one that follows its convention, states."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return tuple(one for one in model.modules() if one is not model and type(one).__name__ in names)
 
 
 def takes_only_tokens(model: nn.Module) -> bool:
