@@ -1,4 +1,4 @@
-"""Columns of Parquet files for users' own models: numbers, arrays, lists, bytes and text, read as they are."""
+"""Columns of Parquet files for users' own models: numbers, arrays, lists, bytes and text, read unchanged."""
 
 import math
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from train_loop.telemetry.timers import ComputeTimer
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device, and what passes need to know beside the mesh."""
+    """A model on the meta device, and all that passes need except the mesh."""
 
     anatomy: Anatomy
     spec: JobSpec
@@ -132,7 +132,7 @@ class Timing:
         time_units(built.anatomy.model, built.timer)
 
 
-# What changes a layer's parameters or inputs comes first. Then each pass wraps what the passes before it have made:
+# Changes of a layer's parameters or inputs come first. Then each pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
 # a layer is gathered once. Tensor and expert passes belong before `Sequence`, which counts the heads of a rank, and
 # before `Shard`, which shards what they leave on it. Timing hooks surround those of FSDP2 and come last.

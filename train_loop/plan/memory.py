@@ -73,7 +73,7 @@ def estimate_memory(
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
-    """Estimate what the forward pass of a decoder keeps."""
+    """Estimate the bytes that the forward pass of a decoder keeps."""
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     return (

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Role = Literal["replicate", "shard", "data", "sequence"]
-"""What the ranks of an axis do: hold copies or shards of parameters; read other samples, or parts of the same ones."""
+"""Task of the ranks of an axis: hold copies or shards of parameters; read other samples, or parts of the same ones."""
 
 
 @dataclass(frozen=True)

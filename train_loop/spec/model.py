@@ -247,7 +247,7 @@ def _evaluated(head: LabelHeadSpec | None) -> tuple[str, ...]:
 
 
 def _column_faults(columns: "ColumnsSpec", head: LabelHeadSpec | None) -> Iterator[str]:
-    """Yield what is wrong with the columns of a source for a head."""
+    """Yield the faults of a source's columns for a head."""
     if head is None or not head.pools:
         if columns.label is not None:
             yield (

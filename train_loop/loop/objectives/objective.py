@@ -1,4 +1,4 @@
-"""The seam between the loop and what a run trains."""
+"""The seam between the loop and the objective of a run."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ LINE_FIELDS = frozenset(f"{_STEP_FIELDS} {_TIME_FIELDS} {_LOG_FIELDS}".split())
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective gives for a micro-batch: sums over this rank's slice of it, never means."""
+    """An objective's results for a micro-batch: sums over this rank's slice of it, never means."""
 
     total: Tensor
     """Sum to train on, with its graph."""
@@ -32,7 +32,7 @@ class Terms:
 
 
 class Objective(Protocol):
-    """What a run trains and evaluates.
+    """The training and evaluation rule of a run.
 
     An objective only sums. The loop divides: by the count over all micro-batches and ranks of the step, and by no other
     factor. The objective never sees that number, so that accumulation and world size cannot change the result.

@@ -99,7 +99,7 @@ class Family(Protocol):
 
     @property
     def remedy_for_unset(self) -> str:
-        """Return what a user can do about a tensor that no rule initialises."""
+        """Return the remedy for a tensor that no rule initialises."""
         return "give a folder with weights in model.path, or choose another model"
 
     def shape(self, spec: ModelSpec) -> ModelShape:

@@ -42,7 +42,7 @@ class OwnModels(Family):
 
     @property
     def remedy_for_unset(self) -> str:
-        """Return what a user can do about a tensor that no rule initialises."""
+        """Return the remedy for a tensor that no rule initialises."""
         return "set it in reset_parameters of its module, or in init_weights of the model"
 
     def shape(self, spec: ModelSpec) -> ModelShape:
