@@ -64,7 +64,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"model": {"config": None}},
         "/model",
-        "exactly one of model.path and model.config is needed, and neither is given; add one",
+        "exactly one of model.path, model.config and code is needed, and none is given; add one of them",
     ),
     (
         {"scaling": {"num_workers": 8}},

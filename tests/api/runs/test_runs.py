@@ -106,7 +106,7 @@ def test_openapi_document_describes_the_job_spec(client: TestClient) -> None:
     content = described["paths"]["/jobs"]["post"]["requestBody"]["content"]
     assert content["application/yaml"]["schema"] == {"$ref": "#/components/schemas/JobSpec"}
     spec = described["components"]["schemas"]["JobSpec"]
-    assert sorted(spec["required"]) == ["data", "model", "name", "training"]
+    assert sorted(spec["required"]) == ["data", "name", "training"]
     assert client.get("/docs").status_code == 200
 
 
