@@ -15,7 +15,7 @@ from benchmarks.training.ordered import DEFAULT, ORDERED
 from train_loop.data.columns import token_columns
 from train_loop.data.dataset import Dataset, Part, Rows
 from train_loop.loop.batch import micro_batches, share_rows
-from train_loop.loop.build import build_objective, build_state
+from train_loop.loop.build import build_state, build_token_loss
 from train_loop.loop.reduction import build_reduction
 from train_loop.loop.step import train_step
 from train_loop.model.folder import model_shape
@@ -35,7 +35,7 @@ class Loop:
         sharded = build_sharded(spec, mesh)
         self._vocabulary = plan.shape.vocab
         self._count = plan.batch.per_data_rank
-        self._objective = build_objective(sharded, spec, plan)
+        self._objective = build_token_loss(sharded, spec, plan)
         self._state = build_state(sharded.anatomy, spec, mesh, steps=1000)
         self._reduction = build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed)
 

@@ -26,7 +26,7 @@ from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import pin
 from train_loop.data.stream.local import local_stream, read_rows
 from train_loop.loop.batch import micro_batches, share_rows
-from train_loop.loop.build import objective_of
+from train_loop.loop.build import build_objective
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
@@ -95,7 +95,7 @@ def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Te
     """Return the loss and gradients of the first step, and an evaluation."""
     mesh, dataset = mesh_of(job), find_dataset(job, folder)
     sharded, plan = build_sharded(job, mesh), plan_job(job, model_shape(job.model))
-    objective, reduction = objective_of(sharded, job, plan, dataset), PlainReduction(sharded.model, mesh)
+    objective, reduction = build_objective(sharded, job, plan, dataset), PlainReduction(sharded.model, mesh)
     count = ROWS // mesh.plan.dp
     rows = read_rows(dataset, np.arange(mesh.data_rank * count, (mesh.data_rank + 1) * count))
     batch = share_rows(rows if mesh.sequence_rank == 0 else None, count=count, dataset=dataset, mesh=mesh)

@@ -17,7 +17,7 @@ from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.prepare.pointer import pin
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.batch import MicroBatch, micro_batches
-from train_loop.loop.build import build_objective, build_state
+from train_loop.loop.build import build_state, build_token_loss
 from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
 from train_loop.loop.step import train_step
@@ -94,7 +94,7 @@ def measure_memory(family: str, settings: Settings, shape: ModelShape) -> tuple[
     job = default_job(family, settings, world=dist.get_world_size())
     plan, mesh = plan_job(job, shape), mesh_of(job)
     sharded = build_sharded(job, mesh)
-    state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_objective(sharded, job, plan)
+    state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_token_loss(sharded, job, plan)
     reduction = PlainReduction(sharded.model, mesh)
     batch = my_share(random_rows(4 * mesh.plan.dp, 32, vocab=VOCAB, packed=False), mesh)
     seen, reached, tracker = list[int](), set[int](), MemTracker()

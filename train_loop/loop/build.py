@@ -80,7 +80,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
-    objective = objective_of(sharded, spec, plan, dataset)
+    objective = build_objective(sharded, spec, plan, dataset)
     check_objective(objective, [column.name for column in dataset.columns])
     return Run(
         spec=spec,
@@ -117,19 +117,19 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
     )
 
 
-def objective_of(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: Dataset) -> Objective:
-    """Build what a run trains: the loss of own code, of labels, or token cross entropy."""
+def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: Dataset) -> Objective:
+    """Build the objective of a run: the loss of own code, of labels, or token cross entropy."""
     head = spec.model.label_head
     if spec.code is not None:
         return OwnLoss(sharded.anatomy, own_code(spec.code), dataset)
     if head is None:
-        return build_objective(sharded, spec, plan)
+        return build_token_loss(sharded, spec, plan)
     if head.classes is None:
         return NumberLoss(sharded.anatomy)
     return ClassLoss(sharded.anatomy, pools=head.pools, label_smoothing=spec.training.label_smoothing_factor)
 
 
-def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
+def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
     """Build the objective of language models: token cross entropy.
 
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.

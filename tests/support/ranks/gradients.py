@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from train_loop.data.columns import token_columns
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
 from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
-from train_loop.loop.build import build_objective
+from train_loop.loop.build import build_token_loss
 from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.objectives.token_cross_entropy import TokenLoss, total_weight
 from train_loop.loop.reduction import PlainReduction
@@ -67,7 +67,7 @@ def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, To
     """Build the model of a spec on its mesh, with its weights, and its objective."""
     mesh = mesh_of(job, device)
     sharded = build_sharded(job, mesh)
-    return sharded.model, build_objective(sharded, job, plan_job(job, model_shape(job.model))), mesh
+    return sharded.model, build_token_loss(sharded, job, plan_job(job, model_shape(job.model))), mesh
 
 
 def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[float, Gradients]:

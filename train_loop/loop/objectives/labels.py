@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from train_loop.data.dataset import IGNORE
 from train_loop.data.order import PADDING
 from train_loop.loop.batch import MicroBatch, StepBatch
-from train_loop.loop.objectives.objective import Terms
+from train_loop.loop.objectives.objective import Terms, call_model
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.faults import own_faults
 
 Batch = MicroBatch | StepBatch
 
@@ -37,11 +36,11 @@ class ClassLoss:
 
     def __call__(self, batch: MicroBatch) -> Terms:
         """Return the summed cross entropy. Raises ModelError for errors in the model's own code."""
-        return Terms(self._sum(call(self.anatomy, batch), batch, self._smoothing))
+        return Terms(self._sum(call_model(self.anatomy, batch), batch, self._smoothing))
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the summed cross entropy, and the correct, predicted and present labels of each class."""
-        logits, labels = call(self.anatomy, batch), self._labels(batch).flatten()
+        logits, labels = call_model(self.anatomy, batch), self._labels(batch).flatten()
         labelled = labels != IGNORE
         found, true = logits.flatten(0, -2).argmax(-1)[labelled], labels[labelled]
         counts = [torch.bincount(one, minlength=self._classes) for one in (true[found == true], found, true)]
@@ -84,7 +83,7 @@ class NumberLoss:
 
     def __call__(self, batch: MicroBatch) -> Terms:
         """Return the summed squared errors. Raises ModelError for errors in the model's own code."""
-        errors = call(self.anatomy, batch).float().squeeze(-1) - batch.targets
+        errors = call_model(self.anatomy, batch).float().squeeze(-1) - batch.targets
         return Terms(errors.masked_fill(batch.samples == PADDING, 0.0).square().sum())
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -95,10 +94,3 @@ class NumberLoss:
         """Return the mean squared error, as loss and as mse, and the number of labels."""
         mean = (sums["loss"] / sums["rows"]).item()
         return {"loss": mean, "mse": mean, "labels": int(sums["rows"])}
-
-
-def call(anatomy: Anatomy, batch: MicroBatch) -> Tensor:
-    """Return a model's logits for a micro-batch. Raises ModelError for errors in the model's own code."""
-    with own_faults(anatomy.model):
-        columns = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-        return anatomy.family.call(anatomy.model, columns, batch.attention)

@@ -9,6 +9,7 @@ from torch import Tensor
 from train_loop.errors import UserError
 from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.faults import own_faults
 
 _STEP_FIELDS = "step tokens loss grad_norm lr tokens_per_second tokens_per_second_per_worker mfu loss_scale samples"
 _TIME_FIELDS = (
@@ -80,6 +81,12 @@ class Objective(Protocol):
         The metrics line has each as `eval_NAME`. Integers are counts: `keep_best` compares only floats.
         """
         ...
+
+
+def call_model(anatomy: Anatomy, batch: MicroBatch) -> Tensor:
+    """Return a model's output for a micro-batch. Raises ModelError for errors in the model's own code."""
+    with own_faults(anatomy.model):
+        return anatomy.family.call(anatomy.model, batch.values, batch.attention)
 
 
 def check_objective(objective: Objective, columns: Collection[str]) -> None:

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
-from train_loop.loop.objectives.objective import Terms
+from train_loop.loop.objectives.objective import Terms, call_model
 from train_loop.model.families.after_head import Step, take_steps
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.faults import own_faults
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,7 @@ class TokenLoss:
     def _sum(self, batch: MicroBatch, rule: LossRule) -> Tensor:
         """Call the model and return the summed loss of this rank's slice by a rule."""
         self._due = (rule, batch)
-        model, family = self.anatomy.model, self.anatomy.family
-        with own_faults(model):
-            out = family.call(model, batch.values, batch.attention)
+        out = call_model(self.anatomy, batch)
         if self._chunk_rows is None:
             return rule.sum(out, batch.labels, batch.weights)
         # The model took its steps with the loss. FSDP2 needs its output in the graph, where it adds nothing.
