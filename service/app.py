@@ -27,7 +27,7 @@ from service.backends import Backends, build_backends
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.doctor.measurements import RayPods
-from service.domain.jobs.decide import Retry
+from service.domain.jobs.decision import Retry
 from service.domain.queue.policy import PriorityLimits
 from service.lifecycle.connection_limits import max_connections
 from service.lifecycle.lifespan import Background, Part, looping

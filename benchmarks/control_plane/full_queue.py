@@ -32,7 +32,7 @@ from benchmarks.launch import run_for_json
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Retry
+from service.domain.jobs.decision import Retry
 from service.domain.jobs.job import Job
 from service.ports import JobQuery, NewJob
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings

@@ -4,84 +4,36 @@ A decision is the job to store and the side effects to run first. Effects are re
 and store, the service decides again. `admission` decides for all jobs at once which of them start.
 """
 
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 
+from service.domain.jobs.decision import Decision, Effect, Retry, with_outage, with_reason
 from service.domain.jobs.explain import (
-    UNREAD,
-    began,
     crash_loop,
     driver_loss,
     hang,
     last_end,
-    newest_checkpoint,
     planned_end_notice,
     reported_failure,
-    stop_reason,
-    wait_of_stop,
-    why_unsaved,
 )
-from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
+from service.domain.jobs.job import Attempt, Job, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import Code, Reason
-from service.domain.jobs.transitions import resume
-from train_loop.run_dir import Outcome, Stop
+from service.domain.jobs.stopping import decide_stop
+from train_loop.run_dir import Outcome
 
 _SLACK_SECONDS = 60.0
 _HEAD_END_SECONDS = 10.0
 """Seconds after an attempt that left a head before the next one: the head ends after its last driver."""
 _MOST_MOVE_SECONDS = 300.0
 """Limit of the delay after a move, which doubles with each move in a row without a new checkpoint."""
-_OWN_END_SECONDS = 5.0
-"""Seconds that a driver without workers has to end by itself."""
 _MOVES_REMEDY = (
     "find what ends the head, its host or the driver again and again; more frequent checkpoints "
     "(checkpoint.every_seconds) keep more of the work"
 )
 _NEVER_RAN = "the head of Ray has ended before the driver had started"
-_NO_FAILURE = (SubmissionStatus.STOPPED, SubmissionStatus.SUCCEEDED)
-"""Ends of a driver that was stopped, or whose outcome is not a failure although it cannot be read."""
 _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
-
-
-class Effect(Enum):
-    """A repeatable side effect; its arguments come from the job."""
-
-    SUBMIT = auto()
-    ASK_TO_STOP = auto()
-    STOP_NOW = auto()
-    STOP_PREVIOUS = auto()
-    """Stop the driver of the attempt before the newest."""
-    FENCE_OFF = auto()
-    """Fence off all attempts, in case a request to start one is still in flight."""
-    RELEASE_PARENT = auto()
-    """Remove the job's pin from the checkpoint that it was cloned from."""
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Exponential backoff between attempts: first and longest delay, in seconds."""
-
-    base: float
-    cap: float
-
-    def delay(self, job: Job) -> float:
-        """Return the delay after the current failures in a row, up to 25% shorter: jobs must not all retry at once."""
-        most = min(self.base * 2.0 ** min(len(job.failed) - 1, 30), self.cap)
-        return most * (1.0 - 0.25 * zlib.crc32(job.attempts[-1].submission_id.encode()) / 2**32)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The job to store, and the effects to run first, one after another."""
-
-    job: Job
-    effects: tuple[Effect, ...] = ()
-    needed: bool = True
-    """True if a failed effect prevents the job from being stored."""
 
 
 def decide(job: Job, seen: Observation, *, now: float, retry: Retry) -> Decision:
@@ -106,16 +58,6 @@ def _with_last_effects(job: Job, decision: Decision, now: float) -> Decision:
     return replace(decision, effects=(*decision.effects, *fence, *release_parent), needed=not given_up)
 
 
-def wanted_stop(stop_request: StopRequest, attempt: Attempt) -> Stop:
-    """Return the content that control/stop.json should have."""
-    return Stop(
-        mode=stop_request.mode,
-        checkpoint=stop_request.checkpoint,
-        deadline=stop_request.deadline,
-        attempt=attempt.number,
-    )
-
-
 def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that starts, runs or recovers."""
     attempt = job.attempts[-1]
@@ -129,7 +71,7 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is SubmissionStatus.UNKNOWN:
-        return Decision(_with_outage(job, seen))
+        return Decision(with_outage(job, seen))
     # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
     # that still runs must find a newer fence.
     if _never_ran(seen):
@@ -148,7 +90,7 @@ def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
 def _without_run_dir(job: Job, seen: Observation, gone: Reason, now: float) -> Decision:
     """Decide about a job whose run directory is gone: another attempt would begin at the first step in silence."""
     if job.attempts[-1].ended_at is None and seen.submission.alive and not hangs(job, seen.idle_seconds):
-        return Decision(_with_reason(job, gone))
+        return Decision(with_reason(job, gone))
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive else ()
     reason = replace(gone, remedy="submit the job again, or clone a job whose checkpoints are kept")
     return Decision(_fail(job, reason, committed=None, now=now), stop_now)
@@ -212,7 +154,7 @@ def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
         return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is SubmissionStatus.UNKNOWN:
         return Decision(job)
-    return Decision(_with_reason(job.mark_submitted(now=now), last_end(job)), (Effect.SUBMIT,))
+    return Decision(with_reason(job.mark_submitted(now=now), last_end(job)), (Effect.SUBMIT,))
 
 
 def hangs(job: Job, idle_seconds: float) -> bool:
@@ -224,11 +166,11 @@ def _follow_workers(job: Job, seen: Observation, now: float) -> Job:
     """Return the job with the state and reason that its live attempt's workers imply."""
     if job.state is JobState.RUNNING and seen.training is WorkerStatus.LOST:
         job = job.move(JobState.RECOVERING, now=now)
-        return _with_reason(job, seen.condition or _live_reason(job, seen))
+        return with_reason(job, seen.condition or _live_reason(job, seen))
     # An attempt that lost its workers before it was first observed has been running, too.
     began = seen.training is WorkerStatus.YES or (job.state is JobState.STARTING and seen.training is WorkerStatus.LOST)
     job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
-    return _with_reason(job, seen.condition or _live_reason(job, seen))
+    return with_reason(job, seen.condition or _live_reason(job, seen))
 
 
 def _live_reason(job: Job, seen: Observation) -> Reason | None:
@@ -240,17 +182,6 @@ def _live_reason(job: Job, seen: Observation) -> Reason | None:
             Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint"
         )
     return last_end(job)
-
-
-def _with_outage(job: Job, seen: Observation) -> Job:
-    """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
-    new, old = seen.unreachable, job.reason
-    # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
-    if new is None or (old is not None and old.code is Code.STORAGE_UNAVAILABLE):
-        return job
-    # A restarted service knows a later start of the outage. Only a new remedy counts.
-    known = old is not None and (old.code, old.remedy) == (new.code, new.remedy)
-    return job if known else _with_reason(job, new)
 
 
 def _end_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float, retry: Retry) -> Job:
@@ -276,100 +207,13 @@ def _fail_attempt(job: Job, reason: Reason, *, committed: int | None, now: float
         return job.move(JobState.FAILED, now=now, reason=crash_loop(job.failures))
     if job.state is JobState.RUNNING:
         job = job.move(JobState.RECOVERING, now=now)
-    return replace(_with_reason(job, last_end(job)), next_attempt_at=now + retry.delay(job))
-
-
-def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
-    """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
-    attempt, stop_request = job.attempt, job.stop_request
-    if attempt is None or attempt.ended_at is not None or stop_request is None:
-        # Without the reason of an effect that failed in between.
-        return Decision(_finish_stop(_with_reason(job, stop_reason(job, None)), now))
-    if seen.outcome is not None:
-        return Decision(_stop_with_outcome(job, seen.outcome, committed=seen.committed, now=now))
-    late = now >= stop_request.deadline
-    # The stop file is written before anything else, so that a driver that is starting finds it, too.
-    stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or _is_stuck(job, seen, now)) else ()
-    if not _is_asked(seen.stop, wanted_stop(stop_request, attempt)) and (not late or (stop_now and seen.observed)):
-        # After the deadline, storage that cannot be written to must not keep the driver alive.
-        return Decision(job, (Effect.ASK_TO_STOP, *stop_now), needed=not late)
-    if seen.submission is SubmissionStatus.UNKNOWN:
-        return Decision(_with_outage(job, seen))
-    if not seen.submission.alive:
-        return Decision(_stop_without_outcome(job, seen, now))
-    return Decision(_with_reason(job, wait_of_stop(stop_request, seen)), stop_now)
-
-
-def _is_asked(stop: Stop | None, wanted: Stop) -> bool:
-    """Return whether a request is the wanted one; a head that ends as planned adds its reason."""
-    return stop is not None and stop.model_copy(update={"reason": None}) == wanted
-
-
-def _is_stuck(job: Job, seen: Observation, now: float) -> bool:
-    """Return whether a driver without workers must be stopped from outside.
-
-    A driver ends by itself in each phase in which no worker reads the request, unless it has not started or hangs. A
-    group that starts meanwhile finds the stop file, and the fence once the driver has ended.
-    """
-    if seen.group_up:
-        return False
-    return not seen.has_output or now - job.times.get(job.state, now) >= _OWN_END_SECONDS
-
-
-def _stop_with_outcome(job: Job, outcome: Outcome, *, committed: int | None, now: float) -> Job:
-    """Return the job after its driver has written an outcome and its workers have ended."""
-    reason = reported_failure(outcome) if outcome.result == "failed" else None
-    message, newest = outcome.reason, newest_checkpoint(committed)
-    if reason is not None and not str(message).endswith(newest):
-        message = f"{message}; {newest}"
-    result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
-    job = job.end_attempt(result, now=now, reason=reason, step=committed)
-    if job.state is JobState.PAUSING and outcome.result == "succeeded":
-        return job.move(JobState.SUCCEEDED, now=now)
-    if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
-        return job.move(JobState.FAILED, now=now, reason=reason)
-    return _finish_stop(_with_reason(job, stop_reason(job, message)), now)
-
-
-def _stop_without_outcome(job: Job, seen: Observation, now: float) -> Job:
-    """Return the job after its driver ended without an outcome, or never started."""
-    attempt, request = job.attempts[-1], job.stop_request
-    assert request is not None, "a job that stops has a request"
-    failure = None
-    if job.state is JobState.CANCELLING:
-        result = "cancelled"
-    elif _service_stops(job):
-        # The deadline passed and Ray was stopped: not a failure of the job.
-        result = "service_stopped"
-    elif planned_end_notice(seen, attempt) or seen.submission in _NO_FAILURE or not began(attempt, seen):
-        result = wanted_stop(request, attempt).result
-    else:
-        result, failure = "failed", driver_loss(seen) if seen.observed else UNREAD
-    message = why_unsaved(seen, attempt, late=now >= request.deadline) if began(attempt, seen) else None
-    job = job.end_attempt(result, now=now, reason=failure, step=seen.committed)
-    return _finish_stop(_with_reason(job, stop_reason(job, message)), now)
-
-
-def _service_stops(job: Job) -> bool:
-    return job.stop_request is not None and job.stop_request.reason.code is Code.SERVICE_STOPPED
-
-
-def _finish_stop(job: Job, now: float) -> Job:
-    """Return the job once none of its processes run."""
-    if job.state is JobState.CANCELLING:
-        return job.move(JobState.CANCELLED, now=now, reason=job.reason)
-    paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
-    return resume(paused, now=now) if job.stop_request is not None and job.stop_request.then_resume else paused
-
-
-def _with_reason(job: Job, reason: Reason | None) -> Job:
-    return job if job.reason == reason else replace(job, reason=reason)
+    return replace(with_reason(job, last_end(job)), next_attempt_at=now + retry.delay(job))
 
 
 _RULES: Mapping[JobState, Callable[[Job, Observation, float, Retry], Decision]] = {
     JobState.STARTING: _active,
     JobState.RUNNING: _active,
     JobState.RECOVERING: _active,
-    JobState.PAUSING: _stopping,
-    JobState.CANCELLING: _stopping,
+    JobState.PAUSING: decide_stop,
+    JobState.CANCELLING: decide_stop,
 }

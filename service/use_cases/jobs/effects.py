@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-from service.domain.jobs.decide import Effect, wanted_stop
+from service.domain.jobs.decision import Effect
 from service.domain.jobs.job import Job
+from service.domain.jobs.stopping import wanted_stop
 from service.ports import Cluster, RunDirs, SubmitRequest
 
 

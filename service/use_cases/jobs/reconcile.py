@@ -12,7 +12,8 @@ from functools import partial
 
 import structlog
 
-from service.domain.jobs.decide import Decision, Retry, decide, give_up
+from service.domain.jobs.decide import decide, give_up
+from service.domain.jobs.decision import Decision, Retry
 from service.domain.jobs.job import ACTIVE, Job, JobState
 from service.domain.jobs.observation import Observation
 from service.domain.jobs.reason import Code, Reason, storage_unavailable

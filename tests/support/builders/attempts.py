@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.decide import Decision, decide, wanted_stop
+from service.domain.jobs.decide import decide
+from service.domain.jobs.decision import Decision
 from service.domain.jobs.job import Job, JobState, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.stopping import wanted_stop
 from tests.support.fakes.service import RETRY, a_job
 from train_loop.run_dir import Outcome, Stop
 

@@ -19,7 +19,7 @@ from service.api.authentication import Guard
 from service.api.build import Parts, build_api
 from service.domain.access.code import CodePolicy
 from service.domain.access.roles import OPERATOR
-from service.domain.jobs.decide import Retry
+from service.domain.jobs.decision import Retry
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import PriorityLimits, QueuePolicy

@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Retry
+from service.domain.jobs.decision import Retry
 from service.domain.jobs.observation import SubmissionStatus
 from service.ports import Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings

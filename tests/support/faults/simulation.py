@@ -12,7 +12,7 @@ from typing import Any
 from greenlet import GreenletExit, greenlet
 
 from service.domain.jobs.commands import request_resume
-from service.domain.jobs.decide import Retry
+from service.domain.jobs.decision import Retry
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import QueuePolicy

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.jobs.decide import Decision, Effect
+from service.domain.jobs.decision import Decision, Effect
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import HANG_REMEDY, Code, Reason

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from service.domain.jobs.condition import RESUMES
-from service.domain.jobs.decide import Decision, Effect
+from service.domain.jobs.decision import Decision, Effect
 from service.domain.jobs.job import Job, JobState, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
 from service.domain.jobs.reason import Code, Reason, describe_exit

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.domain.jobs.commands import request_pause, request_resume
-from service.domain.jobs.decide import Retry, decide
+from service.domain.jobs.decide import decide
+from service.domain.jobs.decision import Retry
 from service.domain.jobs.job import Job, JobSize, JobState
 from service.domain.jobs.observation import Observation, SubmissionStatus
 from service.domain.jobs.reason import Code, Reason
