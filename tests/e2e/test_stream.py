@@ -151,13 +151,17 @@ def test_ranks_read_directly_until_ray_data_has_started(
 def test_error_during_the_start_of_ray_data_is_raised_to_the_reader(
     numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_first_row = threading.Event()
+
     def fail(*_: object) -> list[DataIterator]:
+        assert has_first_row.wait(60)
         raise OSError("no such storage")
 
     monkeypatch.setattr(ray_data, "open_splits", fail)
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=80), 1, 4)
     rows = ray_stream(StreamPlan(numbered, deal, 0, 20), ALONE, 0, after=0.0)
     assert next(rows) is not None
+    has_first_row.set()
     wait_for(first_rows_are_there, "the failure")
     with pytest.raises(OSError, match="no such storage"):
         next(rows)
