@@ -4,6 +4,7 @@ This file kills one or all ranks, in plain processes that start in a second. tes
 and workers of Ray.
 """
 
+import math
 import random
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.train import train
 
 SEED, KILLS = 5, seeds(8, more=14)
-ROWS, BATCH, STEPS = 48, 4, 30
+ROWS, BATCH, STEPS, EVERY = 48, 4, 30, 3
 
 
 def train_on(folder: Path, name: str, mode: str) -> None:
@@ -36,19 +37,27 @@ def train_on(folder: Path, name: str, mode: str) -> None:
         training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "ema_decay": 0.9}
         | {"per_device_train_batch_size": 2},
         strategy={"async_save_ckpt": mode},
-        checkpoint={"every_steps": 3},
+        checkpoint={"every_steps": EVERY},
         scaling={"num_workers": dist.get_world_size()},
     )
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder / name), local_stream)
     train(job, session, find_dataset(job, folder))
 
 
+def newest(folder: Path, name: str) -> int:
+    """Return the step of the newest checkpoint, or 0."""
+    return max(RunDir(folder / name).checkpoint_folders(), default=0)
+
+
 def kill_some(folder: Path, name: str, mode: str, chance: random.Random, *, seconds: float) -> str | None:
     """Start the run and kill one rank or all at a random moment. Return the victims, or None if it had ended."""
-    whom = chance.choice(["rank 0", "rank 1", "all ranks"])
+    whom, saves = chance.choice(["rank 0", "rank 1", "all ranks"]), chance.randrange(4)
     with ranks_to_kill(2, train_on, folder, name, mode) as ranks:
-        deadline = time.monotonic() + chance.uniform(0, seconds)
+        # A slow start must not let all kills hit the start.
+        first, deadline = newest(folder, name), math.inf
         while time.monotonic() < deadline and any(rank.is_alive() for rank in ranks):
+            if deadline == math.inf and newest(folder, name) >= first + saves * EVERY:
+                deadline = time.monotonic() + chance.uniform(0, seconds if saves == 0 else seconds / 10)
             ranks[0].join(timeout=0.02)
         if not all(rank.is_alive() for rank in ranks):
             assert [rank.join(30) or rank.exitcode for rank in ranks] == [0, 0], f"{name} failed without a kill"
