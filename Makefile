@@ -16,10 +16,13 @@ long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/kubernetes tests/contract tests/unit
-# One of these files waits for its hosts while the other starts its processes; ranks leave no core idle.
-RAY := -n 2 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))) \
-	tests/distributed tests/families tests/benchmarks
+# Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
+WAITING := $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py)))
+COMPUTING := $(foreach room,distributed families benchmarks,\
+	$(sort $(wildcard tests/$(room)/test_*.py tests/$(room)/*/test_*.py)))
+# One file compares times of ranks, so it runs alone.
 TIMED := tests/distributed/test_observe.py
+RAY := -n 2 $(BY_FILE) $(subst +, ,$(join $(addsuffix +,$(WAITING)),$(filter-out $(TIMED),$(COMPUTING))))
 
 # In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.
 ifneq ($(filter ANSI_X3.4-1968 US-ASCII,$(shell locale charmap 2>/dev/null)),)
@@ -64,10 +67,9 @@ demo-elastic: $(SERVICE)
 test-fast: $(INSTALLED)
 	QUICK=1 $(BIN)/python -m pytest -m "not slow" $(FAST)
 
-# One file compares times of ranks, so it runs alone.
 test: $(INSTALLED)
 	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
-	$(BIN)/python -m pytest $(RAY) --ignore=$(TIMED) || failed=1; \
+	$(BIN)/python -m pytest $(RAY) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
 
 # All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours.

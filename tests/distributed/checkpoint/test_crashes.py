@@ -37,7 +37,7 @@ from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
 from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
-ENOUGH, DAMAGED = seeds(250, more=500), seeds(100, more=200)
+ENOUGH, DAMAGED = seeds(125, more=500), seeds(50, more=200)
 """Numbers of distinct states that crashes and damage leave.
 
 Each of three missing fsyncs was found within the first 71.

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.distributed.checkpoint.test_crashes import SEED, a_run, fail, fill, resume
+from tests.distributed.checkpoint.test_crashes import DAMAGED, SEED, a_run, fail, fill, resume
 from tests.support.faults.object_crashes import Found, Request, RequestTrace, found_after_crashes
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
@@ -96,7 +96,7 @@ def resume_all(folder: Path, traces: list[list[Request]], there: dict[str, bytes
 
 def damaged(there: dict[str, bytes]) -> Iterator[Found]:
     """Return the objects with one to three lost, truncated, bit-flipped, or swapped for another's content."""
-    for number in range(125):
+    for number in range(DAMAGED):
         chance, objects = random.Random(f"{SEED}/{number}"), dict(there)
         chosen = chance.sample(sorted(objects), chance.randint(1, 3))
         for key in chosen:
