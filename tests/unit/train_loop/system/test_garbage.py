@@ -2,10 +2,19 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from train_loop.system.gc import EVERY_STEPS, collect_garbage, no_garbage_collection
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """Let a test begin as a process does; the suite has frozen what it imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Ring:
@@ -36,9 +45,6 @@ def test_gc_is_restored_after_an_error() -> None:
 
 def test_objects_frozen_earlier_stay_frozen() -> None:
     gc.freeze()
-    try:
-        with no_garbage_collection():
-            pass
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    with no_garbage_collection():
+        pass
+    assert gc.get_freeze_count() > 0
