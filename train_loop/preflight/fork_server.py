@@ -106,9 +106,11 @@ def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket,
         *subjects, found = _read(reading, requester, lambda: os.kill(child, signal.SIGKILL)).split(b"\n")
     finally:
         os.close(reading)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    queued = _queued_seconds(child)
     _, status, used = os.wait4(child, 0)
     subject = subjects[-1].decode() if subjects else ""
-    limit = _limit_exceeded(question, status, used, found)
+    limit = _limit_exceeded(question, status, used, queued, found)
     if limit is None and not found and subject.startswith(_CODE):
         late = _by(status) == signal.SIGALRM
         end = f"took over {question['seconds']:g} s" if late else f"was ended by the code ({_ending(status)})"
@@ -184,13 +186,23 @@ def _limit(question: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:
+def _queued_seconds(child: int) -> float:
+    """Return for how long an ended child could have computed, and other processes had the processors."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _limit_exceeded(
+    question: dict[str, Any], status: int, used: resource.struct_rusage, queued: float, found: bytes
+) -> str | None:
     """Return the text of the limit that a child exceeded, or None."""
     killed = _by(status)
     cpu, memory = question.get("cpu_seconds"), question.get("memory_bytes")
     if cpu and killed == signal.SIGXCPU:
         return f"took over {cpu:g} s of CPU time; {_REMEDY} TRAINSHED_PREFLIGHT_CPU_SECONDS"
-    if killed == signal.SIGALRM and used.ru_utime + used.ru_stime > question["seconds"] / 2:
+    # Otherwise it has waited for storage.
+    if killed == signal.SIGALRM and used.ru_utime + used.ru_stime + queued > question["seconds"] / 2:
         return f"took over {question['seconds']:g} s; {_REMEDY} TRAINSHED_PREFLIGHT_SECONDS"
     # Python raises MemoryError; libraries in Rust and C++ abort the process if an allocation fails.
     refused = killed in (signal.SIGABRT, signal.SIGSEGV) and used.ru_maxrss * 1024 > (memory or math.inf) / 2

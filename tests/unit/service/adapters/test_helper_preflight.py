@@ -36,6 +36,9 @@ def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = Non
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
     try:
+        # Its start counts for the timeout of the first check.
+        helper.start()
+        wait_for(lambda: helper.trouble() is None, "the helper")
         yield helper
     finally:
         helper.stop()
@@ -78,8 +81,6 @@ def test_own_code_that_ends_or_stops_its_check_is_the_users_problem_and_has_no_o
     call = f"{OWN_CODE}[request['spec']['name']]()"
     answer = f"[confine(), set_pointer('/code/model'), {{'problems': [], 'shape': None, 'code': str({call})}}][-1]"
     with preflight(answer, timeout=3.0) as helper:
-        helper.start()
-        wait_for(lambda: helper.trouble() is None, "the helper")
         found = {name: helper.check(a_spec(name=name)) for name in ("exits", "sleeps", "prints")}
     ended = "its check was ended by the code (exit code 3); correct the code"
     assert found["exits"].problems == (Problem("/code/model", ended),)
