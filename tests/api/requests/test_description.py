@@ -42,7 +42,7 @@ SETTINGS = """
 [phases.stateful]
 generation.max-examples = 20
 
-# Send the thousands of invalid specs only to POST /jobs/plan, which parses them in the same way.
+# The thousands of invalid specs are for POST /jobs/plan only, which parses them in the same way.
 [[operations]]
 include-name = "POST /jobs"
 phases.coverage.enabled = false

@@ -22,7 +22,7 @@ from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import TINY, may_read
 from tests.support.fakes.service import a_spec
-from tests.support.servers.s3 import s3_server
+from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
 from train_loop.spec import Problem
@@ -167,10 +167,20 @@ def test_cancelled_check_ends_and_an_equal_check_that_waits_for_it_runs(tmp_path
 
 
 @pytest.fixture(scope="module")
-def helper() -> Iterator[HelperPreflight]:
-    """Start the real helper with small limits."""
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def helper(s3: S3Server) -> Iterator[HelperPreflight]:
+    """Start the real helper with small limits. All tests share it, because its imports take five CPU seconds."""
     limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
-    one = HelperPreflight(read_policy=lambda _: may_read("file:///"), limits=limits)
+    one = HelperPreflight(read_policy=lambda _: may_read("file:///", "s3://corpus"), limits=limits)
+    with pytest.MonkeyPatch.context() as variables:
+        for name, value in s3.environment().items():
+            variables.setenv(name, value)
+        one.start()
     yield one
     one.stop()
 
@@ -331,29 +341,25 @@ def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: 
 
 
 @pytest.mark.slow
-def test_data_on_unavailable_storage_raises_storage_away_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server() as s3:
-        for variable, value in s3.environment().items():
-            monkeypatch.setenv(variable, value)
-        s3.bucket("corpus")
-        s3.put("corpus/a.jsonl", b'{"ids": [1, 2]}\n')
-        spec = a_spec(data={"train": {"path": "s3://corpus/a.jsonl"}, "columns": {"input_ids": "ids"}})
-        away = HelperPreflight(read_policy=lambda _: may_read("s3://corpus"), limits=Limits(100.0))
-        try:
-            assert away.check(spec).problems == ()
-            other = a_spec(data={"train": {"path": "s3://corpus/b.jsonl"}, "columns": {"input_ids": "ids"}})
-            message = r"s3://corpus/b\.jsonl has been unavailable: it has failed for 5 s"
+def test_data_on_unavailable_storage_raises_storage_away_within_seconds(
+    helper: HelperPreflight, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A check imports the packages of the storage, too.
+    monkeypatch.setattr(helper, "_limits", Limits(100.0))
+    s3.bucket("corpus")
+    s3.put("corpus/a.jsonl", b'{"ids": [1, 2]}\n')
+    spec = a_spec(data={"train": {"path": "s3://corpus/a.jsonl"}, "columns": {"input_ids": "ids"}})
+    assert helper.check(spec).problems == ()
+    other = a_spec(data={"train": {"path": "s3://corpus/b.jsonl"}, "columns": {"input_ids": "ids"}})
+    message = r"s3://corpus/b\.jsonl has been unavailable: it has failed for 5 s"
 
-            def raises_storage_away() -> None:
-                began = time.monotonic()
-                with pytest.raises(StorageAway, match=message):
-                    away.check(other)
-                assert time.monotonic() - began < 60
+    def raises_storage_away() -> None:
+        began = time.monotonic()
+        with pytest.raises(StorageAway, match=message):
+            helper.check(other)
+        assert time.monotonic() - began < 60
 
-            with s3.refuse():
-                raises_storage_away()
-            # The fixture ends it anyway: it need not return.
-            s3.stop()
-            raises_storage_away()
-        finally:
-            away.stop()
+    with s3.refuse():
+        raises_storage_away()
+    with s3.gone():
+        raises_storage_away()
