@@ -1,7 +1,6 @@
-"""Databases, backups and run directories that older versions wrote. See tests/fixtures/versions/make.py."""
+"""Databases and backups that older versions wrote. See tests/fixtures/versions/make.py."""
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.database import Database, open_database
@@ -21,13 +19,11 @@ from service.api.convert import delivery_out
 from service.domain.access.roles import OPERATOR
 from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
-from tests.fixtures.versions import make
 from tests.support.builders.versions import VERSIONS, OldVersion, move_database
 from tests.support.fakes.service import FakeService
 from tests.support.servers.served import served
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.manifest import newest_verified
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import RunDir
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -50,18 +46,6 @@ def queue_is_known(client: httpx.Client) -> bool:
     """Return True if every queued job has its place, which a service knows a moment after its start."""
     jobs = client.get("/jobs").raise_for_status().json()["data"]
     return all(job["progress"]["place"] for job in jobs if job["state"] == "QUEUED")
-
-
-@pytest.fixture(scope="module")
-def resumed(old: OldVersion) -> tuple[OldVersion, int]:
-    """Resume the stopped run to its end with the current code. Return the fixture and the step of the stop."""
-    stopped_at = len(make.metrics(old.stopped))
-    command = [sys.executable, "-m", "train_loop.run", str(old.folder / "spec.yaml"), "--run-dir", str(old.stopped)]
-    command += ["--cache", str(old.home / "runs" / "_cache")]
-    environment = os.environ | make.SAME_BITS | make.one_rank() | {"TRAINSHED_HOME": str(old.home)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return old, stopped_at
 
 
 def restore(old: OldVersion) -> None:
@@ -164,30 +148,3 @@ def test_paused_job_of_old_version_resumes_with_its_next_attempt(version: str, t
     service.reconciler().run_once()
     assert service.get(job_id).state is JobState.RUNNING
     engine.dispose()
-
-
-def test_run_of_old_version_resumes_from_its_newest_checkpoint(resumed: tuple[OldVersion, int]) -> None:
-    old, stopped_at = resumed
-    run_dir = RunDir(old.stopped)
-    starts = [line for line in read_lines(run_dir.attempt(1).events) if line["event"] == "training_started"]
-    assert [event["resumed_from"] for event in starts] == [0, stopped_at]
-    newest, rejected = newest_verified(run_dir)
-    assert newest is not None
-    assert (newest.step, rejected) == (len(old.losses), {})
-    outcome = run_dir.attempt(1).outcome()
-    assert outcome is not None
-    assert outcome.result == "succeeded"
-
-
-def test_resumed_run_of_old_version_has_the_losses_of_its_uninterrupted_run(resumed: tuple[OldVersion, int]) -> None:
-    old, _ = resumed
-    found, expected = make.metrics(old.stopped), old.losses
-    made_with = (old.made["torch"], old.made["machine"])
-    if made_with == (torch.__version__, platform.machine()):
-        assert found == expected
-        return
-    # Other kernels round differently; the order of samples and the learning rates are still exact.
-    exact = ("step", "lr", "tokens", "samples")
-    assert [[line[name] for name in exact] for line in found] == [[line[name] for name in exact] for line in expected]
-    for name in ("loss", "grad_norm"):
-        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-3)

@@ -11,6 +11,8 @@ from typing import Any
 from tests.fixtures.versions import make
 
 VERSIONS = ("cc84111", "a9ef5af")
+WITH_KINDS = ("cc84111", "678aac4")
+"""Versions with a fixture of runs by kind of rows: tests/fixtures/versions/kinds.py."""
 _TEXTS = (".json", ".jsonl", ".yaml")
 
 
@@ -23,14 +25,9 @@ class OldVersion:
     @classmethod
     def unpack(cls, version: str, folder: Path) -> "OldVersion":
         """Unpack the archive of a version and change the paths, as an operator does who moves the home."""
-        with tarfile.open(Path(make.__file__).with_name(f"{version}.tar.gz")) as archive:
-            archive.extractall(folder, filter="data")
         old = cls(folder)
-        before, now = old.made["home"], str(old.home)
-        for file in folder.rglob("*"):
-            if file.suffix in _TEXTS and file.name != "made.json" and before in (text := file.read_text()):
-                file.write_text(text.replace(before, now))
-        move_database(old.home / "trainshed.db", before, now)
+        before = unpack(version, folder)["home"]
+        move_database(old.home / "trainshed.db", before, str(old.home))
         return old
 
     @property
@@ -68,6 +65,18 @@ class OldVersion:
 
     def _read(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
+
+
+def unpack(name: str, folder: Path) -> dict[str, Any]:
+    """Unpack an archive and change the paths of its home. Return how it was made."""
+    with tarfile.open(Path(make.__file__).with_name(f"{name}.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    made: dict[str, Any] = json.loads((folder / "made.json").read_text())
+    before, now = made["home"], str(folder / "home")
+    for file in (folder / "home").rglob("*"):
+        if file.suffix in _TEXTS and before in (text := file.read_text()):
+            file.write_text(text.replace(before, now))
+    return made
 
 
 def move_database(file: Path, before: str, now: str) -> None:
