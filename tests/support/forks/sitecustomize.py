@@ -58,7 +58,10 @@ def _hand_over(path: str, command: list[str]) -> int:
         for number in numbers:
             # The server sends it to the forked process.
             signal.signal(number, lambda number, _: connection.send(bytes([number]), socket.MSG_NOSIGNAL))
-        return int(connection.recv(4) or b"1")
+        with connection.makefile() as answers:
+            # The first line is its id.
+            answers.readline()
+            return int(answers.readline() or 1)
 
 
 if FORKS_VARIABLE in os.environ and (sys.orig_argv[1:3] == _DRIVER or "_worker.py" in "".join(sys.orig_argv[1:2])):

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 
+from tests.support.forks.service_forks import ForkedService
 from tests.support.waiting import wait_for
 
 NOBODY = "http://127.0.0.1:9"
@@ -28,7 +29,7 @@ def environment_of(home: Path, **settings: str) -> dict[str, str]:
 class Served:
     """A running process, and a client with its key."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedService
     client: httpx.Client
     log: Path
 
@@ -54,15 +55,7 @@ def served(home: Path, *, files: int = 0, real: bool = False, **settings: Any) -
     """
     home.mkdir(exist_ok=True)
     log = home / "service.log"
-    words = ["trainshed.cli.main", "serve"] if real else ["tests.support.servers.quick_service"]
-    command = [sys.executable, "-m", *words]
-    if files:
-        command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    environment = environment_of(home, **settings)
-    with (
-        log.open("a") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
+    with log.open("a") as errors, _start(environment_of(home, **settings), errors, files, real) as process:
         try:
             assert process.stdout is not None
             line = SAID.fullmatch(process.stdout.readline())
@@ -73,3 +66,15 @@ def served(home: Path, *, files: int = 0, real: bool = False, **settings: Any) -
                 yield Served(process, client, log)
         finally:
             process.kill()
+
+
+def _start(
+    environment: dict[str, str], errors: TextIO, files: int, real: bool
+) -> "subprocess.Popen[str] | ForkedService":
+    if not files and not real:
+        return ForkedService(environment, errors)
+    words = ["trainshed.cli.main", "serve"] if real else ["tests.support.servers.quick_service"]
+    command = [sys.executable, "-m", *words]
+    if files:
+        command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
