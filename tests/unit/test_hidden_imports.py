@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGES = ("service", "train_loop", "trainshed")
@@ -25,8 +26,13 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def hidden_imports() -> Iterator[tuple[str, str]]:
-    """Yield each module and a string in it that names another module of ours, or an attribute of one."""
+@cache
+def hidden_imports() -> tuple[tuple[str, str], ...]:
+    """Return each module with each string in it that names another module of ours, or an attribute of one."""
+    return tuple(_hidden_imports())
+
+
+def _hidden_imports() -> Iterator[tuple[str, str]]:
     for module, file in MODULES.items():
         tree = ast.parse(file.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
