@@ -1,17 +1,15 @@
 """A family of plain modules: the model has two branches that share a weight, and reads no tokens."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.builders.specs import TINY
+from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.family import Examination, Family
-from train_loop.plan import ModelShape, read_shape
-from train_loop.spec import JobSpec, ModelSpec
+from train_loop.model.families.family import Family
+from train_loop.spec import ModelSpec
 
 
 class Branches(nn.Module):
@@ -30,23 +28,18 @@ class Branches(nn.Module):
 
 
 class Plain(Family):
-    """The family of such modules, whose sizes are made up."""
+    """The family of such modules."""
 
     source = "mymodel 1.0"
 
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        return replace(read_shape(TINY), model_type="own", layers=2)
-
     def build(self, spec: ModelSpec) -> Anatomy:
         with torch.device("meta"):
-            return self.anatomy(Branches())
+            model = Branches()
+        return self.anatomy(model.to(DTYPES[spec.master_dtype]))
 
     def anatomy(self, model: nn.Module) -> Anatomy:
         layers = tuple(one for one in model.modules() if isinstance(one, nn.Linear))
         return Anatomy(model, self, layers, embeddings=None, head=None, norms=(), depth=0, attention_width=0)
-
-    def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
-        return Examination({}, after_head=None, settings=())
 
     def initialise(self, model: nn.Module, name: str) -> None:
         module: Any = model.get_submodule(name)
@@ -54,5 +47,5 @@ class Plain(Family):
             module.reset_parameters()
 
     def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        out: Tensor = model(**columns, **arguments)
+        out: Tensor = model(columns["left"], columns["right"], **arguments)
         return out

@@ -5,6 +5,7 @@ The loop, its checks and the export work with modules, an `Anatomy` and its fami
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from train_loop.errors import ModelError
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.folder import model_shape
 from train_loop.plan import ModelShape
 from train_loop.spec import JobSpec, ModelSpec
 
@@ -103,16 +105,24 @@ class Family(Protocol):
         return "give a folder with weights in model.path, or choose another model"
 
     def shape(self, spec: ModelSpec) -> ModelShape:
-        """Return the sizes of a model, as a plan needs them. Raises ModelError."""
+        """Return the sizes of a model, as a plan needs them. Raises ModelError.
+
+        The plan reads them from the config by `model_shape`, without torch; a family may give a better reason.
+        """
+        return model_shape(spec)
 
     def build(self, spec: ModelSpec) -> Anatomy:
-        """Build a model on the meta device, without memory and weights. Raises ModelError."""
+        """Build a model on the meta device, without memory and weights, in `spec.master_dtype`. Raises ModelError."""
 
     def anatomy(self, model: nn.Module) -> Anatomy:
         """Return the parts of a model, which may be a copy of a built one."""
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
-        """Examine a model on the meta device. Raises ModelError if it computes other numbers in this loop."""
+        """Examine a model on the meta device. Raises ModelError if it computes other numbers in this loop.
+
+        A plain module is not called: settings that need separate documents, attention or a known head are rejected.
+        """
+        return Examination({}, after_head=None, settings=plain_settings(anatomy.model, spec))
 
     def choose_attention(self, model: nn.Module, spec: JobSpec, device: torch.device) -> None:
         """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
@@ -151,8 +161,33 @@ class Family(Protocol):
         return {}
 
     def call(self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        """Return the model's output, such as logits, for the columns of this rank's part of each sequence."""
+        """Return the model's output, such as logits, for this rank's part of each sequence.
+
+        `columns` has every column of the batch by name, such as the numbers of samples.
+        """
 
     def write_configs(self, model: nn.Module, folder: Path, facts: ExportFacts) -> None:
         """Write the files beside exported weights that describe the model, so that its library can load the folder."""
         return
+
+
+def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
+    """Return checks that reject the settings of a spec which a plain module would ignore or compute wrongly."""
+    name, size, kernel = type(model).__name__, spec.strategy.ulysses_size, spec.model.attn_implementation
+    faults = {
+        "/data/packing": spec.data.packing and f"{name} does not keep packed documents apart; set data.packing: false",
+        "/strategy/ulysses_size": size > 1
+        and f"ulysses_size={size} needs attention that can be split by heads, which {name} lacks; "
+        "choose ulysses_size: 1",
+        "/training/chunked_loss": spec.training.chunked_loss is True
+        and f"chunked_loss needs to know the steps after the head of {name}; remove chunked_loss",
+        "/training/reproducible": spec.training.reproducible == "any_size"
+        and f"{name} is not proven to give the same bits at every size; choose reproducible: same_size",
+        "/model/attn_implementation": kernel != "auto"
+        and f"attn_implementation={kernel} has no effect on {name}; remove attn_implementation",
+    }
+    return tuple(SettingCheck(pointer, partial(_reject, fault)) for pointer, fault in faults.items() if fault)
+
+
+def _reject(fault: str) -> None:
+    raise ModelError(fault)

@@ -1,8 +1,10 @@
 """The seam between the loop and a family of models: few files know a library, and a plain module fits as well."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from train_loop.errors import ModelError
 from train_loop.model.build import check_rules, materialise
 from train_loop.model.families.choose import family_of
 from train_loop.model.load import give_weights
+from train_loop.plan import read_shape
 
 NAMES = {
     *("PreTrainedModel", "PretrainedConfig", "PreTrainedConfig", "_no_split_modules", "_attn_implementation"),
@@ -70,6 +73,30 @@ def test_plain_module_is_initialised_tied_loaded_and_called(tmp_path: Path) -> N
     expected.load_state_dict(weights)
     rows = {"left": torch.ones(2, 4), "right": torch.zeros(2, 4)}
     assert torch.equal(family.call(built.model, rows, family.arguments(built.model, rows)), expected(**rows))
+
+
+def test_plain_module_has_the_sizes_of_its_config() -> None:
+    assert Plain().shape(MODEL) == read_shape(TINY)
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "message"),
+    [
+        ("data", {"packing": True}, "Branches does not keep packed documents apart; set data.packing: false"),
+        ("strategy", {"ulysses_size": 2}, "ulysses_size=2 needs attention that can be split by heads"),
+        ("training", {"chunked_loss": True}, "chunked_loss needs to know the steps after the head of Branches"),
+        ("training", {"reproducible": "any_size"}, "Branches is not proven to give the same bits at every size"),
+        ("model", {"attn_implementation": "sdpa"}, "attn_implementation=sdpa has no effect on Branches"),
+    ],
+)
+def test_plain_module_rejects_settings_that_need_more(part: str, setting: dict[str, Any], message: str) -> None:
+    base: dict[str, dict[str, Any]] = {"data": {"packing": False}, "scaling": {"num_workers": 2}}
+    base["training"] = {"global_batch_size": 4}
+    job, family = spec(**base | {part: base.get(part, {}) | setting}), Plain()
+    (check,) = family.examine(family.build(MODEL), job).settings
+    assert check.pointer == f"/{part}/{next(iter(setting))}"
+    with pytest.raises(ModelError, match=re.escape(message)):
+        check.check()
 
 
 def test_random_weights_of_a_plain_module_depend_on_the_seed_only() -> None:
