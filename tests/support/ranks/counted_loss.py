@@ -7,14 +7,14 @@ from torch.nn import functional as F
 
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
-from train_loop.loop.objectives.objective import Terms
+from train_loop.loop.objectives.objective import Terms, call_model
 from train_loop.model.families.anatomy import Anatomy
 
 
 class CountedLoss:
     """Token cross entropy with its accuracy in each metrics line, and only the accuracy in evaluations."""
 
-    columns: tuple[str, ...] = ("input_ids", "labels")
+    columns: tuple[str, ...] = ("input_ids", "position_ids", "labels")
     sums: tuple[str, ...] = ("accuracy",)
     evaluation_sums: tuple[str, ...] = ("correct", "labels")
 
@@ -40,10 +40,7 @@ class CountedLoss:
         return {"accuracy": (sums["correct"] / sums["labels"]).item(), "labels": int(sums["labels"])}
 
     def _logits(self, batch: MicroBatch) -> Tensor:
-        model = self.anatomy.model
-        out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention)
-        logits: Tensor = out.logits
-        return logits.float()
+        return call_model(self.anatomy, batch).float()
 
 
 def _labels(batch: MicroBatch) -> Tensor:

@@ -51,7 +51,7 @@ class Objective(Protocol):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Return the names of the sums in `Terms`: fields of the metrics line."""
+        """Return the names of the sums in `Terms`, in the same order: fields of the metrics line."""
         ...
 
     @property
@@ -68,7 +68,10 @@ class Objective(Protocol):
         ...
 
     def __call__(self, batch: MicroBatch) -> Terms:
-        """Call the model and return the terms of this rank's slice."""
+        """Call the model and return the terms of this rank's slice.
+
+        Rows whose sample is PADDING add nothing, but the model is called for them too: other ranks wait for the call.
+        """
         ...
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
