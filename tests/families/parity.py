@@ -1,5 +1,6 @@
 """A step of a family's small model on a mesh, compared with a plain loop over transformers' own model."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,8 +90,8 @@ def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any
 
 def advised(family: str, reason: str, settings: Settings) -> Settings:
     """Return the settings after a user has followed the advice of a reason; the same if it has none."""
-    if "set is_decoder: true in the model's config" in reason:
-        return settings._replace(config=(*settings.config, ("is_decoder", True)))
+    if found := re.search(r"set (\w+): (\S+) in the model's config", reason):
+        return settings._replace(config=(*settings.config, (found[1], json.loads(found[2]))))
     if "add_cross_attention: true" in reason:
         return settings._replace(config=(*settings.config, ("add_cross_attention", False)))
     if found := re.search(r"set strategy\.wrap_policy\.transformer_layer_cls_to_wrap: \[(\w+)", reason):

@@ -12,6 +12,7 @@ from train_loop.spec import parse
 ENCODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | {
     "intermediate_size": 48
 }
+LAYER_OF = {"openai-gpt": ["Block"], "roformer": ["RoFormerLayer"]}
 LAYERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
 
 
@@ -46,6 +47,21 @@ def test_model_that_ignores_positions_is_accepted_without_packing() -> None:
     assert check_model(parse(raw_spec(model={"config": config}, data={"packing": False})), may_read())[1] == []
 
 
+# They count positions themselves: from a table, from a buffer, and as sines.
+@pytest.mark.parametrize("family", ["bart", "openai-gpt", "roformer"])
+def test_sequence_is_not_longer_than_the_positions_of_a_model_that_takes_none(family: str) -> None:
+    decoder = {"is_decoder": True} if family != "openai-gpt" else {}
+    raw = raw_spec(model={"config": small(family) | decoder}, data={"packing": False})
+    raw["strategy"] = {"wrap_policy": {"transformer_layer_cls_to_wrap": LAYER_OF.get(family, [])}}
+
+    def problems(length: int) -> list[str]:
+        raw["data"]["sequence_length"] = length
+        return [one.message for one in check_model(parse(raw), may_read())[1]]
+
+    assert problems(64) == []
+    assert "sequence_length=65 is more than the 64 positions" in problems(65)[0]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "dbrx", "qwen3_next", "jetmoe"])
 def test_mixture_of_experts_is_not_supported_yet_in_any_dtype(family: str, dtype: str) -> None:
@@ -69,8 +85,14 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GEMMA_3, "model_type=gemma3 has a language model as one of its parts, with others such as vision"),
-        (BYTES, "BltForCausalLM is not supported: its config has no hidden_size, num_hidden_layers, num_attention_"),
+        (
+            GEMMA_3,
+            "one of its parts, with others such as vision or audio; train that part alone: model_type=gemma3_text",
+        ),
+        # Its defaults break rules of its own class.
+        ({"model_type": "dots3_note"}, "has a language model as one of its parts, with others such as vision or audio"),
+        (BYTES, "not supported yet: model_type=blt, whose layers see patches of bytes"),
+        (small("xlnet"), 'attends to later tokens, so it is not a causal model; set attn_type: "uni" in the model\'s'),
         ({"model_type": "t5"}, "has no causal language model for model_type=t5; choose a decoder of text"),
         (ENCODER | {"model_type": "bert", "add_cross_attention": True}, "add_cross_attention: true needs the output"),
         (small("doge") | {"is_moe": True}, "not supported yet: mixture of experts (DogeCDMoE in DogeForCausalLM)"),

@@ -103,7 +103,9 @@ def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     full = create_causal_mask(**arguments)
     if "sliding_attention" not in (kinds or ()):
         return full
-    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+    # Layers without attention, such as convolutions, would only get padding from a mask.
+    others = dict.fromkeys(set(kinds or ()))
+    return others | {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
 
 
 def accept_masks(model: nn.Module) -> None:

@@ -27,7 +27,6 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config_faults import stated, with_values
 from train_loop.model.folder import model_config
-from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
 
 SOURCE = f"transformers {transformers.__version__}"
@@ -55,6 +54,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:  # transformers' errors for a config have no common class
+        _check_alone(model_config(spec)["model_type"], None)
         reason = stated(error)
         if reason is None:
             reason = f"{SOURCE} cannot build it {with_values(error, build, of=PretrainedConfig)}"
@@ -192,9 +192,11 @@ def embeddings_of(model: PreTrainedModel) -> nn.Embedding:
 
 
 _NOT_YET = {
-    "xlstm": "whose code fails in this loop; choose another recurrent model, for example mamba2",
+    "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
+    "xlm": "whose code takes tokens of the text for padding; choose another decoder, for example gpt2",
     "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
     "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
+    "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
 }
 """Families that are not trained, with the reason and another choice."""
 
@@ -213,16 +215,34 @@ def check_kind(config: PretrainedConfig) -> None:
             f"{SOURCE} has no causal language model for model_type={kind}; choose a "
             "decoder of text, for example qwen3 or llama"
         )
-    if _has_parts(config):
-        raise ModelError(
-            f"not supported: model_type={kind} has a language model as one of its parts, with others such as vision "
-            "or audio; give a folder of a language model alone"
-        )
+    _check_alone(kind, config)
     if getattr(config, "add_cross_attention", False):
         raise ModelError(
             "add_cross_attention: true needs the output of an encoder, which a causal language model does not have; "
             "set it to false"
         )
+
+
+def _check_alone(kind: str, config: PretrainedConfig | None) -> None:
+    """Raise ModelError for a model that has a language model as one of its parts.
+
+    Without a valid config, the fields of its class decide.
+    """
+    parts = CONFIG_MAPPING[kind].sub_configs if kind in CONFIG_MAPPING else {}
+    if _has_parts(config) if config is not None else "text_config" in parts:
+        raise ModelError(
+            f"not supported: model_type={kind} has a language model as one of its parts, with others such as vision or "
+            f"audio; {_dense_text(config) or 'give a folder of a language model alone'}"
+        )
+
+
+def _dense_text(config: PretrainedConfig | None) -> str | None:
+    """Return the advice to train the text part of a config; None if that is no model of its own, or sparse."""
+    text = getattr(config, "text_config", None)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", None))
+    if name is None or _has_experts(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text):
+        return None
+    return f"train that part alone: model_type={text.model_type}"
 
 
 def _has_parts(config: PretrainedConfig) -> bool:
@@ -248,23 +268,6 @@ def check_sparse(config: PretrainedConfig) -> None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is not None and _has_experts(kind, config):
         raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
-
-
-def check_decoder(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that has no sizes of a dense decoder."""
-    check_dense(model)
-    _check_sizes(model)
-
-
-def _check_sizes(model: PreTrainedModel) -> None:
-    # A model with a recurrent state may have no attention.
-    needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
-    missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
-    if missing:
-        raise ModelError(
-            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose a decoder with "
-            "attention heads, for example qwen3 or llama"
-        )
 
 
 ATTENDING = {"full_attention", "sliding_attention", "hybrid"}

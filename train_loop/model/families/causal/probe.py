@@ -18,11 +18,13 @@ from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.positions import PositionLimits, TableWatch, fix_dynamic
-from train_loop.model.families.causal.separation import Separation, check_slices, measure_copy
+from train_loop.model.families.causal.separation import Separation, check_slices, measure_copy, position_limit
 from train_loop.model.families.family import AttentionUse
 from train_loop.spec import JobSpec
 
 _LENGTH = 8
+_WARNING = "warn_if_padding_and_no_attention_mask"
+"""Method of models that looks at the values of tokens, which tensors on meta do not have."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
     # A model may keep tensors of its first call, which are on meta here.
     copied = anatomy.family.anatomy(copy.deepcopy(original).to(dtype))
     model, head, config = copied.model, copied.head, config_of(original)
+    for module in model.modules():
+        if hasattr(module, _WARNING):
+            setattr(module, _WARNING, lambda *_: None)
     assert head is not None, "causal language models have a head"
     dynamic = fix_dynamic(model)
     watch, after = _AttentionWatch(model), HeadWatch()
@@ -62,30 +67,29 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
         positions = torch.zeros_like(tokens)
-        with torch.no_grad(), TableWatch(positions) as tables, after, attention_replaced(model, watch):
-            columns = {"input_ids": tokens, "position_ids": positions}
+        columns, tables = {"input_ids": tokens, "position_ids": positions}, TableWatch(positions)
+        with torch.no_grad(), tables, after, attention_replaced(model, watch):
             arguments = {"attention_mask": mask} if separation.takes_masks else {}
             logits = anatomy.family.call(model, columns, arguments)
+        steps = after.steps(logits)
     except Exception as error:  # errors of a forward pass have no common class
-        if not separation.takes_masks:
+        if separation.takes_masks:
             raise ModelError(
-                f"not supported yet: {name} accepts no mask that separates documents, and cannot be called without "
-                "weights, so its positions and layers are unknown; choose another model"
+                f"{name} cannot be called with input_ids, position_ids and an attention mask of [1, 1, T, T], as this "
+                f"loop does{why_not_called(error, config)}; choose another model or config"
             ) from error
-        raise ModelError(
-            f"{name} cannot be called with input_ids, position_ids and an attention mask of [1, 1, T, T], as this loop "
-            f"does{why_not_called(error, config)}; choose another model or config"
-        ) from error
+        steps = None  # it needs the values of tokens, as XLNet does
     finally:
         hook.remove()
     _check_heads(name, watch.uses)
+    limits = (*tables.rows, *position_limit(original, sequence_length))
     return ModelProbe(
         name,
         watch.uses,
         watch.by_head,
         layers=anatomy.depth,
-        after_head=after.steps(logits),
-        positions=PositionLimits(min(tables.rows, default=None), dynamic, getattr(config, "keep_window_size", None)),
+        after_head=steps,
+        positions=PositionLimits(min(limits, default=None), dynamic, getattr(config, "keep_window_size", None)),
         separation=separation,
     )
 

@@ -24,7 +24,12 @@ from train_loop.model.families.causal.attention import (
 from train_loop.model.families.causal.build import config_of, decoder_class, embeddings_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
-from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
+from train_loop.model.families.causal.small_copy import (
+    SmallCopyError,
+    compute_on_copy,
+    special_tokens,
+    stated_positions,
+)
 from train_loop.spec import JobSpec
 
 _CUT = 7
@@ -73,11 +78,37 @@ def _measure_copy(kind: Any, config: str, sequence_length: int | None) -> Separa
     return compute_on_copy(kind, json.loads(config), measure, length=sequence_length)
 
 
+def position_limit(model: nn.Module, sequence_length: int | None) -> tuple[int, ...]:
+    """Return the positions that a config states if sequences of a length need more, which the model does not have."""
+    config = config_of(model).to_dict()
+    stated = stated_positions(config)
+    if stated is None or sequence_length is None or sequence_length <= stated:
+        return ()
+    kind: Any = decoder_class(model)
+    return () if _has_more_positions(kind, json.dumps(config)) else (stated,)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_more_positions(kind: Any, config: str) -> bool:
+    try:
+        compute_on_copy(kind, json.loads(config), _call_beyond_positions)
+    except SmallCopyError:
+        return False
+    return True
+
+
+def _call_beyond_positions(model: nn.Module) -> None:
+    tokens = (stated_positions(config_of(model).to_dict()) or 0) + 1
+    with torch.no_grad():
+        _alone(model, _row(model).repeat(1, -(-tokens // _LENGTH))[:, :tokens])
+
+
 def check_causal(found: Separation, model: nn.Module) -> None:
     """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
     name = type(model).__name__
     if _differs(found.later_tokens):
-        remedy = "set is_decoder: true in the model's config, or " if _fits_as_decoder(model) else ""
+        fits = next((one for one in _DECODERS if _fits_as_decoder(model, *one)), None)
+        remedy = f"set {fits[0]}: {json.dumps(fits[1])} in the model's config, or " if fits else ""
         raise ModelError(f"{name} attends to later tokens, so it is not a causal model; {remedy}choose another model")
     if _differs(found.positions):
         fits = not _differs(measure_copy(model, _WITHIN_WINDOWS).positions)
@@ -89,12 +120,16 @@ def check_causal(found: Separation, model: nn.Module) -> None:
         )
 
 
-def _fits_as_decoder(model: nn.Module) -> bool:
+_DECODERS = (("is_decoder", True), ("attn_type", "uni"))
+"""Fields of encoders, and the value with which each is a decoder: of BERT and its kind, and of XLNet."""
+
+
+def _fits_as_decoder(model: nn.Module, field: str, value: Any) -> bool:
     """Return whether an encoder fits this loop if its config says that it is a decoder."""
-    if getattr(config_of(model), "is_decoder", None) is not False:
+    if getattr(config_of(model), field, None) in (None, value):
         return False
     try:
-        found = measure_copy(model, is_decoder=True)
+        found = measure_copy(model, **{field: value})
     except ModelError:
         return False
     return not _differs(found.later_tokens) and not _differs(found.positions)

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
 _KV_HEADS = re.compile(r"(?!linear_).*(kv|key_value|value)_heads")
-_WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|d_model|.*(?<!d_)heads?")
+_WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|emb_dim|d_model|.*(?<!d_)heads?")
 """Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
 _SHARED = "num_kv_shared_layers"
 """Number of last layers that take the keys and values of earlier ones."""
@@ -115,6 +115,12 @@ def shrink(
     kept = range(layers) if all_layers else sorted({*range(min(2, layers)), *map(types.index, types)})
     sizes = _Sizes(old, heads, layers, tuple(kept), length)
     return {name: sizes.of(str(name), value) for name, value in config.items()}
+
+
+def stated_positions(config: dict[str, Any]) -> int | None:
+    """Return the number of positions that a config states; None if it states none."""
+    fields = ((name, value) for name, value in config.items() if _POSITIONS.fullmatch(str(name)))
+    return min((value for name, value in fields if type(value) is int and "original" not in name), default=None)
 
 
 def _kinds(config: dict[str, Any], layers: int) -> list[tuple[Any, bool]]:
