@@ -124,7 +124,7 @@ class TokenLoss:
         if self._chunk_rows is None:
             return rule.sum(out, batch.labels, batch.weights)
         # The model took its steps with the loss. FSDP2 needs its output in the graph, where it adds nothing.
-        return out if self._found is None else self._found + 0 * out
+        return out.sum() if self._found is None else self._found + 0 * out.sum()
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
         """Return the loss for hidden states [B, T, H] without allocating logits [B * T, V]."""
@@ -136,7 +136,7 @@ class TokenLoss:
         label_weights = None if batch.weights is None else batch.weights.flatten()
         loss = chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
         self._found = loss if self._after_head else None
-        return loss
+        return loss.view(1, 1, 1)  # a model may read the sizes of its logits
 
 
 def chunked_sum(
