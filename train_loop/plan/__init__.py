@@ -43,7 +43,7 @@ from train_loop.plan.resources import (
     too_big,
 )
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import NEEDED, ModelShape, ParameterCounts, UnitSizes, read_shape
+from train_loop.plan.shape import NEEDED, KeptBytes, ModelShape, ParameterCounts, UnitSizes, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "Axis",
     "BatchPlan",
     "Capacity",
+    "KeptBytes",
     "LargestRead",
     "MemoryTerm",
     "MeshPlan",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from train_loop.plan.mesh import MeshPlan
-from train_loop.plan.shape import ModelShape, UnitSizes
+from train_loop.plan.shape import KeptBytes, ModelShape, UnitSizes
 from train_loop.plan.tree import ReductionTree
 from train_loop.spec import JobSpec
 
@@ -15,6 +15,8 @@ CHUNK_BYTES = 2**29
 MASK_BYTES = 2**30
 """Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
+_OTHER_LAYER = 2
+"""A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
 _ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
@@ -224,6 +226,8 @@ def _activations(
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
     wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
     layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
+    if shape.kept is not None and shape.kept.layer > _OTHER_LAYER * compute * (kept + wide):
+        return _counted(spec, shape.kept, tokens=tokens, tiled=compute * (wide - wide // tiles), beside=beside)
     if spec.model.gradient_checkpointing == "none":
         # Backward recomputes each tile, so that no layer keeps wide tensors.
         size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
@@ -235,6 +239,20 @@ def _activations(
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
+
+
+def _counted(spec: JobSpec, kept: KeptBytes, *, tokens: int, tiled: int, beside: Place) -> tuple[MemoryTerm, ...]:
+    """Estimate the activations of layers that have other parts, as counted; tiles save `tiled` bytes per token."""
+    counted = "bytes x tokens, as counted in a call of its layers"
+    once, inputs = max(kept.layer - tiled, 0) + kept.outside, kept.inputs
+    if spec.model.gradient_checkpointing == "none":
+        once, inputs = kept.layers - tiled + kept.outside, 0
+    if spec.model.gradient_checkpointing in ("none", "full"):
+        return (MemoryTerm("activations", tokens * (once + inputs), f"{once + inputs} {counted}"),)
+    return (
+        MemoryTerm("activations", tokens * once, f"{once} {counted}"),
+        MemoryTerm("offloaded_activations", tokens * inputs, f"{inputs} {counted}", beside),
+    )
 
 
 def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:

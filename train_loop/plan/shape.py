@@ -96,6 +96,20 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True)
+class KeptBytes:
+    """Bytes per token that a model keeps for its backward pass, counted in a call without memory."""
+
+    inputs: int
+    """Inputs of all layers, which stay also if layers are computed again."""
+    layer: int
+    """All that the layer keeps which keeps most."""
+    layers: int
+    """All that the layers keep together."""
+    outside: int
+    """All that the model keeps outside of its layers and logits."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A dense decoder: H hidden, F intermediate, L layers, V vocabulary, attention heads and kv heads of head_dim."""
 
@@ -120,6 +134,8 @@ class ModelShape:
     """Exact numbers of parameters; None if the model has not been built."""
     whole_scores: bool = False
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
+    kept: KeptBytes | None = None
+    """What the model keeps for backward, if its layers have other parts than attention and an MLP."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":

@@ -119,9 +119,10 @@ def check_model(
 
 def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobSpec) -> ModelShape:
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
-    layers = shape.layers if spec.code is None else len(repeated_layers(anatomy, spec.strategy.wrap_policy))
-    counts = _count_parameters(anatomy, spec)
-    return replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores)
+    repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
+    layers = shape.layers if spec.code is None else len(repeated)
+    kept = None if shape.known else found.kept(repeated)
+    return replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:

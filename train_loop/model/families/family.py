@@ -16,7 +16,7 @@ from train_loop.errors import ModelError
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
-from train_loop.plan import ModelShape
+from train_loop.plan import KeptBytes, ModelShape
 from train_loop.spec import JobSpec, ModelSpec
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -55,6 +55,8 @@ class Examination:
     settings: tuple[SettingCheck, ...]
     whole_scores: bool = False
     """True if attention computes whole matrices of scores."""
+    kept: Callable[[Sequence[nn.Module]], KeptBytes | None] = lambda layers: None
+    """Count what a call keeps for backward, given the model's layers; None if it cannot be counted."""
 
 
 class StoredNames(NamedTuple):

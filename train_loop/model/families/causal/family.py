@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ from train_loop.model.families.causal.build import (
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
-from train_loop.model.families.causal.probe import check_attention, check_head, check_positions, probe
+from train_loop.model.families.causal.probe import (
+    check_attention,
+    check_head,
+    check_positions,
+    kept_for_backward,
+    probe,
+)
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
@@ -93,7 +100,8 @@ class Causal(Family):
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
         )
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
-        return Examination(seen.attention, seen.after_head, settings, whole_scores=whole)
+        kept = partial(kept_for_backward, anatomy, dtype, length)
+        return Examination(seen.attention, seen.after_head, settings, whole_scores=whole, kept=kept)
 
     def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
         """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""

@@ -4,7 +4,8 @@ It shows whether the attention comes from the registry, with how many heads, and
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,13 @@ from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.positions import PositionLimits, TableWatch, fix_dynamic
 from train_loop.model.families.causal.separation import Separation, check_slices, measure_copy, position_limit
 from train_loop.model.families.family import AttentionUse
+from train_loop.model.families.kept import count_kept
+from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec
 
 _LENGTH = 8
+_COUNTED = 256
+"""Most tokens of the row in which kept bytes are counted: a chunk of state-space layers."""
 _WARNING = "warn_if_padding_and_no_attention_mask"
 """Method of models that looks at the values of tokens, which tensors on meta do not have."""
 
@@ -53,23 +58,15 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
     separation = measure_copy(original, sequence_length)
     if not separation.takes_masks:
         original.takes_only_tokens = True  # type: ignore[assignment]
-    # A model may keep tensors of its first call, which are on meta here.
-    copied = anatomy.family.anatomy(copy.deepcopy(original).to(dtype))
+    copied, dynamic = _copy(anatomy, dtype)
     model, head, config = copied.model, copied.head, config_of(original)
-    for module in model.modules():
-        if hasattr(module, _WARNING):
-            setattr(module, _WARNING, lambda *_: None)
     assert head is not None, "causal language models have a head"
-    dynamic = fix_dynamic(model)
     watch, after = _AttentionWatch(model), HeadWatch()
     hook = head.register_forward_hook(lambda _, __, out: after.follow(out))
+    columns, arguments = _call(model, _LENGTH)
+    tables = TableWatch(columns["position_ids"])
     try:
-        tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
-        mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
-        positions = torch.zeros_like(tokens)
-        columns, tables = {"input_ids": tokens, "position_ids": positions}, TableWatch(positions)
         with torch.no_grad(), tables, after, attention_replaced(model, watch):
-            arguments = {"attention_mask": mask} if separation.takes_masks else {}
             logits = anatomy.family.call(model, columns, arguments)
         steps = after.steps(logits)
     except Exception as error:  # errors of a forward pass have no common class
@@ -92,6 +89,62 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
         positions=PositionLimits(min(limits, default=None), dynamic, getattr(config, "keep_window_size", None)),
         separation=separation,
     )
+
+
+def _copy(anatomy: Anatomy, dtype: torch.dtype) -> tuple[Anatomy, int | None]:
+    """Return a copy of a model that can be called on meta, and the positions for which rope_type=dynamic is right.
+
+    The model itself may keep tensors of its first call, which are on meta here.
+    """
+    model = copy.deepcopy(anatomy.model).to(dtype)
+    for module in model.modules():
+        if hasattr(module, _WARNING):
+            setattr(module, _WARNING, lambda *_: None)
+    return anatomy.family.anatomy(model), fix_dynamic(model)
+
+
+def _call(model: nn.Module, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return columns of a row on meta, and the mask of a model that takes masks."""
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+    columns = {"input_ids": tokens, "position_ids": torch.zeros_like(tokens)}
+    return columns, {} if getattr(model, "takes_only_tokens", False) else {"attention_mask": mask}
+
+
+class _KeptAttention(torch.autograd.Function):
+    """Attention that computes nothing, and keeps its inputs and output as kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def _keep_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    return _KeptAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
+
+
+def kept_for_backward(
+    anatomy: Anatomy, dtype: torch.dtype, sequence_length: int, layers: Sequence[nn.Module]
+) -> KeptBytes | None:
+    """Count what a call of a model keeps for backward; None if it cannot be called on meta."""
+    names = {module: name for name, module in anatomy.model.named_modules()}
+    tokens = min(sequence_length, _COUNTED) - 1
+
+    def count(*, each: bool) -> KeptBytes:
+        model = _copy(anatomy, dtype)[0].model
+        columns, arguments = _call(model, tokens)
+        copied = [model.get_submodule(names[layer]) for layer in layers]
+        with attention_replaced(model, _keep_attention):
+            return count_kept(
+                model, copied, lambda: anatomy.family.call(model, columns, arguments), tokens=tokens, each=each
+            )
+
+    for each in (False, True):  # some layers need what earlier ones have computed beside their output
+        with suppress(Exception):  # errors of a forward pass have no common class
+            return count(each=each)
+    return None
 
 
 def _check_heads(model: str, uses: Mapping[str, AttentionUse]) -> None:

@@ -1,0 +1,102 @@
+"""The bytes that a model keeps for its backward pass, counted in one call on the meta device."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from train_loop.plan import KeptBytes
+
+
+def count_kept(
+    model: nn.Module, every: Sequence[nn.Module], call: Callable[[], Tensor], *, tokens: int, each: bool
+) -> KeptBytes:
+    """Count what a call of a model on meta keeps, by token; `call` returns logits and has one row of `tokens`.
+
+    Matrices of tokens by tokens, such as masks and scores, are left out: they do not grow with the tokens alone. Unless
+    `each` layer is called, layers with parameters of the same shapes count as the first of them, and compute nothing.
+    """
+    count, first = _Count(model, tokens), dict[object, nn.Module]()
+    inner = {part for layer in every for part in layer.modules() if part is not layer}
+    layers = [layer for layer in every if layer not in inner]
+    alike = [first.setdefault(layer if each else _kind(layer), layer) for layer in layers]
+    for layer, one in zip(layers, alike, strict=True):
+        layer.forward = _Once(layer.forward) if layer is one else one.forward.repeat  # type: ignore[assignment, union-attr]
+    hooks = [layer.register_forward_pre_hook(count.enter, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(count.leave) for layer in layers]
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(count.keep, lambda kept: kept):
+            logits = call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    inside = [count.bytes_of(layer, without=logits.shape[-1]) for layer in alike]
+    outside = count.bytes_of(None, without=logits.shape[-1])
+    return KeptBytes(
+        inputs=-(-count.inputs // tokens),
+        layer=-(-max(inside, default=0) // tokens),
+        layers=-(-sum(inside) // tokens),
+        outside=-(-outside // tokens),
+    )
+
+
+class _Count:
+    """Tensors that a call keeps, by layer; None is outside of all."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        self._tokens, self._inside = tokens, list[nn.Module | None]([None])
+        self._known = {_place(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._kept: dict[nn.Module | None, dict[int, Tensor]] = defaultdict(dict)
+        """Kept tensors by storage; the reference keeps the place unique."""
+        self.inputs = 0
+
+    def enter(self, layer: nn.Module, inputs: Any, named: Any) -> None:
+        """Begin a layer, whose inputs are kept also if it is computed again in backward."""
+        self._inside.append(layer)
+        for tensor in tree_leaves((inputs, named)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and _place(tensor) not in self._known:
+                self._known.add(_place(tensor))
+                self._kept[layer][-_place(tensor)] = tensor
+                self.inputs += tensor.nbytes
+
+    def leave(self, *_: Any) -> None:
+        """End a layer."""
+        self._inside.pop()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd keeps."""
+        if sum(size == self._tokens for size in tensor.shape) < 2 and _place(tensor) not in self._known:
+            self._kept[self._inside[-1]][_place(tensor)] = tensor
+        return tensor
+
+    def bytes_of(self, layer: nn.Module | None, *, without: int) -> int:
+        """Return the bytes that a layer keeps beside its inputs, but not those of logits, which are `without` wide."""
+        kept = (tensor for place, tensor in self._kept[layer].items() if place > 0)
+        return sum(one.untyped_storage().nbytes() for one in kept if layer is not None or one.shape[-1:] != (without,))
+
+
+def _kind(layer: nn.Module) -> object:
+    return type(layer), tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+class _Once:
+    """A forward whose results others repeat as new tensors."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward, self._found = forward, None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self._found = self._forward(*inputs, **named)
+        return self._found
+
+    def repeat(self, *_: Any, **__: Any) -> Any:
+        """Return new tensors like the results."""
+        return tree_map_only(Tensor, lambda one: torch.empty_like(one, requires_grad=one.requires_grad), self._found)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
