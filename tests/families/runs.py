@@ -1,27 +1,36 @@
-"""Whole runs of a family's small model on the existing ranks: undisturbed, or lost, resized and resumed."""
+"""Whole runs of small models on the existing ranks: undisturbed, or killed, resized and resumed."""
 
+import os
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
-from tests.families.parity import CASES, VOCAB, Case, Settings, raw_job
-from tests.support.ranks.gradients import divisor, forget_meshes, mesh_of, my_share, random_rows
+from tests.families.objectives import OWN, with_objective
+from tests.families.parity import CASES, Case, Settings, raw_job
+from tests.support.ranks.gradients import forget_meshes, mesh_of
+from tests.support.waiting import wait_for
+from train_loop.code.use import keep_code, with_own_code
 from train_loop.data.dataset import Rows
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.prepare.pointer import pin
-from train_loop.data.stream.local import StreamPlan, local_stream
-from train_loop.loop.batch import MicroBatch, micro_batches
-from train_loop.loop.build import build_state, build_token_loss
+from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
+from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
+from train_loop.loop.build import build_objective, build_state
+from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
 from train_loop.loop.step import train_step
 from train_loop.parallel.build import build_sharded
+from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, ModelShape, plan_job
 from train_loop.run_dir import RunDir, Stop
 from train_loop.spec import JobSpec, parse
@@ -30,50 +39,79 @@ from train_loop.train import train
 STEPS, BATCH = 5, 4
 
 
+class Kind(NamedTuple):
+    """A kind of model with an objective, and the file of its rows."""
+
+    family: str
+    objective: str
+    settings: Settings
+    rows: Path
+
+
 class Leg(NamedTuple):
-    """An attempt of a run: its mesh, and the step after which it stops."""
+    """An attempt of a run: its mesh, the step after which it ends, and how."""
 
     case: Case
     stops_at: int = STEPS
-    checkpoint: bool = True
-    """False if its last steps are lost, as after a kill."""
+    end: Literal["kill", "resize"] = "resize"
 
 
 UNDISTURBED = (Leg(CASES["one rank, plain"]),)
-DISTURBED = (Leg(Case("FSDP 2", 2), stops_at=3, checkpoint=False), Leg(CASES["HSDP 2 x 2, plain"]))
-"""The first attempt leaves the checkpoint of step 2 and a third step that no checkpoint contains."""
+DISTURBED = (
+    Leg(Case("FSDP 2", 2), stops_at=3, end="kill"),
+    Leg(CASES["HSDP 2 x 2, plain"], stops_at=4),
+    Leg(CASES["one rank, plain"]),
+)
+"""SIGKILL ends the first attempt after the checkpoint of step 2 and a third step that no checkpoint contains."""
 
 
-def job_of(family: str, settings: Settings, leg: Leg, data: Path) -> JobSpec:
+def job_of(kind: Kind, case: Case) -> JobSpec:
     """Return the spec of an attempt."""
-    raw = raw_job(family, leg.case, settings)
+    raw = _raw(kind, case)
     config = raw["model"]["config"]
     # Dropout depends on the number of ranks.
     raw["model"]["config"] = config | {name: 0.0 for name, value in config.items() if "drop" in name and value}
-    raw["data"] |= {"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "shuffle": True}
+    raw["data"] |= {"shuffle": True}
     raw["training"] = {"max_steps": STEPS, "global_batch_size": BATCH, "max_grad_norm": 0.3, "weight_decay": 0.1}
     raw["training"] |= {"learning_rate": 1e-3, "audit_samples": True}
     raw["checkpoint"] = {"every_steps": 2}
-    return parse(raw)
+    return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
 
 
-def train_leg(family: str, settings: Settings, leg: Leg, data: Path, folder: Path, attempt: int) -> str:
+def _raw(kind: Kind, case: Case) -> dict[str, Any]:
+    return raw_job("qwen3" if kind.family == OWN else kind.family, case, kind.settings)
+
+
+def train_leg(kind: Kind, leg: Leg, folder: Path, attempt: int) -> str:
     """Train an attempt from the newest checkpoint of a run; return its result."""
     torch.set_num_threads(1)
-    job, run_dir = job_of(family, settings, leg, data), RunDir(folder)
+    tempfile.tempdir = str(kind.rows.parent)  # own code is unpacked there
+    job, run_dir = job_of(kind, leg.case), RunDir(folder)
 
-    def stopped_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+    def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
         for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // BATCH):
             if step == leg.stops_at and rank == 0:
-                run_dir.write_stop(Stop(mode="resize", checkpoint=leg.checkpoint))
+                _end(leg, run_dir)
             yield rows
 
-    dataset = find_dataset(job, folder)
     if dist.get_rank() == 0:
         run_dir.write_spec(job)
+        keep_code(job, run_dir, lambda warning: None)
+    dist.barrier()
+    job = with_own_code(job, run_dir)
+    dataset = find_dataset(job, folder)
+    if dist.get_rank() == 0:
         pin(dataset, run_dir.data)
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stopped_stream)
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stream)
     return train(job, session, dataset).result
+
+
+def _end(leg: Leg, run_dir: RunDir) -> None:
+    if leg.end == "resize":
+        return run_dir.write_stop(Stop(mode="resize"))
+    wait_for(run_dir.manifests, "the first checkpoint")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
 
 
 class Memory(NamedTuple):
@@ -87,16 +125,17 @@ class Memory(NamedTuple):
     """Share of the parameters that get gradients; BART's decoder has some for an encoder that is not there."""
 
 
-def measure_memory(family: str, settings: Settings, shape: ModelShape) -> tuple[dict[str, int], Memory]:
+def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str, int], Memory]:
     """Return the bytes by term of the plan, and those of a second step with two micro-batches on the existing ranks."""
     torch.set_num_threads(1)
     forget_meshes()
-    job = default_job(family, settings, world=dist.get_world_size())
+    job = default_job(kind, world=world)
     plan, mesh = plan_job(job, shape), mesh_of(job)
-    sharded = build_sharded(job, mesh)
-    state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_token_loss(sharded, job, plan)
+    sharded, dataset = build_sharded(job, mesh), find_dataset(job, kind.rows.parent)
+    state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_objective(sharded, job, plan, dataset)
     reduction = PlainReduction(sharded.model, mesh)
-    batch = my_share(random_rows(4 * mesh.plan.dp, 32, vocab=VOCAB, packed=False), mesh)
+    rows = read_rows(dataset, np.arange(4 * mesh.data_rank, 4 * mesh.data_rank + 4))
+    batch = share_rows(rows, count=4, dataset=dataset, mesh=mesh)
     seen, reached, tracker = list[int](), set[int](), MemTracker()
 
     def batches() -> Iterator[MicroBatch]:
@@ -107,7 +146,7 @@ def measure_memory(family: str, settings: Settings, shape: ModelShape) -> tuple[
         reached.update(id(one) for one in state.model.parameters() if one.grad is not None)
 
     def step() -> None:
-        count = divisor(batch, mesh)
+        count = _divisor(loss, batch, mesh)
         train_step(state, loss, batches(), divisor=count, reduction=reduction, max_grad_norm=None)
 
     step()
@@ -122,12 +161,21 @@ def measure_memory(family: str, settings: Settings, shape: ModelShape) -> tuple[
     return {term.name: term.bytes for term in plan.memory}, found
 
 
-def default_job(family: str, settings: Settings, *, world: int) -> JobSpec:
+def _divisor(objective: Objective, batch: StepBatch, mesh: Mesh) -> float | None:
+    share = objective.divisor(batch)
+    if share is None:
+        return None
+    total = share * (mesh.sequence_rank == 0)
+    dist.all_reduce(total)
+    return float(total.item())
+
+
+def default_job(kind: Kind, *, world: int) -> JobSpec:
     """Return a spec that keeps the default for activations."""
-    raw = raw_job(family, CASES["one rank, plain"], settings)
+    raw = _raw(kind, CASES["one rank, plain"])
     raw["model"].pop("gradient_checkpointing")
     raw["scaling"] = {"num_workers": world}
-    return parse(raw)
+    return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
 
 
 def _bytes(tensors: Any) -> int:

@@ -1,25 +1,28 @@
-"""Promises that hold for every kind of model, in addition to the gradients of `test_table.py`."""
+"""Promises that hold for every kind of model and objective, in addition to the gradients of `test_table.py`."""
 
 import os
 import random
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.families.kinds import KINDS, SEED
-from tests.families.parity import Settings
-from tests.families.runs import DISTURBED, STEPS, UNDISTURBED, default_job, measure_memory, train_leg
+from tests.families.objectives import MATRIX, OBJECTIVES, OWN, write_rows
+from tests.families.parity import NONE
+from tests.families.runs import DISTURBED, STEPS, UNDISTURBED, Kind, Leg, default_job, measure_memory, train_leg
 from tests.families.table import settings_of
 from tests.support.builders.specs import may_read
-from tests.support.ranks.ranks import ranks_of_any_number
-from tests.support.ranks.torchrun import load_checkpoint, load_tensors, write_tokens
+from tests.support.ranks.ranks import ranks_of_any_number, ranks_to_kill
+from tests.support.ranks.torchrun import load_checkpoint, load_tensors
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.loop.build import count_flops
 from train_loop.model.families.causal.family import CAUSAL
@@ -28,17 +31,31 @@ from train_loop.run_dir import ExportWish, RunDir, read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 CallRanks = Callable[..., Any]
+TOKENS = "token cross entropy"
+STATEFUL = ("falcon_h1", "mamba2")
+"""Kinds with a recurrent state."""
+ATTENDING = [family for family in KINDS if family not in STATEFUL]
+OTHERS = [(family, name) for family, name in MATRIX if name != TOKENS]
+_draw = random.Random(SEED)
+DRAWN = (
+    MATRIX
+    if os.environ.get("MORE")
+    else [(_draw.choice(ATTENDING), TOKENS), (_draw.choice(STATEFUL), TOKENS), _draw.choice(OTHERS)]
+)
+"""Kinds whose runs are trained: with and without a state, and one of another objective.
 
-
-DRAWN = KINDS if os.environ.get("MORE") else random.Random(SEED).sample(KINDS, 3)
-"""Families whose runs are trained; `MODELS_SEED=…` draws those of another commit."""
+`MODELS_SEED=…` draws those of another commit.
+"""
+COUNTED = [(family, TOKENS) for family in KINDS] + [
+    (one.families[0], name) for name, one in OBJECTIVES.items() if name != TOKENS and OWN not in one.families
+]
+"""Kinds whose bytes and operations are counted; `trainshed check-model` counts those of own modules."""
 
 
 class Trained(NamedTuple):
-    """A family's run without disturbance, and the same run with a loss and another size."""
+    """A kind's run without disturbance, and the same run killed and resized."""
 
-    family: str
-    settings: Settings
+    kind: Kind
     undisturbed: Path
     disturbed: Path
 
@@ -49,21 +66,39 @@ def call_ranks() -> Iterator[CallRanks]:
         yield call
 
 
-@pytest.fixture(scope="module", params=DRAWN)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, call_ranks: CallRanks) -> Trained:
-    folder, family = tmp_path_factory.mktemp("runs"), str(request.param)
-    # Rows shorter than the sequence, so that data ranks differ in the tokens they train.
-    write_tokens(folder / "d.parquet", rows=11, length=(9, 32), vocab=300)
-    found = Trained(family, settings_of(family), folder / "undisturbed", folder / "disturbed")
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows"), 11)
+
+
+def kind_of(family: str, objective: str, rows: Path) -> Kind:
+    return Kind(family, objective, NONE if family == OWN else settings_of(family), rows)
+
+
+@pytest.fixture(scope="module", params=DRAWN, ids=", ".join)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, call_ranks: CallRanks, rows: Path
+) -> Trained:
+    folder = tmp_path_factory.mktemp("runs")
+    found = Trained(kind_of(request.param[0], request.param[1], rows), folder / "undisturbed", folder / "disturbed")
     for legs, run in ((UNDISTURBED, found.undisturbed), (DISTURBED, found.disturbed)):
         for attempt, leg in enumerate(legs, start=1):
             RunDir(run).write_fence(attempt)
-            call_ranks(leg.case.world, train_leg, family, found.settings, leg, folder / "d.parquet", run, attempt)
+            train(call_ranks, found.kind, leg, run, attempt)
             RunDir(run).stop_file.unlink(missing_ok=True)
     return found
 
 
-def test_lost_steps_and_another_size_change_nothing(trained: Trained) -> None:
+def train(call_ranks: CallRanks, kind: Kind, leg: Leg, run: Path, attempt: int) -> None:
+    if leg.end == "resize":
+        call_ranks(leg.case.world, train_leg, kind, leg, run, attempt)
+        return
+    with ranks_to_kill(leg.case.world, train_leg, kind, leg, run, attempt) as ranks:
+        ranks[0].join(timeout=60)
+        assert ranks[0].exitcode == -signal.SIGKILL
+
+
+def test_a_kill_and_other_sizes_change_nothing(trained: Trained) -> None:
     lines = [
         {line["step"]: line for attempt in RunDir(run).attempts() for line in read_lines(attempt.metrics)}
         for run in (trained.undisturbed, trained.disturbed)
@@ -74,7 +109,7 @@ def test_lost_steps_and_another_size_change_nothing(trained: Trained) -> None:
         for event in read_lines(attempt.events)
         if event["event"] == "training_started"
     ]
-    assert starts == [0, 2]
+    assert starts == [0, 2, 4]
     assert sorted(lines[0]) == sorted(lines[1]) == [*range(1, STEPS + 1)]
     for step, line in lines[0].items():
         assert lines[1][step]["samples"] == line["samples"]
@@ -93,23 +128,31 @@ def test_lost_steps_and_another_size_change_nothing(trained: Trained) -> None:
 
 
 def test_transformers_computes_the_same_logits_from_an_export(trained: Trained) -> None:
-    folder = export(RunDir(trained.disturbed), STEPS, ExportWish(dtype="fp32"))
-    exported, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    folder, objective = (
+        export(RunDir(trained.disturbed), STEPS, ExportWish(dtype="fp32")),
+        OBJECTIVES[trained.kind.objective],
+    )
+    weights: dict[str, Tensor] = load_checkpoint(trained.disturbed, STEPS)["model"]
+    if objective.exported is None:
+        stored = load_file(folder / "model.safetensors")
+        assert stored.keys() == weights.keys()
+        assert all(torch.equal(stored[name], weights[name]) for name in stored)
+        return
+    exported, info = objective.exported.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    config = default_job(trained.family, trained.settings, world=1).model.config or {}
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    plain.load_state_dict(load_checkpoint(trained.disturbed, STEPS)["model"], strict=False)
+    plain = objective.exported.from_config(exported.config, dtype=torch.float32)
+    plain.load_state_dict(weights, strict=False)
     ids = torch.arange(1, 25).view(2, 12)
     with torch.no_grad():
         assert torch.equal(exported.eval()(ids).logits, plain.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_planned_bytes_are_those_of_a_step(family: str, call_ranks: CallRanks) -> None:
-    settings = settings_of(family)
-    shape, problems = check_model(default_job(family, settings, world=2), may_read())
+@pytest.mark.parametrize(("family", "objective"), COUNTED, ids=", ".join)
+def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
+    kind = kind_of(family, objective, rows)
+    shape, problems = check_model(default_job(kind, world=2), may_read())
     assert problems == []
-    planned, found = call_ranks(2, measure_memory, family, settings, shape)
+    planned, found = call_ranks(2, measure_memory, kind, shape, 2)
     assert found.parameters == pytest.approx(planned["parameters"], rel=0.05)
     assert found.gradients == pytest.approx(found.used * planned["gradients"], rel=0.05)
     assert found.optimizer == pytest.approx(found.used * planned["optimizer"], rel=0.05)
@@ -118,15 +161,18 @@ def test_planned_bytes_are_those_of_a_step(family: str, call_ranks: CallRanks) -
     assert found.peak == pytest.approx(total, rel=0.1)
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_flops_are_those_of_a_counted_forward(family: str) -> None:
+@pytest.mark.parametrize(("family", "objective"), COUNTED, ids=", ".join)
+def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows: Path) -> None:
     """The formula counts every parameter as a part of a matrix product, and so also tables that are only read."""
-    config = AutoConfig.for_model(**default_job(family, settings_of(family), world=1).model.config or {})
+    model = default_job(kind_of(family, objective, rows), world=1).model
+    labels = {"num_labels": model.label_head.labels} if model.label_head else {}
+    config = AutoConfig.for_model(**model.config or {}, **labels)
     # Other implementations of attention have operators that are not counted.
-    anatomy = CAUSAL.anatomy(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    built = OBJECTIVES[objective].exported.from_config(config, attn_implementation="eager")
+    anatomy = CAUSAL.anatomy(built)
     flops = count_flops(anatomy, sequence_length=32, dtype="fp32", device=torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:
-        logits = anatomy.model(input_ids=torch.zeros(1, 32, dtype=torch.int64), use_cache=False).logits
+        logits = anatomy.model(input_ids=torch.ones(1, 32, dtype=torch.int64), use_cache=False).logits
     logits.sum().backward()
     head = anatomy.head.get_parameter("weight") if anatomy.head is not None else None
     tables = {one.weight for one in anatomy.model.modules() if isinstance(one, nn.Embedding)} - {head}

@@ -226,7 +226,9 @@ def _activations(
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
     wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
     layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
-    if shape.kept is not None and shape.kept.layer > _OTHER_LAYER * compute * (kept + wide):
+    # The formula leaves out small tensors, beside which logits of a vocabulary are large.
+    least = 0 if shape.labels is not None else _OTHER_LAYER * compute * (kept + wide)
+    if shape.kept is not None and shape.kept.layer > least:
         return _counted(spec, shape.kept, tokens=tokens, tiled=compute * (wide - wide // tiles), beside=beside)
     if spec.model.gradient_checkpointing == "none":
         # Backward recomputes each tile, so that no layer keeps wide tensors.

@@ -121,7 +121,7 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
     repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
     layers = shape.layers if spec.code is None else len(repeated)
-    kept = None if shape.known else found.kept(repeated)
+    kept = None if shape.known and shape.labels is None else found.kept(repeated)
     return replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
 
 

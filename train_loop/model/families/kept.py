@@ -24,8 +24,9 @@ def count_kept(
     inner = {part for layer in every for part in layer.modules() if part is not layer}
     layers = [layer for layer in every if layer not in inner]
     alike = [first.setdefault(layer if each else _kind(layer), layer) for layer in layers]
+    once = {layer: _Once(layer.forward) for layer in first.values()}
     for layer, one in zip(layers, alike, strict=True):
-        layer.forward = _Once(layer.forward) if layer is one else one.forward.repeat  # type: ignore[assignment, union-attr]
+        layer.forward = once[one] if layer is one else once[one].repeat
     hooks = [layer.register_forward_pre_hook(count.enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(count.leave) for layer in layers]
     try:
@@ -99,4 +100,5 @@ class _Once:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    place: int = tensor.untyped_storage()._cdata
+    return place

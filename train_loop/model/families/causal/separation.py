@@ -107,8 +107,8 @@ def check_causal(found: Separation, model: nn.Module) -> None:
     """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
     name = type(model).__name__
     if _differs(found.later_tokens):
-        fits = next((one for one in _DECODERS if _fits_as_decoder(model, *one)), None)
-        remedy = f"set {fits[0]}: {json.dumps(fits[1])} in the model's config, or " if fits else ""
+        change = next((one for one in _DECODERS if _fits_as_decoder(model, *one)), None)
+        remedy = f"set {change[0]}: {json.dumps(change[1])} in the model's config, or " if change else ""
         raise ModelError(f"{name} attends to later tokens, so it is not a causal model; {remedy}choose another model")
     if _differs(found.positions):
         fits = not _differs(measure_copy(model, _WITHIN_WINDOWS).positions)

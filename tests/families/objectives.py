@@ -1,0 +1,99 @@
+"""The objectives with which the tests of this folder train the families: a new one gets all tests by one line."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from tests.families.kinds import KINDS
+from tests.families.parity import LENGTH, VOCAB
+from tests.support.own_code import MODEL, write_package
+from train_loop.data.dataset import IGNORE
+
+CLASSES = 3
+OWN = "own module"
+"""The family of a user's package, which is no name of transformers."""
+
+
+class Objective(NamedTuple):
+    """Parts of a spec that choose an objective, and the class with which transformers loads its export."""
+
+    families: tuple[str, ...]
+    """Kinds of models that are trained with it."""
+    columns: Mapping[str, Any]
+    head: Mapping[str, Any] | None = None
+    exported: Any = None
+    """None if the export is of own code."""
+    config: Mapping[str, Any] = {}
+    """Fields without which a step depends on the number of ranks."""
+
+
+_IDS = {"input_ids": "ids"}
+_LABELLED = {"labels": CLASSES}
+OBJECTIVES = {
+    "token cross entropy": Objective(KINDS, _IDS, exported=AutoModelForCausalLM),
+    "classes of rows": Objective(
+        ("qwen3", "minicpm3"),
+        _IDS | {"label": "class"},
+        {"sequence_classification": _LABELLED},
+        AutoModelForSequenceClassification,
+    ),
+    "numbers": Objective(
+        ("qwen3",), _IDS | {"label": "number"}, {"regression": {}}, AutoModelForSequenceClassification
+    ),
+    "classes of tokens": Objective(
+        ("qwen3", "gemma2"),
+        _IDS | {"labels": "tags"},
+        {"token_classification": _LABELLED},
+        AutoModelForTokenClassification,
+        {"classifier_dropout": 0.0},
+    ),
+    "own loss": Objective((OWN,), {"own": ["x", "y"]}),
+}
+MATRIX = [(family, name) for name, one in OBJECTIVES.items() for family in one.families]
+"""Every kind of model with every objective that trains it."""
+
+
+def write_rows(folder: Path, count: int) -> Path:
+    """Write rows with the columns of all objectives, and a user's package, into a folder; return the file of rows.
+
+    Rows are shorter than the sequence, so that data ranks differ in the tokens they train.
+    """
+    write_package(folder / "code", MODEL)
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(9, LENGTH + 1, count)
+    table = {
+        "ids": [draw.integers(0, VOCAB, length).astype(np.int32) for length in lengths],
+        "tags": [np.where(draw.random(n) < 0.3, IGNORE, draw.integers(0, CLASSES, n)) for n in lengths],
+        "class": draw.integers(0, CLASSES, count),
+        "number": draw.normal(size=count),
+        "x": pa.FixedSizeListArray.from_arrays(pa.array(draw.normal(size=2 * count).astype(np.float32)), 2),
+        "y": pa.array(draw.normal(size=count).astype(np.float32)),
+    }
+    pq.write_table(pa.table(table), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def with_objective(raw: dict[str, Any], family: str, name: str, rows: Path) -> dict[str, Any]:
+    """Return a spec of a family that trains with an objective on the rows of a file."""
+    objective = OBJECTIVES[name]
+    data = raw["data"] | {"train": {"path": str(rows)}, "columns": objective.columns}
+    if family == OWN:
+        code = {"package": str(rows.parent / "code"), "config": {"width": 3}}
+        entries = {
+            part: f"mymodel:{place}" for part, place in (("model", "build"), ("loss", "loss"), ("batch", "batch"))
+        }
+        model = {"dtype": "fp32"}
+        data = {part: value for part, value in data.items() if part in ("train", "columns", "shuffle", "seed")}
+        return {part: value for part, value in raw.items() if part != "model"} | {
+            "code": code | entries,
+            "model": model,
+            "data": data,
+        }
+    head = {} if objective.head is None else {"head": objective.head}
+    config = raw["model"]["config"] | dict(objective.config)
+    return raw | {"model": raw["model"] | head | {"config": config}, "data": data}
