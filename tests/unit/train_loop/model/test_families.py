@@ -92,6 +92,15 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
         # Its defaults break rules of its own class.
         ({"model_type": "dots3_note"}, "has a language model as one of its parts, with others such as vision or audio"),
         (BYTES, "not supported yet: model_type=blt, whose layers see patches of bytes"),
+        (
+            small("bart") | {"decoder_layerdrop": 0.1},
+            "ranks would wait for each other; set decoder_layerdrop: 0.0 in the",
+        ),
+        (
+            small("opt") | {"layerdrop": 0.1},
+            "skips a layer with probability 0.1 in training, and each rank skips others",
+        ),
+        (small("rwkv"), "divides its weights before an evaluation (rescale_every=6), so that a checkpoint after it"),
         (small("xlnet"), 'attends to later tokens, so it is not a causal model; set attn_type: "uni" in the model\'s'),
         ({"model_type": "t5"}, "has no causal language model for model_type=t5; choose a decoder of text"),
         (ENCODER | {"model_type": "bert", "add_cross_attention": True}, "add_cross_attention: true needs the output"),
@@ -136,6 +145,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             | {"original_max_position_embeddings": 8192, "short_factor": [1.0] * 64, "long_factor": [4.0] * 64},
         }
     },
+    "rwkv": {"vocab_size": 50277, "hidden_size": 4096, "num_hidden_layers": 32, "rescale_every": 0},
     "falcon": {"vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
     "gemma3_text": {"vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
     | {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
@@ -151,5 +161,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_sizes_are_accepted(family: str) -> None:
-    raw = raw_spec(model={"config": {"model_type": family} | PUBLISHED[family], "dtype": "bf16"})
+    config = {"model_type": family} | PUBLISHED[family]
+    raw = raw_spec(model={"config": config, "dtype": "bf16"}, data={"packing": family != "rwkv"})
     assert check_model(parse(raw), may_read())[1] == []

@@ -30,6 +30,7 @@ from train_loop.model.families.causal.build import (
 )
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
+from train_loop.model.families.causal.modes import check_modes
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
@@ -91,6 +92,7 @@ class Causal(Family):
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
         dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
+        check_modes(anatomy.model)
         check_causal(measure_copy(anatomy.model, length), anatomy.model)
         seen = probe(anatomy, dtype, sequence_length=length)
         settings = (

@@ -31,6 +31,8 @@ _LIMITS = (
 )
 _WINDOW = re.compile(r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention")
 _POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
+_WIDTH = 32
+"""Part of the hidden size that counts as a head in a model without heads."""
 _MOST_WEIGHTS = 50_000_000
 
 
@@ -109,7 +111,8 @@ def shrink(
     config: dict[str, Any], *, heads: int, all_layers: bool = False, length: int | None = None
 ) -> dict[str, Any]:
     """Return a config with the same rules and small sizes. Windows stay that are not shorter than `length`."""
-    old = next((config[name] for name in _HEADS if type(config.get(name)) is int), 1)
+    without = max((config.get("hidden_size") or 1) // _WIDTH, 1)
+    old = next((config[name] for name in _HEADS if type(config.get(name)) is int), without)
     layers = next((value for name, value in config.items() if _LAYERS.fullmatch(str(name)) and value), 0)
     types = _kinds(config, layers)
     kept = range(layers) if all_layers else sorted({*range(min(2, layers)), *map(types.index, types)})
