@@ -26,7 +26,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config_faults import stated, with_values
+from train_loop.model.families.causal.refused import check_name
 from train_loop.model.folder import model_config
+from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
 
 SOURCE = f"transformers {transformers.__version__}"
@@ -191,22 +193,6 @@ def embeddings_of(model: PreTrainedModel) -> nn.Embedding:
     return table
 
 
-_NOT_YET = {
-    "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
-    "xlm": "whose code takes tokens of the text for padding; choose another decoder, for example gpt2",
-    "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
-    "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
-    "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
-}
-"""Families that are not trained, with the reason and another choice."""
-
-
-def check_name(kind: str) -> None:
-    """Raise ModelError for a family that is not trained yet, whatever its config says."""
-    if kind in _NOT_YET:
-        raise ModelError(f"not supported yet: model_type={kind}, {_NOT_YET[kind]}")
-
-
 def check_kind(config: PretrainedConfig) -> None:
     """Raise ModelError for a config of anything else than a language model alone."""
     kind = config.model_type
@@ -268,6 +254,23 @@ def check_sparse(config: PretrainedConfig) -> None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is not None and _has_experts(kind, config):
         raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that has no sizes of a dense decoder."""
+    check_dense(model)
+    _check_sizes(model)
+
+
+def _check_sizes(model: PreTrainedModel) -> None:
+    # A model with a recurrent state may have no attention.
+    needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
+    missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
+    if missing:
+        raise ModelError(
+            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose a decoder with "
+            "attention heads, for example qwen3 or llama"
+        )
 
 
 ATTENDING = {"full_attention", "sliding_attention", "hybrid"}

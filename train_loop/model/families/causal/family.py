@@ -22,7 +22,7 @@ from train_loop.model.families.causal.build import (
     ATTENDING,
     SOURCE,
     build_model,
-    check_dense,
+    check_decoder,
     config_of,
     has_labels,
     head_of,
@@ -30,7 +30,6 @@ from train_loop.model.families.causal.build import (
 )
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
-from train_loop.model.families.causal.modes import check_modes
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
@@ -39,10 +38,11 @@ from train_loop.model.families.causal.probe import (
     kept_for_backward,
     probe,
 )
+from train_loop.model.families.causal.refused import check_modes
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
-from train_loop.plan import NEEDED, ModelShape
+from train_loop.plan import ModelShape
 from train_loop.spec import JobSpec, ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -63,13 +63,13 @@ class Causal(Family):
         try:
             return model_shape(spec)
         except ModelError:
-            _check_decoder(build_model(spec))
+            check_decoder(build_model(spec))
             raise
 
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a dense model on the meta device. Raises ModelError."""
         model = build_model(spec)
-        _check_decoder(model)
+        check_decoder(model)
         accept_masks(model)
         return self.anatomy(model)
 
@@ -92,7 +92,7 @@ class Causal(Family):
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
         dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
-        check_modes(anatomy.model)
+        check_modes(anatomy.model, config_of(anatomy.model))
         check_causal(measure_copy(anatomy.model, length), anatomy.model)
         seen = probe(anatomy, dtype, sequence_length=length)
         settings = (
@@ -177,19 +177,6 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
-
-
-def _check_decoder(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that is not dense, or has no sizes of a decoder."""
-    check_dense(model)
-    # A model with a recurrent state may have no attention.
-    needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
-    missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
-    if missing:
-        raise ModelError(
-            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose a decoder with "
-            "attention heads, for example qwen3 or llama"
-        )
 
 
 def stated_layers(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -1,0 +1,47 @@
+"""Models that are not trained, for reasons that no call of a small copy shows; each with another choice."""
+
+from typing import Any
+
+from torch import nn
+
+from train_loop.errors import ModelError
+
+_NOT_YET = {
+    "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
+    "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
+    "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
+    "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
+}
+"""Families that are not trained, with the reason and another choice."""
+
+
+def check_name(kind: str) -> None:
+    """Raise ModelError for a family that is not trained yet, whatever its config says."""
+    if kind in _NOT_YET:
+        raise ModelError(f"not supported yet: model_type={kind}, {_NOT_YET[kind]}")
+
+
+_RATES = ("decoder_layerdrop", "layerdrop")
+"""Fields with the probability of skipping a layer, the preferred one first."""
+
+
+def check_modes(model: nn.Module, config: Any) -> None:
+    """Raise ModelError for a decoder whose ranks would wait for each other, or whose rows and weights would change."""
+    name = type(model).__name__
+    if config.model_type == "xlm":
+        raise ModelError(
+            "not supported yet: a decoder of model_type=xlm, whose code takes tokens of the text for padding; choose "
+            "another one, for example gpt2"
+        )
+    rate = max((getattr(module, "layerdrop", 0) for module in model.modules()), default=0)
+    if rate:
+        field = next(field for field in _RATES if hasattr(config, field))
+        raise ModelError(
+            f"{name} skips a layer with probability {rate} in training, and each rank skips others, so that ranks "
+            f"would wait for each other; set {field}: 0.0 in the model's config"
+        )
+    if getattr(config, "rescale_every", 0):
+        raise ModelError(
+            f"{name} divides its weights before an evaluation (rescale_every={config.rescale_every}), so that a "
+            "checkpoint after it would have others; set rescale_every: 0 in the model's config"
+        )
