@@ -32,6 +32,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 0, "n_shared_experts": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"], "num_dense_layers": 1},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},

@@ -100,7 +100,10 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
             small("opt") | {"layerdrop": 0.1},
             "skips a layer with probability 0.1 in training, and each rank skips others",
         ),
-        (small("rwkv"), "divides its weights before an evaluation (rescale_every=6), so that a checkpoint after it"),
+        (
+            small("rwkv") | {"num_hidden_layers": 7},
+            "divides its weights before an evaluation (rescale_every=6), so that a checkpoint after it",
+        ),
         (small("xlnet"), 'attends to later tokens, so it is not a causal model; set attn_type: "uni" in the model\'s'),
         ({"model_type": "t5"}, "has no causal language model for model_type=t5; choose a decoder of text"),
         (ENCODER | {"model_type": "bert", "add_cross_attention": True}, "add_cross_attention: true needs the output"),

@@ -40,7 +40,7 @@ def check_modes(model: nn.Module, config: Any) -> None:
             f"{name} skips a layer with probability {rate} in training, and each rank skips others, so that ranks "
             f"would wait for each other; set {field}: 0.0 in the model's config"
         )
-    if getattr(config, "rescale_every", 0):
+    if 0 < getattr(config, "rescale_every", 0) < config.num_hidden_layers:
         raise ModelError(
             f"{name} divides its weights before an evaluation (rescale_every={config.rescale_every}), so that a "
             "checkpoint after it would have others; set rescale_every: 0 in the model's config"
