@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from train_loop.data.files import storage_patience
+from train_loop.data.files import is_local, storage_patience
 from train_loop.data.own_columns import own_columns
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
@@ -38,12 +38,13 @@ from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
-from train_loop.preflight.fork_server import confine, lacks_memory, serve, set_pointer
+from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.preflight.parent_checkpoint import checkpoint_problems
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
-from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable
+from train_loop.preflight.sandbox import confine
+from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable, local_path
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse
 from train_loop.system.input_files import limit_inputs
 
@@ -266,13 +267,21 @@ def _largest(spec: JobSpec) -> LargestRead | None:
     return None
 
 
+def _confine(policy: ReadPolicy, parent: Parent | None) -> None:
+    """Leave users' code the storage roots of its project, and the run directories of no other project."""
+    roots = [root for root in policy.roots if root not in policy.runs]
+    runs = [f"{root.rstrip('/')}/{policy.project}" for root in policy.runs]
+    places = [*roots, *runs, *([parent.run_dir] if parent else [])]
+    confine([local_path(uri) for uri in places if is_local(uri)], remote=not all(map(is_local, places)))
+
+
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
-    if spec.code is not None:
-        confine()
-        torch.set_num_threads(1)
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
+    if spec.code is not None:
+        _confine(policy, parent)
+        torch.set_num_threads(1)
     # Opened files are checked again: a link may replace a file after the first check.
     with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
         try:

@@ -18,6 +18,8 @@ _PROVIDERS = {
 }
 """Prefixes of variables by the storage schemes and sinks that use them."""
 _FSSPEC = "FSSPEC_"
+_STORAGE = ("s3", "gs", "az")
+"""One scheme of each storage provider."""
 
 
 def environment_of_jobs(
@@ -33,18 +35,19 @@ def environment_of_jobs(
 
 
 def environment_of_helpers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process that reads users' files: all but secrets of the service and its database.
+    """Return the variables of a process that reads users' files: no secrets but credentials of storage.
 
-    It reads any storage that the service may read, so it keeps all credentials of storage.
+    It reads any storage that the service may read.
     """
-    return {name: value for name, value in environment.items() if not _is_secret_of_the_service(name, value)}
+    return {name: value for name, value in environment.items() if _may_reach_helpers(name, value)}
 
 
-def _is_secret_of_the_service(name: str, value: str) -> bool:
-    if not _OF_THE_SERVICE.match(name):
-        return False
-    ours = name.upper().startswith("TRAINSHED_")
-    return not ours or name.upper() == "TRAINSHED_DATABASE_URL" or may_hold_secret(name, value)
+def _may_reach_helpers(name: str, value: str) -> bool:
+    upper = name.upper()
+    if _OF_THE_SERVICE.match(name):
+        ours = upper.startswith("TRAINSHED_") and upper != "TRAINSHED_DATABASE_URL"
+        return ours and not may_hold_secret(name, value)
+    return _may_reach_jobs(name, value, _STORAGE) or upper.startswith(_FSSPEC)
 
 
 def _may_reach_jobs(name: str, value: str, used: Collection[str]) -> bool:

@@ -31,7 +31,8 @@ from train_loop.spec import Problem
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
-    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import confine, set_pointer, serve\n"
+    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import set_pointer, serve\n"
+    imports += "from train_loop.preflight.sandbox import confine\n"
     command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
@@ -205,13 +206,15 @@ def test_check_exceeding_a_limit_is_a_problem_of_its_field(answer: str, rule: st
         assert helper.check(a_spec()).problems[0].pointer == "tiny"
 
 
-def test_helper_has_no_secret_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_has_no_secret_but_credentials_of_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = ("TRAINSHED_SECRET_KEY", "TRAINSHED_DATABASE_URL", "PGPASSWORD", "OTEL_EXPORTER_OTLP_HEADERS")
-    for name in (*secrets, "TRAINSHED_CACHE", "AWS_SECRET_ACCESS_KEY"):
+    others = ("GITHUB_TOKEN", "WANDB_API_KEY", "SMTP_PASSWORD")
+    for name in (*secrets, *others, "TRAINSHED_CACHE", "AWS_SECRET_ACCESS_KEY", "FSSPEC_SFTP_PASSWORD"):
         monkeypatch.setenv(name, "x")
     found = "' '.join(sorted(name for name, value in __import__('os').environ.items() if value == 'x'))"
     with preflight(f"{{'problems': [{{'pointer': '', 'message': {found}}}], 'shape': None}}") as helper:
-        assert helper.check(a_spec()).problems[0].message == "AWS_SECRET_ACCESS_KEY TRAINSHED_CACHE"
+        left = helper.check(a_spec()).problems[0].message
+    assert left == "AWS_SECRET_ACCESS_KEY FSSPEC_SFTP_PASSWORD TRAINSHED_CACHE"
 
 
 def test_fork_is_killed_first_if_host_runs_out_of_memory() -> None:
