@@ -19,6 +19,7 @@ from train_loop.data.prepare.columns import (
     is_binary,
     is_list,
     is_number,
+    plain_table,
     plain_type,
     shown,
     tensor_shape,
@@ -26,14 +27,15 @@ from train_loop.data.prepare.columns import (
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.errors import DataError
 
-MOST_BYTES = 2**30
-"""Maximum uncompressed bytes of a source of own columns."""
+AS_IT_IS_BYTES = 64 * 2**20
+"""Maximum uncompressed bytes of a source that ranks keep in memory; larger ones are prepared."""
+_READ_AHEAD = 2**20
 _IMAGE = "bytes"
 """Field with the content of an image in Hugging Face datasets, whose images are structs of bytes and path."""
 
 
-def own_part(source: str, files: Sequence[SourceFile], names: Sequence[str], *, fingerprint: str) -> Part:
-    """Return the samples of a source of own columns: its rows. Raises DataError."""
+def own_part(source: str, files: Sequence[SourceFile], names: Sequence[str], *, fingerprint: str) -> tuple[Part, int]:
+    """Return the samples of a source of own columns: its rows, and their uncompressed bytes. Raises DataError."""
     columns, size, rows = own_columns(files, names), 0, dict[SourceFile, int]()
     for file in files:
         with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
@@ -42,12 +44,7 @@ def own_part(source: str, files: Sequence[SourceFile], names: Sequence[str], *, 
         rows[file] = footer.num_rows
     if not sum(rows.values()):
         raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
-    if size > MOST_BYTES:
-        raise DataError(
-            f"{source} holds {size >> 20} MiB, and ranks of own code keep all rows in memory; choose files of at most "
-            f"{MOST_BYTES >> 20} MiB"
-        )
-    return Part(
+    part = Part(
         fingerprint=fingerprint,
         files=tuple(ShardFile(path=file.uri, rows=count, size=file.size) for file, count in rows.items() if count),
         input_ids=None,
@@ -55,6 +52,31 @@ def own_part(source: str, files: Sequence[SourceFile], names: Sequence[str], *, 
         tokens=0,
         rows=sum(rows.values()),
     )
+    return part, size
+
+
+def first_rows(files: Sequence[SourceFile], columns: Sequence[Column], count: int) -> dict[str, Any]:
+    """Return at most `count` first rows by column, without reading others. Raises DataError for null."""
+    cells: dict[str, list[Any]] = {column.name: [] for column in columns}
+    for file in files:
+        with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
+            opened_file = pq.ParquetFile(opened, pre_buffer=False, buffer_size=_READ_AHEAD)
+            batch = next(opened_file.iter_batches(count, columns=[*cells]), None)
+        if batch is None:
+            continue
+        table = plain_table(pa.Table.from_batches([batch]))
+        for column in columns:
+            for row, cell in enumerate(table[column.name]):
+                try:
+                    cells[column.name].append(read_own(cell, column))
+                except ValueError as error:
+                    raise DataError(f"{file.uri}, row {row} {error}") from error
+        break
+    return {one.name: cells[one.name] if one.kind == "ragged" else _stacked(one, cells[one.name]) for one in columns}
+
+
+def _stacked(column: Column, cells: list[Any]) -> NDArray[Any]:
+    return np.array(cells, column.dtype).reshape(len(cells), *column.shape)
 
 
 def own_columns(files: Sequence[SourceFile], names: Sequence[str]) -> tuple[Column, ...]:
@@ -64,8 +86,11 @@ def own_columns(files: Sequence[SourceFile], names: Sequence[str]) -> tuple[Colu
         if file.format != "parquet":
             raise DataError(f"{file.uri} is not a Parquet file, and own columns are read from Parquet; convert it")
         with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
-            schema = pq.ParquetFile(opened).schema_arrow
+            parquet = pq.ParquetFile(opened)
+            schema = parquet.schema_arrow
+            footer = parquet.metadata
         check_names(file.uri, schema.names, names)
+        _check_footer(file.uri, footer, names)
         columns = tuple(own_column(file.uri, schema.field(name)) for name in names)
         found.setdefault(columns, file.uri)
     (first, uri), *others = found.items()
@@ -73,6 +98,19 @@ def own_columns(files: Sequence[SourceFile], names: Sequence[str]) -> tuple[Colu
         name = next(mine.name for mine, theirs in zip(first, columns, strict=True) if mine != theirs)
         raise DataError(f"column {name!r} has one type in {uri} and another in {other}; write both with the same type")
     return first
+
+
+def _check_footer(uri: str, footer: pq.FileMetaData, names: Sequence[str]) -> None:
+    """Raise DataError for a column with null, if the file's statistics count it. Lists count empty ones, too."""
+    leaves = {leaf: name for name in names for leaf in (name, f"{name}.{_IMAGE}")}
+    for group in range(footer.num_row_groups):
+        for number in range(footer.num_columns):
+            chunk = footer.row_group(group).column(number)
+            if chunk.path_in_schema in leaves and chunk.statistics is not None and chunk.statistics.null_count:
+                raise DataError(
+                    f"{uri}: column {leaves[chunk.path_in_schema]!r} has null in {chunk.statistics.null_count} rows of "
+                    f"row group {group}; fill them, or remove the rows"
+                )
 
 
 def own_column(uri: str, field: pa.Field) -> Column:
@@ -122,6 +160,15 @@ def _is_value(kind: pa.DataType) -> bool:
 
 def _numpy_name(kind: pa.DataType) -> str:
     return str(np.dtype(kind.to_pandas_dtype()))
+
+
+def has_null(values: pa.Array) -> bool:
+    """Return whether a column has a row with null, or with null among its values."""
+    if values.null_count:
+        return True
+    if types.is_struct(values.type):
+        return bool(values.field(_IMAGE).null_count)
+    return is_list(values.type) and has_null(values.flatten())
 
 
 def read_own(cell: pa.Scalar, column: Column) -> Any:

@@ -75,9 +75,9 @@ def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
         try:
             yield _read_sample(part, columns, sample)
         except OSError as error:
-            if not _may_pass(error):
+            if not may_pass(error):
                 raise
-            yield retry_storage(partial(_read_again, part, columns, sample), may_pass=_may_pass)
+            yield retry_storage(partial(_read_again, part, columns, sample), may_pass=may_pass)
 
 
 def _read_sample(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
@@ -99,8 +99,8 @@ def _read_again(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
     return _read_sample(part, columns, sample)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed. If even the cache folder is missing, its storage is unavailable."""
+def may_pass(error: BaseException) -> bool:
+    """Return whether a retry may succeed for prepared data. Without its cache folder, the storage is unavailable."""
     if isinstance(error, FileNotFoundError) and error.filename:
         return not Path(error.filename).parent.parent.is_dir()
     return is_transient(error)

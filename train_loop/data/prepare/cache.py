@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
 from train_loop.data.order import mix
-from train_loop.data.own_columns import own_part
+from train_loop.data.own_columns import AS_IT_IS_BYTES, own_part
+from train_loop.data.own_files import index_bytes
 from train_loop.data.prepare.encode import BadRow, encode_rows
 from train_loop.data.prepare.rows import cut, read_piece
 from train_loop.data.prepare.sources import SourceFile, list_files
@@ -179,7 +180,8 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     """
     columns, data = source.columns, spec.data
     if columns.own:
-        return own_part(str(source), source.files, columns.own, fingerprint=fingerprint(spec, source, None))
+        part, size = own_part(str(source), source.files, columns.own, fingerprint=fingerprint(spec, source, None))
+        return part if size <= AS_IT_IS_BYTES else None
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
     pieces = cut(source.files, 0)
@@ -210,7 +212,8 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
 def is_whole(part: Part) -> bool:
     """Return whether all prepared files exist with their recorded sizes."""
     assert part.index is not None
-    sizes = {file.path: file.size for file in part.files} | {part.index: part.samples * RECORD_BYTES}
+    index = index_bytes(part) if part.own else part.samples * RECORD_BYTES
+    sizes = {file.path: file.size for file in part.files} | {part.index: index}
     return all(Path(path).is_file() and Path(path).stat().st_size == size for path, size in sizes.items())
 
 

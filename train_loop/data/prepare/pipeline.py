@@ -18,6 +18,8 @@ import ray
 from numpy.typing import NDArray
 
 from train_loop.data.dataset import Dataset, Part
+from train_loop.data.own_columns import own_part
+from train_loop.data.own_files import write_own
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
 from train_loop.data.prepare.build_lock import build_once
 from train_loop.data.prepare.cache import (
@@ -102,6 +104,9 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
 
 
 def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
+    if source.columns.own:
+        part, _ = own_part(str(source), source.files, source.columns.own, fingerprint=work.name)
+        return write_own(part, source.files, work)
     tasks = _tasks(source)
     progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
     documents = _documents(tasks, spec, source, tokenizer, progress)

@@ -18,6 +18,7 @@ from train_loop.data.dataset import Cells, Dataset, Part, Rows, ShardFile
 from train_loop.data.files import File, is_gone, is_local, open_file, report_damage
 from train_loop.data.order import PADDING, Ids, StepOrder
 from train_loop.data.own_columns import read_own
+from train_loop.data.own_files import read_batches
 from train_loop.data.prepare.columns import plain_table
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
@@ -66,7 +67,7 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
         part = dataset.parts[number]
         places = np.flatnonzero((part_of == number) & (samples != PADDING))
         local = samples[places] - (ends[number] - part.samples)
-        cells = read_shards(part, local) if part.index else _read_as_it_is(part, local)
+        cells = _cells_of(part, local)
         for place in places:
             try:
                 _fill(rows, part, place, next(cells))
@@ -76,6 +77,13 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
                 ((file, row),) = _places(part, local[places == place])
                 raise DataError(f"{file.path}, row {row} {error}") from error
     return rows
+
+
+def _cells_of(part: Part, local: Ids) -> Iterator[Cells]:
+    """Yield samples of a part by index, in the requested order."""
+    if part.index is None:
+        return _read_as_it_is(part, local)
+    return read_batches(part, local) if part.own else read_shards(part, local)
 
 
 def _fill(rows: Rows, part: Part, place: Any, cells: Cells) -> None:

@@ -1,6 +1,7 @@
 """Columns of users' own models: any values of Parquet reach the micro-batch as pyarrow reads them."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from train_loop.data import own_files
 from train_loop.data.dataset import Dataset, Part, Rows, ShardFile
-from train_loop.data.own_columns import own_columns
+from train_loop.data.own_columns import first_rows, own_columns
+from train_loop.data.prepare.cache import is_whole
+from train_loop.data.prepare.columns import is_list
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
@@ -36,6 +40,18 @@ def written(path: Path, table: pa.Table) -> Dataset:
     file = ShardFile(path=str(path), rows=len(table), size=path.stat().st_size)
     part = Part(fingerprint="x", files=(file,), tokens=0, input_ids=None, own=own)
     return Dataset(fingerprint="x", parts=(part,), sequence_length=8)
+
+
+def prepared(dataset: Dataset) -> Dataset:
+    """Return the same rows in Arrow files, whose batches have two rows."""
+    (part,) = dataset.parts
+    folder = Path(part.files[0].path).with_suffix(".prepared")
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_files, "_MOST_ROWS", 2)
+        written = own_files.write_own(part, [source_file(Path(file.path)) for file in part.files], folder)
+    assert is_whole(written)
+    return dataset.model_copy(update={"parts": (written,)})
 
 
 def source_file(path: Path) -> SourceFile:
@@ -113,9 +129,10 @@ def test_values_of_any_column_arrive_as_pyarrow_reads_them(
     # A table stays in memory by its path and size.
     dataset = written(tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", table)
     samples = draw.integers(0, 7, 5).tolist()
-    found = batched(dataset, samples, size)
-    for name in table.column_names:
-        assert list(map(plain, found[name])) == expected(table[name], samples)
+    for one in (dataset, prepared(dataset)):
+        found = batched(one, samples, size)
+        for name in table.column_names:
+            assert list(map(plain, found[name])) == expected(table[name], samples)
     assert Dataset.model_validate_json(dataset.model_dump_json()) == dataset
 
 
@@ -156,10 +173,21 @@ def test_type_without_a_form_is_refused_by_name(tmp_path: Path, values: pa.Array
         pa.array([[1], None], pa.list_(pa.int8(), 1)),
     ],
 )
-def test_null_is_reported_with_its_row(tmp_path: Path, values: pa.Array) -> None:
-    dataset = written(tmp_path / "a.parquet", pa.table({"x": values}))
-    with pytest.raises(DataError, match=r"a.parquet, row 1 has null in column 'x'"):
-        read_rows(dataset, np.array([1]))
+def test_null_is_reported_with_its_row(tmp_path: Path, values: pa.Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, table = tmp_path / "a.parquet", pa.table({"x": values})
+    if not is_list(values.type):
+        with pytest.raises(DataError, match=r"a.parquet: column 'x' has null in 1 rows of row group 0; fill them"):
+            written(path, table)
+    monkeypatch.setattr(pq, "write_table", partial(pq.write_table, write_statistics=False))
+    dataset = written(path, table)
+    source = [source_file(path)]
+    for read in (
+        lambda: read_rows(dataset, np.array([1])),
+        lambda: prepared(dataset),
+        lambda: first_rows(source, dataset.parts[0].own, 2),
+    ):
+        with pytest.raises(DataError, match=r"a.parquet, row 1 has null in column 'x'"):
+            read()
 
 
 def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
