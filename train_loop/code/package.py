@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,10 +99,11 @@ def unpack(package: Package) -> Path:
     try:
         _write(package, work)
         if folder.exists():
-            folder.rename(Path(tempfile.mkdtemp(dir=home)) / "old")
+            # Another process may still read it.
+            folder.rename(home / f"old-{uuid.uuid4().hex}")
         work.rename(folder)
     except OSError:
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
         # Another process of this user may have been faster.
         if not _holds(folder, package):
             raise
@@ -114,6 +116,19 @@ def _write(package: Package, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         path.chmod(0o444)
+    # Code that wrote beside its modules would change those of other attempts.
+    for place in _folders(folder):
+        place.chmod(0o555)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [folder, *(place for place in folder.rglob("*") if place.is_dir())]
+
+
+def _remove(folder: Path) -> None:
+    for place in _folders(folder):
+        place.chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _holds(folder: Path, package: Package) -> bool:

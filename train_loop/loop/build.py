@@ -91,7 +91,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         steps=steps,
         state=state,
         objective=objective,
-        reduction=build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed),
+        reduction=build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed, own=spec.code is not None),
         flops=count_flops(
             sharded.anatomy,
             sequence_length=dataset.sequence_length,

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.ordered import GradientNorm, UnitSum, order_units
+from train_loop.parallel.unit_calls import UnitCalls
 from train_loop.plan import ReductionTree, shards_of
 from train_loop.state import seed_generators
 
@@ -55,12 +56,14 @@ class PlainReduction:
 
     parts = 1
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, calls: UnitCalls | None = None) -> None:
         assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
-        self._model, self.mesh = model, mesh
+        self._model, self.mesh, self._calls = model, mesh, calls
 
     def begin_step(self, step: int) -> None:
-        """Do nothing."""
+        """Forget calls of units in a step that did not end."""
+        if self._calls is not None:
+            self._calls.begin_step()
 
     def begin_micro_batch(self, number: int) -> None:
         """Do nothing."""
@@ -69,6 +72,8 @@ class PlainReduction:
         """Reduce gradients to shards, because whole ones would not fit; replicas of a shard all-reduce once a step."""
         self._model.set_requires_all_reduce(last)
         torch.autograd.backward(loss)
+        if last and self._calls is not None:
+            self._calls.agree()
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients."""
@@ -91,6 +96,8 @@ class PlainReduction:
         total = torch.zeros(names, dtype=torch.float64, device=self.mesh.device)
         for values in rounds:
             total += values
+        if self._calls is not None:
+            self._calls.agree()
         dist.all_reduce(total)
         return total
 
@@ -102,8 +109,10 @@ class OrderedReduction:
     zeros elsewhere, so that an all-reduce is exact.
     """
 
-    def __init__(self, model: nn.Module, tree: ReductionTree, mesh: Mesh, *, seed: int) -> None:
-        self._model, self._tree, self.mesh, self._seed = model, tree, mesh, seed
+    def __init__(
+        self, model: nn.Module, tree: ReductionTree, mesh: Mesh, *, seed: int, calls: UnitCalls | None = None
+    ) -> None:
+        self._model, self._tree, self.mesh, self._seed, self._calls = model, tree, mesh, seed, calls
         shards = shards_of(mesh.plan)
         self._shards = shards
         self._replica, self._shard = divmod(mesh.data_rank, shards)
@@ -115,6 +124,8 @@ class OrderedReduction:
     def begin_step(self, step: int) -> None:
         """Forget partial sums of a step that did not end."""
         self._step = step
+        if self._calls is not None:
+            self._calls.begin_step()
         for unit in self._units:
             unit.begin_step()
 
@@ -125,9 +136,13 @@ class OrderedReduction:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add gradients to the partial sums of each unit; FSDP2 would add them in another order."""
         torch.autograd.backward(loss)
+        if self._calls is not None:
+            self._calls.end_micro_batch()
         if not last:
             for parameter in self._model.parameters():
                 parameter.grad = None
+        elif self._calls is not None:
+            self._calls.agree()
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients, in float32."""
@@ -155,6 +170,8 @@ class OrderedReduction:
         table = torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
         for number, values in enumerate(rounds):
             table[number * plan.dp + self.mesh.data_rank, self.mesh.sequence_rank] = values
+        if self._calls is not None:
+            self._calls.agree()
         dist.all_reduce(table)
         return table[:batches].sum((0, 1))
 
@@ -175,6 +192,14 @@ def _sum_table(values: Tensor, places: list[int], *, size: int) -> Tensor:
     return table.sum()
 
 
-def build_reduction(model: nn.Module, tree: ReductionTree | None, mesh: Mesh, *, seed: int) -> Reduction:
-    """Return the sums of a sharded model's run, in the order of the plan's reduction tree if it has one."""
-    return PlainReduction(model, mesh) if tree is None else OrderedReduction(model, tree, mesh, seed=seed)
+def build_reduction(
+    model: nn.Module, tree: ReductionTree | None, mesh: Mesh, *, seed: int, own: bool = False
+) -> Reduction:
+    """Return the sums of a sharded model's run, in the order of the plan's reduction tree if it has one.
+
+    `own` is for users' modules, which may call and use different parts of themselves on each rank.
+    """
+    calls = UnitCalls(model, mesh, once=tree is not None) if own and (tree is not None or mesh.plan.world > 1) else None
+    if tree is None:
+        return PlainReduction(model, mesh, calls)
+    return OrderedReduction(model, tree, mesh, seed=seed, calls=calls)

@@ -119,10 +119,6 @@ def _check_training(training: TrainingSpec) -> None:
         raise ValueError(
             "optimizer=muon needs embeddings and head, which the loop does not find in own code (code); choose adamw"
         )
-    if training.reproducible != "same_size":
-        raise ValueError(
-            f"reproducible={training.reproducible} is not proven for own code (code); choose reproducible=same_size"
-        )
 
 
 def _check_units(strategy: StrategySpec) -> None:

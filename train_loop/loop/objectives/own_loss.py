@@ -1,7 +1,7 @@
 """The objective of own code: its loss function returns a sum and the count by which the loop divides the step's sum."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Terms
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.faults import passes_unchanged
+from train_loop.run_dir import is_transient
+from train_loop.state import rng_state, seed_generators, set_rng_state
 
 
 class OwnLoss:
@@ -30,6 +32,7 @@ class OwnLoss:
         self.anatomy = anatomy
         self._code, self._dataset = code, dataset
         self._stand_in: Mapping[str, Any] = {}
+        self._called = False
         self.columns = ()
         self.sums = code.spec.sums
         self.evaluation_sums = ("loss", "count", *self.sums)
@@ -45,12 +48,18 @@ class OwnLoss:
             self._stand_in = read_columns(self._dataset, np.zeros(1, np.int64), device)
         columns = {name: _chosen(batch.values[name], rows) for name in names} if rows else self._stand_in
         prepared = call_batch(self._code, columns, device)
-        terms = call_loss(self._code, self.anatomy.model, prepared)
+        with nullcontext() if self._called else unchanged_buffers(self._code, self.anatomy.model):
+            terms = call_loss(self._code, self.anatomy.model, prepared)
+        self._called = True
         return terms if rows else _nothing(terms)
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the sums of the loss and of its count, and the further sums."""
-        terms = self(batch)
+        """Return the sums of the loss and of its count, and the further sums.
+
+        Random numbers depend on the batch's first sample alone, so that all evaluations draw the same on any mesh.
+        """
+        with _random_numbers_of(int(batch.samples[0])):
+            terms = self(batch)
         assert terms.count is not None
         # The count may be a number, whose tensor is on the CPU.
         values = (terms.total, terms.count, *terms.sums.values())
@@ -70,13 +79,45 @@ def _nothing(terms: Terms) -> Terms:
 def read_columns(dataset: Dataset, samples: Ids, device: torch.device) -> dict[str, Any]:
     """Return the own columns of some samples as a micro-batch has them."""
     values, names = read_rows(dataset, samples).values, [column.name for column in dataset.parts[0].own]
-    return {name: _as_tensors(values[name], device) for name in names}
+    return {name: as_tensors(values[name], device) for name in names}
 
 
-def _as_tensors(values: Any, device: torch.device) -> Any:
+def as_tensors(values: Any, device: torch.device) -> Any:
+    """Return arrays as tensors on a device, also those in a list; other values unchanged."""
     if isinstance(values, list):
-        return [_as_tensors(value, device) for value in values]
+        return [as_tensors(value, device) for value in values]
     return torch.tensor(values, device=device) if isinstance(values, np.ndarray) else values
+
+
+@contextmanager
+def _random_numbers_of(sample: int) -> Iterator[None]:
+    """Seed the random generators for a sample within the context, and leave them unchanged."""
+    before = rng_state()
+    seed_generators(0, step=0, rank=sample)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+@contextmanager
+def unchanged_buffers(code: OwnCode, model: nn.Module) -> Iterator[None]:
+    """Raise ModelError if the body changes a buffer that checkpoints hold: it would have other values on each rank."""
+    before = {name: (tensor, tensor._version) for name, tensor in _saved_buffers(model)}
+    yield
+    for name, tensor in _saved_buffers(model):
+        if name not in before or not (before[name][0] is tensor and before[name][1] == tensor._version):
+            raise ModelError(
+                f"{code.spec.model}: its forward pass changes the buffer {name}, which each rank would do with its own "
+                "rows; compute it from the batch, or register it with persistent=False if it only caches values"
+            )
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, tensor in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, tensor
 
 
 def call_batch(code: OwnCode, columns: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -124,7 +165,8 @@ def _faults(code: OwnCode, entry_point: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if passes_unchanged(error):
+        lasts = isinstance(error, OSError) and not is_transient(error)
+        if passes_unchanged(error) and not lasts:
             raise
         raise ModelError(describe_fault(f"{entry_point} failed", error, code.folder)) from error
 

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,22 @@ def _check(model: object, entry: str) -> None:
         raise ModelError(f"{entry} returned a {type(model).__name__}; return a torch.nn.Module")
     if not any(True for _ in model.parameters()):
         raise ModelError(f"{entry} returned a module without parameters, so that there is nothing to train; add some")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{entry} returned a module whose parameters are all frozen; leave some of them trainable")
+    known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        _check_attributes(f"{name} of {entry}" if name else entry, module, known)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ModelError(
+                f"{name} of {entry} is a {type(module).__name__}, whose result depends on the rows that a rank has; "
+                "choose a norm of single samples, such as LayerNorm or GroupNorm"
+            )
+    _check_tensors(model, entry)
+
+
+def _check_tensors(model: nn.Module, entry: str) -> None:
+    """Raise ModelError for a parameter or buffer that cannot be allocated, initialised and sharded."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(f"{name} of {entry} is lazy: its size is known only after a call; give it a size")
@@ -121,9 +137,36 @@ def _check(model: object, entry: str) -> None:
             )
         if tensor.is_complex():
             raise ModelError(f"{name} of {entry} is complex, which is not supported; use pairs of real numbers")
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
             raise ModelError(
-                f"{name} of {entry} is a {type(module).__name__}, whose result depends on the rows that a rank has; "
-                "choose a norm of single samples, such as LayerNorm or GroupNorm"
+                f"{name} of {entry} is a parameter without dimensions, which FSDP cannot shard; give it the shape [1]"
             )
+
+
+def _check_attributes(shown: str, module: nn.Module, known: Collection[int]) -> None:
+    """Raise ModelError for tensors and modules that torch does not know as parts of a module, and would not fill.
+
+    `known` has the ids of the model's parts: a list of registered ones is valid, as in nn.LSTM.
+    """
+    for name, value in vars(module).items():
+        if name in _OF_TORCH:
+            continue
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for part in parts:
+            if id(part) in known:
+                continue
+            if isinstance(part, nn.Module):
+                raise ModelError(f"{shown} holds modules in {name}, a {type(value).__name__}; use {_LISTS[0]}")
+            if isinstance(part, nn.Parameter):
+                raise ModelError(f"{shown} holds parameters in {name}, a {type(value).__name__}; use {_LISTS[1]}")
+            if isinstance(part, Tensor) and part.is_meta:
+                raise ModelError(
+                    f"{shown} keeps the tensor {name} as an attribute, whose values are lost, because modules are "
+                    "built without memory; register it with register_buffer, and set it in reset_parameters"
+                )
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers, children and hooks."""
+_LISTS = ("nn.ModuleList or nn.ModuleDict", "nn.ParameterList or nn.ParameterDict")

@@ -106,6 +106,39 @@ CASES: list[tuple[str, str, str, str]] = [
     ('reduction="sum"', 'reduction="none"', "/code/loss", "tensor of float32 with the shape \\[1\\] as the sum"),
     ('len(batch["y"])', "None", "/code/loss", "NoneType as count"),
     ('model(batch["x"])', 'model(batch["x"]).detach()', "/code/loss", "a sum without gradient"),
+    (
+        "super().__init__()",
+        "super().__init__(); self.scale = nn.Parameter(torch.ones(()))",
+        "/code/model",
+        "scale of mymodel:build is a parameter without dimensions, .* give it the shape \\[1\\]",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.scale = torch.ones(3)",
+        "/code/model",
+        "mymodel:build keeps the tensor scale as an attribute, .* register_buffer",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.all = [nn.Linear(2, 2)]",
+        "/code/model",
+        "mymodel:build holds modules in all, a list; use nn.ModuleList",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.all = {'a': nn.Parameter(torch.ones(2))}",
+        "/code/model",
+        "mymodel:build holds parameters in all, a dict; use nn.ParameterList",
+    ),
+    ("return Model(**config)", "return Model(**config).requires_grad_(False)", "/code/model", "are all frozen"),
+    (
+        "nn.Linear(width, 1)",
+        "nn.Sequential(nn.Unflatten(-1, (1, width)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten(), "
+        "nn.Linear(width, 1))",
+        "/code/loss",
+        "changes the buffer last.1.num_batches_tracked|changes the buffer last.1.running_mean, which each rank would do with its own rows",
+    ),
+    ('model(batch["x"])', 'model.last(model.first(batch["x"]))', "/code/loss", "does not call the model itself"),
 ]
 
 
@@ -118,6 +151,52 @@ def test_errors_of_the_code_are_problems_of_its_field(
     assert list(problems) == [pointer]
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(problems[pointer])
+
+
+LAYERS = """
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+    def forward(self, x):
+        return x + self.inner(x)
+
+class Model(nn.Module):
+    _no_split_modules = ["Layer"]
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.last = nn.Linear(width, 1)
+    def forward(self, x):
+        x = self.first(x)
+        CALLS
+        return self.last(x)
+
+def build("""
+
+
+def with_layers(calls: str) -> str:
+    return MODEL.partition("class Model")[0] + LAYERS.replace("CALLS", calls) + MODEL.partition("def build(")[2]
+
+
+def test_layers_that_are_skipped_at_random_are_refused_for_several_workers(tmp_path: Path) -> None:
+    text = with_layers("x = self.layers[0](x) if torch.rand(()) < 0.5 else x; x = self.layers[1](x)")
+    assert check(own_spec(tmp_path, text), tmp_path)[2] == {}
+    message = check(own_spec(tmp_path, text, scaling={"num_workers": 2}), tmp_path)[2]["/code/loss"]
+    assert message.startswith(
+        "the loss calls layers.0 at random, and each rank would draw differently; call each layer"
+    )
+
+
+def test_unit_that_is_called_twice_is_refused_for_any_size(tmp_path: Path) -> None:
+    text, at = (
+        with_layers("x = self.layers[1](self.layers[1](self.layers[0](x)))"),
+        {"reproducible": "any_size", "global_batch_size": 4},
+    )
+    assert check(own_spec(tmp_path, text), tmp_path)[2] == {}
+    message = check(own_spec(tmp_path, text, training=at), tmp_path)[2]["/code/loss"]
+    assert message.startswith("the loss calls layers.1 2 times, and reproducible=any_size needs one call")
 
 
 def test_code_that_needs_values_is_left_to_the_ranks(tmp_path: Path) -> None:

@@ -56,11 +56,6 @@ def test_settings_of_language_models_are_refused_by_name(part: str, field: str, 
     assert "remove it" in message or "choose" in message or "name its class" in message
 
 
-def test_sizes_that_are_not_proven_are_refused() -> None:
-    _, message = problem(training={"reproducible": "any_size", "global_batch_size": 8})
-    assert message.startswith("reproducible=any_size is not proven for own code")
-
-
 @pytest.mark.parametrize("source", [{"path": "/d", "format": "jsonl"}, {"path": "/d", "columns": {"text": "x"}}])
 def test_sources_have_own_columns_of_parquet_files(source: dict[str, Any]) -> None:
     assert problem(data={"train": source})[0] == "/data"
