@@ -3,7 +3,7 @@
 import importlib.util
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,8 @@ from train_loop.spec import parse
 
 EXAMPLES = Path("examples/own-model")
 NAMES = ("simple", "transformer")
+ZOO = "zoo"
+"""Name of a module with parts of many kinds, in the form of an example."""
 ROWS, STEPS, EVERY = 50, 7, 3
 """Rows, optimizer steps and steps between checkpoints of `example_job`."""
 MODEL = """
@@ -88,7 +90,7 @@ def forget_imports() -> Iterator[None]:
 
 def example(name: str) -> ModuleType:
     """Import the module of an example from its file."""
-    (file,) = (EXAMPLES / name).glob("*.py")
+    (file,) = [Path("tests/support/own_zoo.py")] if name == ZOO else (EXAMPLES / name).glob("*.py")
     spec = importlib.util.spec_from_file_location(f"example_{name}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -100,29 +102,51 @@ def example(name: str) -> ModuleType:
 
 def write_example(folder: Path, name: str) -> None:
     """Write the package of an example and its rows into a folder."""
-    shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    if name == ZOO:
+        (folder / name).mkdir()
+        shutil.copy("tests/support/own_zoo.py", folder / name / "zoo.py")
+    else:
+        shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     write_columns(folder / f"{name}.parquet", columns_of(name))
 
 
-def columns_of(name: str) -> dict[str, Tensor]:
-    """Return the rows of an example."""
+def columns_of(name: str) -> dict[str, Any]:
+    """Return the rows of an example: tensors, or lists of Python values."""
+    if name == ZOO:
+        rows: dict[str, Any] = example(name).rows(ROWS)
+        return rows
     if name == "simple":
         return dict(zip(("features", "label"), example(name).rows(ROWS, 16, 4), strict=True))
     return {"tokens": torch.randint(0, 8, (ROWS, 9), generator=torch.Generator().manual_seed(0))}
 
 
-def write_columns(path: Path, columns: dict[str, Tensor]) -> None:
-    """Write tensors as columns of a Parquet file."""
+def write_columns(path: Path, columns: dict[str, Any]) -> None:
+    """Write tensors and lists as columns of a Parquet file."""
     table = {}
     for name, values in columns.items():
+        if isinstance(values, list):
+            table[name] = pa.array(values)
+            continue
         flat = pa.array(values.flatten().numpy())
         table[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
     pq.write_table(pa.table(table), path)
 
 
+def _zoo_job() -> dict[str, Any]:
+    functions = {"model": "zoo:build", "loss": "zoo:loss", "batch": "zoo:batch", "sums": ["right", "rows"]}
+    return {
+        "name": "own-zoo",
+        "code": functions,
+        "model": {"dtype": "fp32"},
+        "data": {"columns": {"own": ["tokens", "image", "name"]}},
+        "training": {"learning_rate": 0.01, "max_steps": STEPS},
+        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 1}},
+    }
+
+
 def example_job(folder: Path, name: str) -> dict[str, Any]:
     """Return the spec of an example whose package and rows are in a folder; its last step has two rows."""
-    raw: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    raw: dict[str, Any] = _zoo_job() if name == ZOO else yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     raw["code"]["package"] = str(folder / name)
     raw["data"] |= {
         "train": {"path": str(folder / f"{name}.parquet")},
@@ -135,23 +159,42 @@ def example_job(folder: Path, name: str) -> dict[str, Any]:
     return raw
 
 
-def plain_loop(folder: Path, name: str, steps: list[dict[str, Any]]) -> tuple[list[float], float, dict[str, Tensor]]:
+def plain_loop(
+    folder: Path, name: str, steps: list[dict[str, Any]], raw: dict[str, Any] | None = None
+) -> tuple[list[float], float, dict[str, Tensor]]:
     """Train an example with PyTorch alone on the samples of metrics lines. Return losses, evaluation and weights."""
-    job, module, columns = parse(example_job(folder, name)), example(name), columns_of(name)
+    job, module, columns = parse(raw or example_job(folder, name)), example(name), columns_of(name)
     assert job.code is not None
     anatomy = OwnModels(OwnCode(job.code, folder / name, module.build, module.loss, module.batch)).build(job.model)
     model = module.build(job.code.config)
     materialise(model, anatomy, seed=job.training.seed, device=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.learning_rate, weight_decay=0.0)
-    losses = []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.training.learning_rate, weight_decay=0.0)
+    averages, losses = [parameter.detach().clone() for parameter in trained], []
     for line in steps:
-        rows = torch.tensor(line["samples"])
-        total, count, *_ = module.loss(model, module.batch({key: values[rows] for key, values in columns.items()}))
+        total, count, *_ = module.loss(model, module.batch(_taken(columns, line["samples"])))
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.max_grad_norm or 0)
+        torch.nn.utils.clip_grad_norm_(trained, job.training.max_grad_norm or 0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append((total / count).item())
+        for average, parameter in zip(averages, trained, strict=True):
+            average.lerp_(parameter.detach(), 1 - (job.training.ema_decay or 0.0))
+    weights = {name: values.clone() for name, values in model.state_dict().items()}
     with torch.no_grad():
-        total, count, *_ = module.loss(model, module.batch(columns))
-    return losses, (total / count).item(), model.state_dict()
+        for average, parameter in zip(averages, trained, strict=True):
+            parameter.copy_(average)
+        total, count, *_ = module.loss(model.eval(), module.batch(_taken(columns, range(ROWS))))
+    return losses, (total / count).item(), weights
+
+
+def _taken(columns: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
+    """Return some rows as own code gets them."""
+    return {
+        key: values[torch.tensor(list(rows))] if isinstance(values, Tensor) else [_as_own(values[row]) for row in rows]
+        for key, values in columns.items()
+    }
+
+
+def _as_own(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, list) else value

@@ -55,7 +55,7 @@ def index_bytes(part: Part) -> int:
 def _rows_of_batches(file: pq.ParquetFile) -> int:
     footer = file.metadata
     size = sum(footer.row_group(number).total_byte_size for number in range(footer.num_row_groups))
-    return max(1, min(_MOST_ROWS, _BATCH_BYTES * footer.num_rows // max(size, 1)))
+    return max(1, min(_MOST_ROWS, int(_BATCH_BYTES * footer.num_rows // max(size, 1))))
 
 
 def _write(source: SourceFile, file: pq.ParquetFile, names: list[str], rows: int, path: Path) -> ShardFile:

@@ -7,6 +7,7 @@ another one, without an error. If ranks use different parameters of a unit, grad
 import zlib
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,11 @@ class UnitCalls:
         self._names, self._parameters = tuple(units), tuple(named.values())
         self._own = _owned(units, list(named))
         self._watched = set[int]()
-        self._forget()
-        for number, (name, unit) in enumerate(units.items()):
+        self._calls, self._before = Counter[int](), Counter[int]()
+        self._used, self._order = set[int](), 0
+        for number, name in enumerate(units):
             # Registered after FSDP2's, which has gathered the unit's parameters then.
-            unit.register_forward_pre_hook(partial(self._called, number, name))
+            model.get_submodule(name).register_forward_pre_hook(partial(self._called, number, name))
 
     def begin_step(self) -> None:
         """Forget the calls of a step that did not end, and those of evaluations."""
@@ -62,7 +64,7 @@ class UnitCalls:
         used = torch.tensor([number in self._used for number in range(len(self._parameters))], dtype=torch.int64)
         table = torch.cat([own, -own, used]).to(self._mesh.device)
         dist.all_reduce(table, dist.ReduceOp.MAX)
-        most, least, used = table.cpu().split([len(own), len(own), len(used)])
+        most, least, used = torch.split(table.cpu(), [len(own), len(own), len(used)])
         self._forget()
         self._check(most, -least)
         for parameter, is_used in zip(self._parameters, used.tolist(), strict=True):
@@ -91,13 +93,15 @@ class UnitCalls:
             self._watched.add(number)
             for place, leaf in self._own[name]:
                 # FSDP2 keeps this tensor and its hooks for all later calls.
-                unit.get_parameter(leaf).register_post_accumulate_grad_hook(partial(self._has_gradient, place))
+                parameter: Any = unit.get_parameter(leaf)
+                parameter.register_post_accumulate_grad_hook(partial(self._has_gradient, place))
 
     def _has_gradient(self, place: int, parameter: Tensor) -> None:
         self._used.add(place)
 
     def _forget(self) -> None:
-        self._calls, self._before, self._used, self._order = Counter[int](), Counter[int](), set[int](), 0
+        self._calls, self._before = Counter[int](), Counter[int]()
+        self._used, self._order = set[int](), 0
 
 
 REMEDY_OF_CALLS = (

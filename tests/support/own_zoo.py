@@ -2,9 +2,11 @@
 
 import io
 import random
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,11 +25,16 @@ class Block(nn.Module):
         nn.init.constant_(self.scale, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.mlp(self.norm(x)).tanh()
+        changed: Tensor = self.mlp(self.norm(x)).tanh()
+        return x + self.scale * changed
 
 
 class Zoo(nn.Module):
-    def __init__(self, dropout: float, repeats: int, skip: float) -> None:
+    order: Tensor
+    mask: Tensor
+    shift: Tensor
+
+    def __init__(self, dropout: float = 0.0, repeats: int = 2, skip: float = 0.0) -> None:
         super().__init__()
         self.repeats, self.skip = repeats, skip
         self.embedding = nn.Embedding(VOCAB, WIDTH, padding_idx=0)
@@ -62,14 +69,31 @@ class Zoo(nn.Module):
         x = self.frozen(hidden) + self.dropout(seen).unsqueeze(1)
         for _ in range(self.repeats):
             x = x if random.random() < self.skip else self.block(x)
-        return self.output(x)
+        logits: Tensor = self.output(x)
+        return logits
 
 
-def build(config: dict[str, float]) -> nn.Module:
-    return Zoo(**{"dropout": 0.0, "repeats": 2, "skip": 0.0} | config)
+def build(config: dict[str, Any]) -> nn.Module:
+    return Zoo(**config)
 
 
-def batch(columns: dict[str, object]) -> dict[str, Tensor]:
+def rows(count: int) -> dict[str, Any]:
+    """Return rows of different lengths, most of which use the branches 0 and 1."""
+    draw = np.random.default_rng(0)
+    return {
+        "tokens": [draw.integers(1, VOCAB, draw.integers(2, 9)).tolist() for _ in range(count)],
+        "image": [_file(draw.normal(size=(3, 6, 5)).astype(np.float32)) for _ in range(count)],
+        "name": [str(int(draw.integers(0, 20) == 0) * 2 or row % 2) for row in range(count)],
+    }
+
+
+def _file(values: NDArray[np.float32]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def batch(columns: dict[str, Any]) -> dict[str, Tensor]:
     """Return padded tokens, images from bytes, and the branch of each row."""
     tokens = nn.utils.rnn.pad_sequence(columns["tokens"], batch_first=True).long()
     device = tokens.device
