@@ -1,13 +1,13 @@
 """Selection of FSDP units. Every parameter belongs to the innermost unit that holds it."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 
 from torch import nn
 
 from train_loop.errors import ModelError
-from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.anatomy import Anatomy, modules_of
 from train_loop.plan import UnitSizes
 from train_loop.spec import WrapPolicySpec
 
@@ -204,12 +204,6 @@ def wrappable(model: nn.Module) -> list[str]:
         if any(True for _ in module.parameters())
     }
     return list(found)
-
-
-def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return the modules below the root whose class has one of the names."""
-    wanted = set(names)
-    return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
 
 def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:

@@ -1,5 +1,6 @@
 """The parts of a model that the loop treats differently, whatever its family calls them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,12 @@ class Anatomy:
 
 def _rows(module: nn.Module | None) -> int | None:
     return None if module is None else len(module.get_parameter("weight"))
+
+
+def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Return the modules below the root whose class has one of the names."""
+    wanted = set(names)
+    return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from train_loop.code.load import OwnCode
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.families.anatomy import Anatomy, is_norm
-from train_loop.model.families.causal.family import stated_layers
+from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.family import Examination, ExportFacts, Family
 from train_loop.plan import ModelShape
 from train_loop.run_dir import write_durably
@@ -61,7 +60,7 @@ class OwnModels(Family):
         return Anatomy(
             model,
             self,
-            layers=stated_layers(model),
+            layers=tuple(modules_of(model, getattr(model, "_no_split_modules", None) or ())),
             embeddings=None,
             head=None,
             norms=tuple(one for one in model.modules() if is_norm(one)),

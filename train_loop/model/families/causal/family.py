@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.families.anatomy import Anatomy, is_norm
+from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
 from train_loop.model.families.causal.build import (
     ATTENDING,
@@ -80,7 +80,7 @@ class Causal(Family):
         return Anatomy(
             model,
             self,
-            layers=stated_layers(model),
+            layers=tuple(modules_of(model, getattr(model, "_no_split_modules", None) or ())),
             embeddings=model.get_input_embeddings(),
             head=head_of(model),
             norms=tuple(one for one in model.modules() if is_norm(one)),
@@ -177,12 +177,6 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
-
-
-def stated_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the repeated layers that a model of transformers, or one that follows its convention, states."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return tuple(one for one in model.modules() if one is not model and type(one).__name__ in names)
 
 
 def takes_only_tokens(model: nn.Module) -> bool:
