@@ -47,6 +47,7 @@ def load_code(spec: CodeSpec, folder: Path, *, begin: Callable[[str], object] = 
         for field in ("model", "loss", "batch"):
             begin(field)
             found[field] = _function(field, getattr(spec, field), folder)
+        _check_siblings(folder)
     return OwnCode(spec, folder, **found)
 
 
@@ -72,6 +73,14 @@ def _module(name: str, folder: Path) -> ModuleType:
     _check_own(top, folder)
     with _faults(f"{name} cannot be imported", folder):
         return importlib.import_module(name)
+
+
+def _check_siblings(folder: Path) -> None:
+    """Raise ModelError for a module of the package in whose place the code has got an installed one of its name."""
+    for one in folder.iterdir():
+        top = one.name.removesuffix(".py")
+        if top in sys.modules and not top.startswith("__"):
+            _check_own(top, folder)
 
 
 def _check_own(top: str, folder: Path) -> None:

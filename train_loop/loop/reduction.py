@@ -30,8 +30,8 @@ class Reduction(Protocol):
         """Prepare for a forward pass; numbers count from 0 in each step."""
         ...
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch to those of the step."""
+    def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
+        """Add the gradients of a micro-batch to those of the step; `stands_in` is that of its terms."""
         ...
 
     def grad_norm(self) -> Tensor:
@@ -68,12 +68,14 @@ class PlainReduction:
     def begin_micro_batch(self, number: int) -> None:
         """Do nothing."""
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
         """Reduce gradients to shards, because whole ones would not fit; replicas of a shard all-reduce once a step."""
         self._model.set_requires_all_reduce(last)
         torch.autograd.backward(loss)
-        if last and self._calls is not None:
-            self._calls.agree()
+        if self._calls is not None:
+            self._calls.end_micro_batch(stands_in=stands_in)
+            if last:
+                self._calls.agree()
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients."""
@@ -133,11 +135,11 @@ class OrderedReduction:
         """Seed dropout by the place of the micro-batch, and not by the rank that computes it."""
         seed_generators(self._seed, step=self._step, rank=self._slice_of(number))
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
         """Add gradients to the partial sums of each unit; FSDP2 would add them in another order."""
         torch.autograd.backward(loss)
         if self._calls is not None:
-            self._calls.end_micro_batch()
+            self._calls.end_micro_batch(stands_in=stands_in)
         if not last:
             for parameter in self._model.parameters():
                 parameter.grad = None
@@ -199,7 +201,7 @@ def build_reduction(
 
     `own` is for users' modules, which may call and use different parts of themselves on each rank.
     """
-    calls = UnitCalls(model, mesh, once=tree is not None) if own and (tree is not None or mesh.plan.world > 1) else None
+    calls = UnitCalls(model, mesh, once=tree is not None) if own else None
     if tree is None:
         return PlainReduction(model, mesh, calls)
     return OrderedReduction(model, tree, mesh, seed=seed, calls=calls)

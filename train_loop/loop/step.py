@@ -99,7 +99,7 @@ def accumulate(
         terms = objective(batch)
         # A step without labels is valid: its loss and gradients are zero.
         loss = terms.total if divisor is None else terms.total / (divisor or 1)
-        reduction.backward(scaler.scale(loss), last=batch.last)
+        reduction.backward(scaler.scale(loss), last=batch.last, stands_in=terms.stands_in)
         losses.append(loss.detach())
         rows.append(_named_sums(terms, objective, counts=divisor is None))
     total = reduction.sum(torch.stack(losses))

@@ -92,7 +92,7 @@ class Recompute:
 
 
 class Compile:
-    """torch.compile translates the innermost units."""
+    """torch.compile translates the innermost units, or the model if it has none."""
 
     def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
         """Return whether the spec asks for compilation."""
@@ -100,7 +100,8 @@ class Compile:
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Compile each unit that contains no other."""
-        apply_compile(innermost(wrapped_layers(built.anatomy, built.spec.strategy.wrap_policy)))
+        layers = innermost(wrapped_layers(built.anatomy, built.spec.strategy.wrap_policy))
+        apply_compile(layers or [built.anatomy.model])
 
 
 class Shard:

@@ -34,7 +34,7 @@ class UnitCalls:
         self._own = _owned(units, list(named))
         self._watched = set[int]()
         self._calls, self._before = Counter[int](), Counter[int]()
-        self._used, self._order = set[int](), 0
+        self._used, self._touched, self._order = set[int](), set[int](), 0
         for number, name in enumerate(units):
             # Registered after FSDP2's, which has gathered the unit's parameters then.
             model.get_submodule(name).register_forward_pre_hook(partial(self._called, number, name))
@@ -43,8 +43,14 @@ class UnitCalls:
         """Forget the calls of a step that did not end, and those of evaluations."""
         self._forget()
 
-    def end_micro_batch(self) -> None:
-        """Check that a run of any size has called each unit once."""
+    def end_micro_batch(self, *, stands_in: bool) -> None:
+        """Note the gradients of a micro-batch, unless it stands in for padding.
+
+        Raises ModelError if a run of any size has not called each unit once.
+        """
+        if not stands_in:
+            self._used |= self._touched
+        self._touched.clear()
         calls = [self._calls[number] - self._before[number] for number in range(len(self._names))]
         self._before = Counter(self._calls)
         if self._once and set(calls) != {1}:
@@ -97,11 +103,11 @@ class UnitCalls:
                 parameter.register_post_accumulate_grad_hook(partial(self._has_gradient, place))
 
     def _has_gradient(self, place: int, parameter: Tensor) -> None:
-        self._used.add(place)
+        self._touched.add(place)
 
     def _forget(self) -> None:
         self._calls, self._before = Counter[int](), Counter[int]()
-        self._used, self._order = set[int](), 0
+        self._used, self._touched, self._order = set[int](), set[int](), 0
 
 
 REMEDY_OF_CALLS = (

@@ -84,7 +84,7 @@ class CodeSpec(SpecModel):
         )
 
 
-def check_part(part: SpecModel) -> None:
+def check_part(part: SpecModel, code: CodeSpec) -> None:
     """Raise ValueError for a field of a part of a spec that own code does not have."""
     for name in _OF_LANGUAGE_MODELS.get(type(part), ()):
         value = getattr(part, name)
@@ -99,8 +99,13 @@ def check_part(part: SpecModel) -> None:
         _check_training(part)
     if isinstance(part, StrategySpec):
         _check_units(part)
-    if isinstance(part, CheckpointSpec) and part.keep_best and part.keep_best.metric == "eval_perplexity":
-        raise ValueError("keep_best.metric=eval_perplexity is measured for language models only; choose eval_loss")
+    if isinstance(part, CheckpointSpec) and part.keep_best is not None:
+        known = ("loss", "grad_norm", "eval_loss", *(f"eval_{name}" for name in code.sums))
+        if part.keep_best.metric not in known:
+            raise ValueError(
+                f"keep_best.metric={part.keep_best.metric} is not measured for this code; choose one of "
+                f"{', '.join(known)}, or return the sum {part.keep_best.metric.removeprefix('eval_')} (code.sums)"
+            )
 
 
 def _check_sources(data: DataSpec) -> None:

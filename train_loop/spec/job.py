@@ -151,8 +151,9 @@ class JobSpec(SpecModel):
     @field_validator("model", "data", "training", "strategy", "checkpoint")
     @classmethod
     def _fits_code(cls, part: SpecModel, info: ValidationInfo) -> SpecModel:
-        if info.data.get("code") is not None:
-            check_part(part)
+        code = info.data.get("code")
+        if code is not None:
+            check_part(part, code)
         elif isinstance(part, DataSpec) and "code" in info.data and part.has_own_columns:
             raise ValueError("columns.own goes with own code (code); add code, or name the role of each column")
         return part

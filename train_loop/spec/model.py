@@ -210,7 +210,7 @@ def _faults(job: "JobSpec") -> Iterator[str]:
     for columns in (data.columns_of(source) for source in (*data.sources, *data.eval_sources)):
         yield from _column_faults(columns, head)
     best, known = job.checkpoint.keep_best, _evaluated(head)
-    if best is not None and best.metric.startswith("eval_") and best.metric not in known:
+    if best is not None and best.metric.startswith("eval_") and best.metric not in known and job.code is None:
         name = CAUSAL_LM if head is None else head.name
         yield f"model.head={name} has no {best.metric} for keep_best.metric; choose {' or '.join(known)}"
     if head is None:

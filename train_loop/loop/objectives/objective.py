@@ -30,6 +30,8 @@ class Terms:
     """Divisor's share of the micro-batch, if the objective cannot count the step's batch before."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Sums for the metrics line, by the objective's `sums`; the line has them divided by the step's count."""
+    stands_in: bool = False
+    """True if a micro-batch has padding only: its zero gradients do not count as gradients."""
 
 
 class Objective(Protocol):

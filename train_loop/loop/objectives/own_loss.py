@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from train_loop.code.load import OwnCode, describe_fault
 from train_loop.data.dataset import Dataset
@@ -73,7 +74,8 @@ class OwnLoss:
 
 def _nothing(terms: Terms) -> Terms:
     assert terms.count is not None
-    return Terms(terms.total * 0, terms.count * 0, {name: value * 0 for name, value in terms.sums.items()})
+    sums = {name: value * 0 for name, value in terms.sums.items()}
+    return Terms(terms.total * 0, terms.count * 0, sums, stands_in=True)
 
 
 def read_columns(dataset: Dataset, samples: Ids, device: torch.device) -> dict[str, Any]:
@@ -127,7 +129,8 @@ def call_batch(code: OwnCode, columns: Mapping[str, Any], device: torch.device) 
         found = code.batch(dict(columns))
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ModelError(f"{entry} returned {_described(found)}; return a mapping of names to tensors")
-    return {name: _on_device(value, device) for name, value in found.items()}
+    moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), dict(found))
+    return moved
 
 
 def call_loss(code: OwnCode, model: nn.Module, batch: Mapping[str, Any]) -> Terms:
@@ -182,9 +185,3 @@ def _chosen(values: Any, rows: list[int]) -> Any:
     if len(rows) == len(values):
         return values
     return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _on_device(inner, device) for name, inner in value.items()}
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

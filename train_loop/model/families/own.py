@@ -17,7 +17,7 @@ from train_loop.code.load import OwnCode
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
-from train_loop.model.families.family import Examination, ExportFacts, Family
+from train_loop.model.families.family import Examination, ExportFacts, Family, SettingCheck
 from train_loop.plan import ModelShape
 from train_loop.run_dir import write_durably
 from train_loop.spec import JobSpec, ModelSpec
@@ -53,6 +53,9 @@ class OwnModels(Family):
         with self.code.faults_of(self.source), torch.device("meta"):
             model = self.code.model(copy.deepcopy(self.code.spec.config))
         _check(model, self.source)
+        with self.code.faults_of(f"a copy of the module of {self.source}"):
+            # Each rank keeps one, to initialise its shards by the rules of whole modules.
+            copy.deepcopy(model)
         return self.anatomy(model.to(DTYPES[spec.master_dtype]).train())
 
     def anatomy(self, model: nn.Module) -> Anatomy:
@@ -70,7 +73,17 @@ class OwnModels(Family):
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Return that nothing is known of the module's attention and head."""
-        return Examination({}, after_head=None, settings=())
+
+        def check() -> None:
+            policy = spec.strategy.wrap_policy
+            named = anatomy.layers or policy.transformer_layer_cls_to_wrap or policy.min_num_params is not None
+            if spec.model.gradient_checkpointing == "offload" and not named:
+                raise ModelError(
+                    f"gradient_checkpointing=offload keeps inputs of layers, and {self.source} has none; choose full, "
+                    "or name layers in strategy.wrap_policy or _no_split_modules"
+                )
+
+        return Examination({}, after_head=None, settings=(SettingCheck("/model/gradient_checkpointing", check),))
 
     def initialise(self, model: nn.Module, name: str) -> None:
         """Apply a module's own rule, then those of the modules around it, which may set tensors inside of them."""

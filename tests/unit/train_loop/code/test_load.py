@@ -55,6 +55,11 @@ def test_second_package_does_not_get_the_modules_of_the_first() -> None:
         ({"mymodel.py": "raise ValueError('a\\x1b[2J\\nb')"}, {}, r"ValueError: a\\x1b\[2J b \(mymodel.py, line 1"),
         ({"torch/__init__.py": ""}, {"model": "torch:build"}, "torch of code.package has the name of an installed one"),
         ({"json.py": ""}, {"model": "json:build"}, "json of code.package has the name of an installed one"),
+        (
+            {"mymodel.py": GOOD.replace("mymodel.layers", "layers"), "layers.py": "width = 3", "types.py": ""},
+            {},
+            "module types",
+        ),
         ({"pip.py": ""}, {"model": "pip:build"}, "pip of code.package has the name of an installed one"),
     ],
 )

@@ -130,6 +130,12 @@ CASES: list[tuple[str, str, str, str]] = [
         "/code/model",
         "mymodel:build holds parameters in all, a dict; use nn.ParameterList",
     ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.lock = __import__('threading').Lock()",
+        "/code/model",
+        "a copy of the module of mymodel:build failed: TypeError: .*lock",
+    ),
     ("return Model(**config)", "return Model(**config).requires_grad_(False)", "/code/model", "are all frozen"),
     (
         "nn.Linear(width, 1)",
@@ -151,6 +157,13 @@ def test_errors_of_the_code_are_problems_of_its_field(
     assert list(problems) == [pointer]
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(problems[pointer])
+
+
+def test_offload_without_layers_is_refused(tmp_path: Path) -> None:
+    raw = own_spec(tmp_path, model={"gradient_checkpointing": "offload"})
+    assert check(raw, tmp_path)[2]["/model/gradient_checkpointing"].endswith(
+        "in strategy.wrap_policy or _no_split_modules"
+    )
 
 
 LAYERS = """

@@ -86,6 +86,14 @@ def test_sums_have_new_names(sums: list[str]) -> None:
     assert problem(code={"sums": sums})[0].startswith("/code/sums")
 
 
+def test_best_checkpoint_is_chosen_by_a_sum_of_the_code() -> None:
+    best = {"keep_best": {"metric": "eval_accuracy", "mode": "max"}}
+    parts: dict[str, Any] = {"training": {"eval_steps": 1}, "data": {"eval": {"path": "/d"}}, "checkpoint": best}
+    parts["checkpoint"] |= {"every_steps": 1}
+    assert parse(code_spec(code={"sums": ["accuracy"]}, **parts)).checkpoint.keep_best is not None
+    assert "return the sum accuracy (code.sums)" in problem(**parts)[1]
+
+
 @pytest.mark.parametrize("package", ["mymodel", "s3://bucket/mymodel", "https://host/a.whl"])
 def test_package_is_a_path_on_storage(package: str) -> None:
     assert problem(code={"package": package})[0] == "/code/package"
