@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         changed: Tensor = self.mlp(self.norm(x)).tanh()
-        return x + self.scale * changed
+        return (x + self.scale * changed).view_as(x)
 
 
 class Zoo(nn.Module):
@@ -69,6 +69,8 @@ class Zoo(nn.Module):
         x = self.frozen(hidden) + self.dropout(seen).unsqueeze(1)
         for _ in range(self.repeats):
             x = x if random.random() < self.skip else self.block(x)
+            # In place, on the view that a unit returns.
+            x += seen.unsqueeze(1)
         logits: Tensor = self.output(x)
         return logits
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from train_loop.errors import ModelError
 from train_loop.parallel.mesh import Mesh
@@ -37,7 +38,10 @@ class UnitCalls:
         self._used, self._touched, self._order = set[int](), set[int](), 0
         for number, name in enumerate(units):
             # Registered after FSDP2's, which has gathered the unit's parameters then.
-            model.get_submodule(name).register_forward_pre_hook(partial(self._called, number, name))
+            unit = model.get_submodule(name)
+            unit.register_forward_pre_hook(partial(self._called, number, name))
+            # Before FSDP2's, which sets a hook on the result: an operation in place would lose it, if this is a view.
+            unit.register_forward_hook(_without_views, prepend=True)
 
     def begin_step(self) -> None:
         """Forget the calls of a step that did not end, and those of evaluations."""
@@ -108,6 +112,10 @@ class UnitCalls:
     def _forget(self) -> None:
         self._calls, self._before = Counter[int](), Counter[int]()
         self._used, self._touched, self._order = set[int](), set[int](), 0
+
+
+def _without_views(unit: nn.Module, inputs: object, output: Any) -> Any:
+    return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() and one.requires_grad else one, output)
 
 
 REMEDY_OF_CALLS = (

@@ -1,34 +1,26 @@
 """Checks of own code before a job is stored. They run the code, in the forked process of one check."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from train_loop.code.keep import check_code_allowed
-from train_loop.code.load import OwnCode, load_code
+from train_loop.code.load import load_code
 from train_loop.code.package import read_package, unpack
 from train_loop.code.use import own_code
 from train_loop.data.own_columns import first_rows, own_columns
 from train_loop.data.prepare.cache import list_source
 from train_loop.data.prepare.sources import check_plain
-from train_loop.errors import ModelError, UserError
-from train_loop.loop.objectives.own_loss import as_tensors, call_batch, call_loss, unchanged_buffers
-from train_loop.model.build import DTYPES
-from train_loop.model.families.anatomy import Anatomy
+from train_loop.errors import UserError
+from train_loop.loop.objectives.own_loss import as_tensors, call_batch
 from train_loop.model.families.choose import family_of
-from train_loop.parallel.unit_calls import REMEDY_OF_CALLS
-from train_loop.parallel.units import find_units
 from train_loop.preflight.fork_server import lacks_memory
+from train_loop.preflight.own_calls import CALLS, META, check_loss, first_batch
 from train_loop.run_dir import ReadPolicy
 from train_loop.spec import CodeSpec, JobSpec, Problem
-from train_loop.state import seed_generators
 
 SetPointer = Callable[[str], object]
-_CALLS = 8
-"""Calls of the loss, each with other random numbers."""
 
 
 def import_code(spec: JobSpec, policy: ReadPolicy, set_pointer: SetPointer) -> tuple[JobSpec, list[Problem]]:
@@ -79,79 +71,20 @@ def check_calls(spec: JobSpec, set_pointer: SetPointer) -> list[Problem]:
     try:
         columns = _first_rows(spec)
         code, anatomy = own_code(spec.code), family_of(spec).build(spec.model)
-        model = anatomy.model.to(DTYPES[spec.model.dtype])
         set_pointer(pointer := "/code/batch")
-        batch = call_batch(code, columns, torch.device("meta"))
+        call_batch(code, first_batch(columns, spec), META)
         set_pointer(pointer := "/code/loss")
-        model.register_forward_pre_hook(_cast(DTYPES[spec.model.dtype]), with_kwargs=True)
-        _call_often(code, anatomy, batch, spec)
+        check_loss(code, anatomy, columns, spec)
     except UserError as error:
         if lacks_memory(error):
             raise
-        return [] if _needs_values(error.__cause__) else [Problem(pointer, str(error))]
+        return [Problem(pointer, str(error))]
     return []
 
 
 def _first_rows(spec: JobSpec) -> dict[str, Any]:
-    """Return the rows of a first micro-batch by column. Raises DataError."""
+    """Return the rows of a first micro-batch by column, and some more. Raises DataError."""
     source = list_source(spec, spec.data.sources[0])
     columns = own_columns(source.files, source.columns.own)
-    values = first_rows(source.files, columns, spec.training.per_device_train_batch_size)
+    values = first_rows(source.files, columns, max(spec.training.per_device_train_batch_size, CALLS))
     return {name: as_tensors(value, torch.device("cpu")) for name, value in values.items()}
-
-
-def _call_often(code: OwnCode, anatomy: Anatomy, batch: Mapping[str, Any], spec: JobSpec) -> None:
-    """Call the loss with other random numbers each time. Raises ModelError if the calls of units differ.
-
-    FSDP gathers a unit on all ranks together. A layer that is left out at random would be called by some of them.
-    """
-    units = {unit: name for name, unit in anatomy.model.named_modules()}
-    units = {one: units[one] for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit}
-    calls = list[str]()
-    for unit, name in [*units.items(), (anatomy.model, "")]:
-        unit.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    found = list[list[str]]()
-    for seed in range(_CALLS):
-        seed_generators(seed, step=0, rank=0)
-        calls.clear()
-        with unchanged_buffers(code, anatomy.model):
-            call_loss(code, anatomy.model, batch)
-        found.append([*calls])
-    _check_calls_of_units(code, spec, found, [*units.values()])
-
-
-def _check_calls_of_units(code: OwnCode, spec: JobSpec, found: list[list[str]], units: list[str]) -> None:
-    """Raise ModelError for calls that ranks could not make together."""
-    if "" not in found[0]:
-        raise ModelError(
-            f"{code.spec.loss} does not call the model itself, but perhaps its parts; call the model, because FSDP "
-            "gathers weights in its forward pass"
-        )
-    differing = [name for name in units if len({calls.count(name) for calls in found}) > 1]
-    if spec.scaling.num_workers != 1 and any(calls != found[0] for calls in found):
-        shown = ", ".join(differing[:3]) or "the layers"
-        raise ModelError(f"the loss calls {shown} at random, and each rank would draw differently; {REMEDY_OF_CALLS}")
-    if spec.training.reproducible == "any_size":
-        others = [name for name in ["", *units] if found[0].count(name) != 1]
-        if others:
-            raise ModelError(
-                f"the loss calls {others[0] or 'the model'} {found[0].count(others[0])} times, and "
-                f"reproducible=any_size needs one call of each FSDP unit; {REMEDY_OF_CALLS}"
-            )
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a hook that gives a model its inputs in the compute dtype, as FSDP2 does."""
-
-    def cast(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    def hook(module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, cast, arguments), tree_map_only(Tensor, cast, named)
-
-    return hook
-
-
-def _needs_values(cause: BaseException | None) -> bool:
-    """Return whether code failed only because tensors on meta have no values; ranks have them."""
-    return isinstance(cause, NotImplementedError) or (isinstance(cause, RuntimeError) and "meta" in str(cause))

@@ -181,8 +181,8 @@ class Model(nn.Module):
         self.first = nn.Linear(2, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(2))
         self.last = nn.Linear(width, 1)
-    def forward(self, x):
-        x = self.first(x)
+    def forward(self, raw):
+        x = self.first(raw)
         CALLS
         return self.last(x)
 
@@ -193,13 +193,19 @@ def with_layers(calls: str) -> str:
     return MODEL.partition("class Model")[0] + LAYERS.replace("CALLS", calls) + MODEL.partition("def build(")[2]
 
 
-def test_layers_that_are_skipped_at_random_are_refused_for_several_workers(tmp_path: Path) -> None:
-    text = with_layers("x = self.layers[0](x) if torch.rand(()) < 0.5 else x; x = self.layers[1](x)")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "x = self.layers[0](x) if torch.rand(()) < 0.5 else x; x = self.layers[1](x)",
+        "x = self.layers[int(raw[0, 0]) % 2](x)",
+    ],
+)
+def test_layers_that_only_some_ranks_would_call_are_refused(tmp_path: Path, calls: str) -> None:
+    text = with_layers(calls)
     assert check(own_spec(tmp_path, text), tmp_path)[2] == {}
     message = check(own_spec(tmp_path, text, scaling={"num_workers": 2}), tmp_path)[2]["/code/loss"]
-    assert message.startswith(
-        "the loss calls layers.0 at random, and each rank would draw differently; call each layer"
-    )
+    assert message.startswith("the loss calls layers.0")
+    assert "at random or for some rows only, and ranks would differ; FSDP gathers a layer on all ranks" in message
 
 
 def test_unit_that_is_called_twice_is_refused_for_any_size(tmp_path: Path) -> None:
