@@ -1,4 +1,4 @@
-"""A module with parts of many kinds on changing meshes equals its plain PyTorch loop, or ends with its layer's name.
+"""A module with parts of many kinds on changing meshes equals its plain PyTorch loop.
 
 The module has branches that only some rows use, a unit that is called twice, tied, frozen and convolution weights, an
 LSTM, and buffers; its rows are ragged lists, bytes and text with different counts.
@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.test_own_code import lines, train_once
 from tests.support.own_code import STEPS, ZOO, example, example_job, plain_loop, write_example
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_tensors
 from train_loop.checkpoint.export.huggingface import export
+from train_loop.errors import ModelError
+from train_loop.parallel.mesh import build_mesh
+from train_loop.parallel.unit_calls import UnitCalls
+from train_loop.plan import plan_mesh
 from train_loop.run_dir import ExportWish, RunDir
 from train_loop.spec import parse
 
@@ -105,7 +111,30 @@ def test_any_size_run_with_dropout_has_the_same_bits_on_one_rank_and_on_four(fol
     assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == []
 
 
-def test_layer_that_ranks_skip_at_random_ends_the_run_with_its_name(folder: Path, call: Call) -> None:
-    code = example_job(folder, ZOO)["code"] | {"config": {"skip": 0.5}}
-    with pytest.raises(AssertionError, match=r"ModelError: ranks called the layer block .* times in one step"):
-        call(2, train_here, zoo_job(folder, 2, strategy=UNITS, code=code), folder / "skipped")
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+def call_in_another_order_on_each_rank() -> str:
+    mesh = build_mesh(plan_mesh(world=2, fsdp_size=0, ulysses_size=1), torch.device("cpu"))
+    model = Layers()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh.fsdp)
+    calls = UnitCalls(model, mesh, once=False)
+    model(torch.ones(1, 3), [0, 1] if mesh.rank == 0 else [1, 0]).sum().backward()
+    calls.end_micro_batch(stands_in=False)
+    with pytest.raises(ModelError) as raised:
+        calls.agree()
+    return str(raised.value)
+
+
+def test_ranks_that_call_layers_in_another_order_end_with_the_rule(call: Call) -> None:
+    message = call(2, call_in_another_order_on_each_rank)
+    assert message.startswith("ranks called the FSDP units of the module in different orders in one step: FSDP gathers")

@@ -70,8 +70,8 @@ class _Calls:
     def __init__(self, code: OwnCode, anatomy: Anatomy, spec: JobSpec) -> None:
         self._code, self._spec = code, spec
         self._model = anatomy.model.to(DTYPES[spec.model.dtype])
-        names = {module: name for name, module in self._model.named_modules()}
-        self._units = {names[one]: one for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit}
+        units = {one for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit}
+        self._units = {name: module for name, module in self._model.named_modules() if module in units}
         self._made = list[str]()
         for name, unit in [*self._units.items(), ("", self._model)]:
             unit.register_forward_pre_hook(lambda *_, name=name: self._made.append(name))
