@@ -45,6 +45,7 @@ class Zoo(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.cube = nn.Parameter(torch.empty(3, 2, WIDTH))
         self.dropout = nn.Dropout(dropout)
+        self.places = nn.Parameter(torch.empty(WIDTH, dtype=torch.int64), requires_grad=False)
         self.register_buffer("order", torch.empty(WIDTH, dtype=torch.int64))
         self.register_buffer("mask", torch.empty(WIDTH, dtype=torch.bool))
         self.register_buffer("shift", torch.empty(WIDTH), persistent=False)
@@ -53,6 +54,7 @@ class Zoo(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.cube, std=0.1)
+        self.places.copy_(torch.arange(WIDTH))
         self.order.copy_(torch.arange(WIDTH - 1, -1, -1))
         self.mask.copy_(torch.arange(WIDTH) % 2 == 0)
         self.shift.copy_(torch.linspace(0, 1, WIDTH))
@@ -60,7 +62,7 @@ class Zoo(nn.Module):
     def forward(self, tokens: Tensor, image: Tensor, branch: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(tokens))  # [B, T, WIDTH]
         seen = self.conv(image).mean((2, 3)) + self.shift
-        seen = torch.where(self.mask, seen[:, self.order], seen + self.cube.sum((0, 1)))
+        seen = torch.where(self.mask, seen[:, self.order][:, self.places], seen + self.cube.sum((0, 1)))
         for number, one in enumerate(self.branches):
             rows = branch == number
             if rows.any():

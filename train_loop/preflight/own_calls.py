@@ -19,6 +19,7 @@ from train_loop.model.build import DTYPES, materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.unit_calls import REMEDY_OF_CALLS
 from train_loop.parallel.units import find_units
+from train_loop.preflight.fork_server import lacks_memory
 from train_loop.spec import JobSpec
 from train_loop.state import seed_generators
 
@@ -40,9 +41,8 @@ def check_loss(code: OwnCode, anatomy: Anatomy, columns: Mapping[str, Any], spec
     except ModelError as error:
         if not _needs_values(error.__cause__):
             raise
-        if sum(parameter.numel() for parameter in built.parameters()) > _FEW_PARAMETERS:
-            return
-        _check_with_values(code, anatomy.family.anatomy(built), columns, spec)
+        if sum(parameter.numel() for parameter in built.parameters()) <= _FEW_PARAMETERS:
+            _check_with_values(code, anatomy.family.anatomy(built), columns, spec)
 
 
 def first_batch(columns: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
@@ -61,7 +61,12 @@ def _check_with_values(code: OwnCode, blueprint: Anatomy, columns: Mapping[str, 
                 return
             yield call_batch(code, {name: values[row : row + 1] for name, values in columns.items()}, cpu)
 
-    calls.check(batches())
+    try:
+        calls.check(batches())
+    except (ModelError, MemoryError, RuntimeError) as error:
+        # Ranks may have more memory than this check.
+        if not lacks_memory(error):
+            raise
 
 
 class _Calls:

@@ -73,7 +73,8 @@ def _files_of_python() -> Iterator[Path]:
     """Yield the folders of Python, its libraries and this package; the working directory is not one of them."""
     yield from map(Path, _ALWAYS)
     yield from map(Path, {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()})
-    yield from (Path(place) for place in sys.path if place and not Path.cwd().is_relative_to(place))
+    here = Path(os.path.realpath("."))
+    yield from (Path(place) for place in sys.path if place and not here.is_relative_to(place))
     yield Path(train_loop.__file__).parent
 
 

@@ -32,7 +32,14 @@ def load(files: dict[str, str], **more: str) -> OwnCode:
 
 
 def test_functions_are_imported_with_their_siblings_and_nothing_is_written() -> None:
-    code = load({"mymodel/__init__.py": GOOD, "mymodel/layers.py": "width = 3"})
+    deep = "from importlib.resources import files\n\nfrom .. import layers\n\n"
+    deep += "width = int(files('mymodel.sub').joinpath('width.txt').read_text())\n"
+    files = {
+        "mymodel/__init__.py": GOOD,
+        "mymodel/layers.py": "from .sub.deep import width",
+        "mymodel/sub/width.txt": "3",
+    }
+    code = load(files | {"mymodel/sub/__init__.py": "", "mymodel/sub/deep.py": deep})
     assert code.model({}) == 3
     assert list(code.folder.rglob("*.pyc")) == []
 
