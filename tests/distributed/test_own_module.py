@@ -122,19 +122,38 @@ class Layers(nn.Module):
         return x
 
 
-def call_in_another_order_on_each_rank() -> str:
+def call_in_orders(orders: tuple[list[int], list[int]], step: int) -> str:
+    """Return the error of a step in which each rank calls layers in its own order."""
     mesh = build_mesh(plan_mesh(world=2, fsdp_size=0, ulysses_size=1), torch.device("cpu"))
     model = Layers()
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh.fsdp)
     calls = UnitCalls(model, mesh, once=False)
-    model(torch.ones(1, 3), [0, 1] if mesh.rank == 0 else [1, 0]).sum().backward()
-    calls.end_micro_batch(stands_in=False)
-    with pytest.raises(ModelError) as raised:
+    for _ in range(step):
+        calls.begin_step()
+
+    def train() -> None:
+        total = model(torch.ones(1, 3), orders[mesh.rank]).sum()
+        calls.end_forward()
+        total.backward()
+        calls.end_micro_batch(stands_in=False)
         calls.agree()
+
+    with pytest.raises(ModelError) as raised:
+        train()
     return str(raised.value)
 
 
-def test_ranks_that_call_layers_in_another_order_end_with_the_rule(call: Call) -> None:
-    message = call(2, call_in_another_order_on_each_rank)
-    assert message.startswith("ranks called the FSDP units of the module in different orders in one step: FSDP gathers")
+@pytest.mark.parametrize(
+    ("orders", "step", "message"),
+    [
+        (([0, 1], [0]), 1, "one rank called the layer layers.1 while another called no further layer: FSDP gathers"),
+        (([0, 1], [1, 0]), 3, "one rank called the layer layers.0 while another called the layer layers.1: FSDP"),
+        (([0, 1], [1, 0]), 4, "ranks called the FSDP units of the module in different orders in one step: FSDP"),
+        (([0, 0], [1, 1]), 4, "ranks called the layer layers.0 0 to 2 times in one step: FSDP gathers"),
+    ],
+)
+def test_ranks_that_call_other_layers_end_with_the_rule(
+    call: Call, orders: tuple[list[int], list[int]], step: int, message: str
+) -> None:
+    assert call(2, call_in_orders, orders, step).startswith(message)

@@ -71,6 +71,8 @@ class PlainReduction:
     def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
         """Reduce gradients to shards, because whole ones would not fit; replicas of a shard all-reduce once a step."""
         self._model.set_requires_all_reduce(last)
+        if self._calls is not None:
+            self._calls.end_forward()
         torch.autograd.backward(loss)
         if self._calls is not None:
             self._calls.end_micro_batch(stands_in=stands_in)
@@ -137,6 +139,8 @@ class OrderedReduction:
 
     def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
         """Add gradients to the partial sums of each unit; FSDP2 would add them in another order."""
+        if self._calls is not None:
+            self._calls.end_forward()
         torch.autograd.backward(loss)
         if self._calls is not None:
             self._calls.end_micro_batch(stands_in=stands_in)

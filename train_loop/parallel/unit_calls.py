@@ -33,12 +33,13 @@ class UnitCalls:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = tuple(units), tuple(named.values())
         self._own = _owned(units, list(named))
-        self._watched = set[int]()
+        self._watched, self._steps = set[int](), 0
         self._calls, self._before = Counter[int](), Counter[int]()
         self._used, self._touched, self._order = set[int](), set[int](), 0
         for number, name in enumerate(units):
             # Registered after FSDP2's, which has gathered the unit's parameters then.
             unit = model.get_submodule(name)
+            unit.register_forward_pre_hook(partial(self._before_gather, number), prepend=True)
             unit.register_forward_pre_hook(partial(self._called, number, name))
             # Before FSDP2's, which sets a hook on the result: an operation in place would lose it, if this is a view.
             unit.register_forward_hook(_without_views, prepend=True)
@@ -46,6 +47,11 @@ class UnitCalls:
     def begin_step(self) -> None:
         """Forget the calls of a step that did not end, and those of evaluations."""
         self._forget()
+        self._steps += 1
+
+    def end_forward(self) -> None:
+        """Raise ModelError, on all ranks, if others call further units. A collective call in the first steps."""
+        self._agree_on(len(self._names))
 
     def end_micro_batch(self, *, stands_in: bool) -> None:
         """Note the gradients of a micro-batch, unless it stands in for padding.
@@ -93,7 +99,29 @@ class UnitCalls:
             f"{found}: FSDP gathers a unit on all ranks together, so all must make the same calls; {REMEDY_OF_CALLS}"
         )
 
+    def _before_gather(self, number: int, unit: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            self._agree_on(number)
+
+    def _agree_on(self, number: int) -> None:
+        """Compare the next call with that of other ranks, in the first steps: later, that would cost too much.
+
+        Ranks that call different numbers of units would wait for each other without end.
+        """
+        if self._steps > _COMPARED_STEPS or self._mesh.plan.world == 1:
+            return
+        table = torch.tensor([number, -number], device=self._mesh.device)
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        most, least = int(table[0]), -int(table[1])
+        if most != least:
+            raise ModelError(
+                f"one rank called {self._shown(least)} while another called {self._shown(most)}: FSDP gathers a unit "
+                f"on all ranks together, so all must make the same calls; {REMEDY_OF_CALLS}"
+            )
+
     def _shown(self, number: int) -> str:
+        if number == len(self._names):
+            return "no further layer"
         return f"the layer {self._names[number]}" if self._names[number] else "the model"
 
     def _called(self, number: int, name: str, unit: nn.Module, inputs: object) -> None:
@@ -112,6 +140,10 @@ class UnitCalls:
     def _forget(self) -> None:
         self._calls, self._before = Counter[int](), Counter[int]()
         self._used, self._touched, self._order = set[int](), set[int](), 0
+
+
+_COMPARED_STEPS = 3
+"""Steps in which ranks compare each call before it; later ones are compared when they end."""
 
 
 def _without_views(unit: nn.Module, inputs: object, output: Any) -> Any:
