@@ -61,7 +61,8 @@ class Zoo(nn.Module):
 
     def forward(self, tokens: Tensor, image: Tensor, branch: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(tokens))  # [B, T, WIDTH]
-        seen = self.conv(image).mean((2, 3)) + self.shift
+        seen = self.conv(image).mean((2, 3))
+        seen = seen + self.shift.to(seen.dtype)
         seen = torch.where(self.mask, seen[:, self.order][:, self.places], seen + self.cube.sum((0, 1)))
         for number, one in enumerate(self.branches):
             rows = branch == number

@@ -85,7 +85,7 @@ def _initialised(blueprint: Anatomy, name: str, *, seed: str) -> Iterator[None]:
     module = blueprint.model.get_submodule(name)
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     real = {leaf: _unset_like(t) for leaf, t in (parameters | buffers).items() if t is not None}
-    module._parameters.update({leaf: nn.Parameter(real[leaf]) for leaf in parameters.keys() & real.keys()})
+    module._parameters.update({leaf: _parameter(real[leaf]) for leaf in parameters.keys() & real.keys()})
     module._buffers.update({leaf: real[leaf] for leaf in buffers.keys() & real.keys()})
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -95,6 +95,11 @@ def _initialised(blueprint: Anatomy, name: str, *, seed: str) -> Iterator[None]:
     finally:
         module._parameters.update(parameters)
         module._buffers.update(buffers)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    # torch refuses gradients of integers.
+    return nn.Parameter(tensor, requires_grad=_has_nan(tensor))
 
 
 def _set_by_a_rule(blueprint: Anatomy, name: str, leaf: str) -> Tensor:

@@ -74,7 +74,11 @@ class _Calls:
 
     def __init__(self, code: OwnCode, anatomy: Anatomy, spec: JobSpec) -> None:
         self._code, self._spec = code, spec
-        self._model = anatomy.model.to(DTYPES[spec.model.dtype])
+        self._model = anatomy.model
+        for parameter in self._model.parameters():
+            # Buffers keep their dtype under FSDP2.
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(DTYPES[spec.model.dtype])
         units = {one for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit}
         self._units = {name: module for name, module in self._model.named_modules() if module in units}
         self._made = list[str]()
