@@ -29,6 +29,10 @@ from train_loop.telemetry.flops import Flops
 from train_loop.telemetry.timers import ComputeTimer
 
 
+_SCALE = 2.0**16
+"""Initial factor of losses in fp16 runs."""
+
+
 @dataclass(frozen=True)
 class Run:
     """Objects of the training loop on this rank. The loop passes to each of its parts only what the part needs."""
@@ -145,9 +149,17 @@ def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> T
     training = spec.training
     optimizers = build_optimizers(anatomy, training)
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
-    scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
+    scaler = GradScaler(mesh.device.type, init_scale=_initial_scale(spec, mesh), enabled=spec.model.dtype == "fp16")
     average = Ema(anatomy.model, training.ema_decay) if training.ema_decay is not None else None
     return TrainState(anatomy.model, optimizers, schedulers, scaler, average)
+
+
+def _initial_scale(spec: JobSpec, mesh: Mesh) -> float:
+    """Return torch's default; for own code, whose sums are divided after backward, that for a sum over rows."""
+    if spec.code is None:
+        return _SCALE
+    rows = spec.training.global_batch_size or spec.training.per_device_train_batch_size * mesh.plan.dp
+    return _SCALE / 2.0 ** rows.bit_length()
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:
