@@ -28,7 +28,6 @@ from train_loop.telemetry.compile import CompileWatch
 from train_loop.telemetry.flops import Flops
 from train_loop.telemetry.timers import ComputeTimer
 
-
 _SCALE = 2.0**16
 """Initial factor of losses in fp16 runs."""
 
