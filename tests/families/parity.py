@@ -35,8 +35,8 @@ LENGTH, ROWS, VOCAB = 32, 8, 300
 TOLERANCE = 1e-5
 """Largest relative difference of the loss and of each gradient, from rounding in float32.
 
-Packed rows of gemma3n come near: 9e-6. Its sparse activations have steps, so that a plain loop in float32 itself differs
-from one in float64 by 3e-5.
+Packed rows of gemma3n come near: 9e-6. Its sparse activations have steps, so that a plain loop in float32 itself
+differs from one in float64 by 3e-5.
 """
 
 

@@ -96,6 +96,20 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
             small("bart") | {"decoder_layerdrop": 0.1},
             "ranks would wait for each other; set decoder_layerdrop: 0.0 in the",
         ),
+        (small("llama") | {"attention_dropout": 1.5}, "attention_dropout=1.5 is no probability"),
+        (
+            small("llama") | {"return_dict": False},
+            "return_dict=False does not fit this loop's call of LlamaForCausalLM",
+        ),
+        (small("bert") | {"chunk_size_feed_forward": 8}, "chunk_size_feed_forward=8 does not fit this loop's call"),
+        (
+            small("llama") | {"attn_implementation": "eager"},
+            "has no field attn_implementation; set model.attn_implem",
+        ),
+        (
+            small("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
+            "computes values that are not finite with this config; correct its numbers",
+        ),
         (
             small("opt") | {"layerdrop": 0.1},
             "skips a layer with probability 0.1 in training, and each rank skips others",

@@ -148,7 +148,8 @@ def _hf_config(config: dict[str, Any], head: LabelHeadSpec | None) -> Pretrained
     hf_config = _config_of_type(config)
     known = {*dir(type(hf_config)), *_UNDECLARED, *([] if head is None or head.pools else _OF_TOKEN_HEADS)}
     for name in sorted(config.keys() - known):
-        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {_near(name, known) or 'remove it'}")
+        remedy = f"set model.{name}" if name in ModelSpec.model_fields else _near(name, known) or "remove it"
+        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {remedy}")
     return hf_config
 
 
@@ -212,7 +213,7 @@ def check_kind(config: PretrainedConfig) -> None:
 def _check_alone(kind: str, config: PretrainedConfig | None) -> None:
     """Raise ModelError for a model that has a language model as one of its parts.
 
-    Without a valid config, the fields of its class decide.
+    Without a valid config, its class decides.
     """
     parts = CONFIG_MAPPING[kind].sub_configs if kind in CONFIG_MAPPING else {}
     if _has_parts(config) if config is not None else "text_config" in parts:

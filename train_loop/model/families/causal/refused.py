@@ -21,6 +21,8 @@ def check_name(kind: str) -> None:
         raise ModelError(f"not supported yet: model_type={kind}, {_NOT_YET[kind]}")
 
 
+_TO_LEAVE_OUT = {"return_dict": True, "chunk_size_feed_forward": 0}
+"""Fields that change the form of a model's output, or lengths that it accepts, by their only value."""
 _RATES = ("decoder_layerdrop", "layerdrop")
 """Fields with the probability of skipping a layer, the preferred one first."""
 
@@ -28,6 +30,13 @@ _RATES = ("decoder_layerdrop", "layerdrop")
 def check_modes(model: nn.Module, config: Any) -> None:
     """Raise ModelError for a decoder whose ranks would wait for each other, or whose rows and weights would change."""
     name = type(model).__name__
+    for field, value in config.to_dict().items():
+        if "dropout" in field and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ModelError(f"{field}={value} is no probability; correct it in the model's config")
+        if field in _TO_LEAVE_OUT and value is not None and value != _TO_LEAVE_OUT[field]:
+            raise ModelError(
+                f"{field}={value} does not fit this loop's call of {name}; remove it from the model's config"
+            )
     if config.model_type == "xlm":
         raise ModelError(
             "not supported yet: a decoder of model_type=xlm, whose code takes tokens of the text for padding; choose "

@@ -106,6 +106,10 @@ def _call_beyond_positions(model: nn.Module) -> None:
 def check_causal(found: Separation, model: nn.Module) -> None:
     """Raise ModelError for a model that computes other numbers in this loop than a document alone in transformers."""
     name = type(model).__name__
+    if math.isnan(found.later_tokens):
+        raise ModelError(
+            f"{name} computes values that are not finite with this config; correct its numbers, such as rope_theta"
+        )
     if _differs(found.later_tokens):
         change = next((one for one in _DECODERS if _fits_as_decoder(model, *one)), None)
         remedy = f"set {change[0]}: {json.dumps(change[1])} in the model's config, or " if change else ""
