@@ -258,12 +258,8 @@ def check_sparse(config: PretrainedConfig) -> None:
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that has no sizes of a dense decoder."""
+    """Raise ModelError for a model that is not dense, or has no sizes of a decoder."""
     check_dense(model)
-    _check_sizes(model)
-
-
-def _check_sizes(model: PreTrainedModel) -> None:
     # A model with a recurrent state may have no attention.
     needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
     missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
