@@ -136,7 +136,8 @@ class TokenLoss:
         label_weights = None if batch.weights is None else batch.weights.flatten()
         loss = chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
         self._found = loss if self._after_head else None
-        return loss.view(1, 1, 1)  # a model may read the sizes of its logits
+        # A model may read the sizes of its logits. FSDP2 warns of views.
+        return loss.view(1, 1, 1).clone()
 
 
 def chunked_sum(
