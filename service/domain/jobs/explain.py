@@ -5,7 +5,7 @@ from dataclasses import replace
 from service.domain.jobs.condition import RESUMES, clock_time
 from service.domain.jobs.job import Attempt, Job, StopRequest
 from service.domain.jobs.observation import Observation, SubmissionStatus, WorkerStatus
-from service.domain.jobs.reason import HANG_REMEDY, Code, Reason, code_of
+from service.domain.jobs.reason import HANG_REMEDY, Code, Reason, code_of, storage_remedy
 from train_loop.run_dir import Outcome
 
 UNREAD = Reason(Code.STORAGE_UNAVAILABLE, "its storage cannot be read, so its last outcome is not known")
@@ -87,9 +87,11 @@ def stop_reason(job: Job, message: str | None) -> Reason | None:
 
 def reported_failure(outcome: Outcome) -> Reason:
     """Return the reason of an attempt whose driver reported a failure."""
-    code = code_of(outcome.code)
-    remedy = HANG_REMEDY if code is Code.HUNG else None
-    return Reason(code, outcome.reason or outcome.code or "the driver gave no reason", remedy)
+    code, message = code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason"
+    if code is Code.HUNG:
+        return Reason(code, message, HANG_REMEDY)
+    # What the user must fix has its remedy in the message.
+    return Reason(code, message, storage_remedy(message) if outcome.retryable else None)
 
 
 def hang(seen: Observation) -> Reason:
@@ -104,4 +106,4 @@ def driver_loss(seen: Observation) -> Reason:
     how = seen.driver_end or f"the status of its submission is {seen.submission}"
     if seen.submission is SubmissionStatus.STOPPED:
         how = f"it was stopped in Ray, not by the service ({how})" if seen.driver_end else "it was stopped in Ray"
-    return Reason(Code.DRIVER_LOST, f"the driver was lost: {how}")
+    return Reason(Code.DRIVER_LOST, f"the driver was lost: {how}", storage_remedy(how))

@@ -70,7 +70,7 @@ HANG_REMEDY = (
 """Remedy of a job whose ranks made no progress for longer than its spec allows."""
 
 
-def storage_remedy(error: str, *, otherwise: str) -> str:
+def storage_remedy(error: str, *, otherwise: str | None = None) -> str | None:
     """Return what helps against an error of storage; `otherwise` if its text does not show that."""
     return next((remedy for text, remedy in _STORAGE_REMEDIES.items() if text in error), otherwise)
 

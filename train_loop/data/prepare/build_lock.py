@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 import shutil
 import socket
 import uuid
@@ -36,11 +37,23 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
         work.mkdir()
         try:
             _remove_leftovers(work, own=f"{folder.name}.tmp-{socket.gethostname()}-" if locked else None)
-            build(work)
+            with _folder_named(work):
+                build(work)
             sync(work)
             _commit(work, folder, is_whole)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _folder_named(folder: Path) -> Iterator[None]:
+    """Name the folder in errors of storage that name no file, such as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(folder)) from error
 
 
 @contextmanager

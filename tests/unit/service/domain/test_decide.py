@@ -110,6 +110,28 @@ def test_last_failed_attempt_is_a_crash_loop_and_its_reason_lists_all_attempts()
     assert reason_message(job).endswith("without progress: attempt 1: x; attempt 2: x; attempt 3: the data ended")
 
 
+FULL = "OSError: [Errno 28] No space left on device: '/runs/a'"
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        Observation(ALIVE, outcome=Outcome(result="failed", reason=FULL, code="worker_failure", retryable=True)),
+        Observation(SubmissionStatus.FAILED, driver_end=f"it ended with exit code 1 ({FULL})", has_output=True),
+    ],
+    ids=["reported", "lost"],
+)
+def test_errors_of_storage_have_their_remedy_also_in_the_last_reason(seen: Observation) -> None:
+    first, last = step(live(), seen).job, step(live(attempt=3), seen).job
+    assert FULL in reason_message(first)
+    assert first.reason is not None
+    assert last.reason is not None
+    assert (first.reason.remedy, str(last.reason.remedy).startswith("free space there, and clone")) == (
+        "free space there",
+        True,
+    )
+
+
 def test_hang_names_the_late_rank_and_the_remedy_also_in_the_last_reason() -> None:
     stalled = Reason(Code.STALLED, "step 4 has made no progress for 8 s: rank 0 waits for rank 1 on node1")
     seen = Observation(ALIVE, WorkerStatus.YES, idle_seconds=1e6, condition=stalled)

@@ -57,6 +57,17 @@ def test_second_process_waits_and_uses_the_built_folder(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 0
 
 
+def test_error_of_a_full_disk_names_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
+    def build(work: Path) -> None:
+        (work / "half").write_text("x")
+        # As in Arrow, the error of a write does not name the file.
+        Path("/dev/full").write_text("x" * 10_000)
+
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/made\.tmp-"):
+        build_once(tmp_path / "made", build, is_whole=lambda: False, report=lambda *_, **__: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["made.lock"]
+
+
 def test_build_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     folder, events = tmp_path / "made", list[str]()
     process = slowly(folder)
