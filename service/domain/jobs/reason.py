@@ -76,7 +76,7 @@ def storage_remedy(error: str, *, otherwise: str | None = None) -> str | None:
 
 
 _STORAGE_REMEDIES = {
-    "No space left": "free space there",
+    "No space left": "free space there, or delete files if it has no inodes left (df -i)",
     "Disk quota": "free space there, or raise the quota",
     "Permission denied": "let the users of service and workers read and write there",
     "Read-only": "make it writable again",

@@ -1,8 +1,6 @@
 """API answers while the database opens and while it hangs."""
 
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +12,7 @@ from service.api import readiness as module
 from service.lifecycle.startup import DatabaseStartup
 from tests.support.fakes.service import KEY, FakeService
 from tests.support.fakes.stores import MemoryJobStore
-from tests.support.servers.served import environment_of, served
+from tests.support.servers.served import ended, environment_of, served
 from tests.support.waiting import wait_for
 
 
@@ -98,9 +96,7 @@ def test_newer_schema_revision_ends_the_process_with_one_line(tmp_path: Path) ->
         connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
         connection.execute("INSERT INTO alembic_version VALUES ('9999')")
         connection.commit()
-    command = [sys.executable, "-m", "service.serve"]
-    ended = subprocess.run(command, env=environment_of(tmp_path), capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("the database is at schema revision 9999, and this version of Trainshed knows")
+    code, errors = ended(environment_of(tmp_path))
+    assert (code, errors.count("\n")) == (1, 1)
+    assert errors.startswith("the database is at schema revision 9999, and this version of Trainshed knows")
     assert not (tmp_path / "service.json").exists()

@@ -1,7 +1,5 @@
 """The service in a pod: keys from mounted files, probes by address, and trusted proxies."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 
 from service.adapters.key_files import read_key
 from service.errors import KeyUnusable
-from tests.support.servers.served import Served, environment_of, served
+from tests.support.servers.served import Served, ended, environment_of, served
 
 POD = "127.0.0.9"
 """A local address that is not part of any setting."""
@@ -117,9 +115,6 @@ def test_service_that_cannot_create_its_key_exits_with_one_line(tmp_path: Path) 
 
 def failure(home: Path, **settings: str) -> str:
     """Start a service that fails; return its stderr."""
-    command = [sys.executable, "-m", "service.serve"]
-    done = subprocess.run(
-        command, env=environment_of(home, **settings), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    return done.stderr
+    code, errors = ended(environment_of(home, **settings))
+    assert code == 1
+    return errors

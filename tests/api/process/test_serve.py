@@ -3,14 +3,12 @@
 import json
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.fakes.service import spec_body
-from tests.support.servers.served import environment_of, served
+from tests.support.servers.served import ended, environment_of, served
 
 
 @pytest.fixture
@@ -57,17 +55,10 @@ def test_second_service_on_one_home_or_one_sqlite_database_is_rejected(home: Pat
     database = home / "trainshed.db"
     other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=f"sqlite:///{database}")
     with served(home) as service:
-        assert end_of(environment_of(home)) == (1, f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n")
-        assert end_of(other) == (
+        assert ended(environment_of(home)) == (1, f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n")
+        assert ended(other) == (
             1,
             f"Another service uses the SQLite database {database}; to run several services, "
             "set TRAINSHED_DATABASE_URL to a Postgres database\n",
         )
         assert service.process.poll() is None
-
-
-def end_of(environment: dict[str, str]) -> tuple[int, str]:
-    """Return the exit code and the errors of a service that cannot start."""
-    command = [sys.executable, "-m", "service.serve"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr

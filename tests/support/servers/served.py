@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TextIO
 
 import httpx
@@ -66,6 +67,14 @@ def served(home: Path, *, files: int = 0, real: bool = False, **settings: Any) -
                 yield Served(process, client, log)
         finally:
             process.kill()
+
+
+def ended(environment: dict[str, str]) -> tuple[int, str]:
+    """Start a service that ends by itself; return its exit code and its errors."""
+    with TemporaryFile("w+") as errors, ForkedService(environment, errors) as process:
+        code = process.wait(timeout=120.0)
+        errors.seek(0)
+        return code, errors.read()
 
 
 def _start(

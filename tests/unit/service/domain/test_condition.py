@@ -61,7 +61,7 @@ def test_condition_names_its_cause(event: dict[str, Any], code: Code, message: s
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        ("No space left on device", "free space there"),
+        ("No space left on device", "free space there, or delete files if it has no inodes left (df -i)"),
         ("Disk quota exceeded", "free space there, or raise the quota"),
         ("[Errno 13] Permission denied", "let the users of service and workers read and write there"),
         ("[Errno 30] Read-only file system", "make it writable again"),
