@@ -17,6 +17,7 @@ from service.config.settings import Settings
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Answer, Delivery, Message
 from tests.support.fakes.service import FakeService, spec_body
+from tests.support.forks.service_forks import ForkedService
 from tests.support.servers.receivers import Receiver, answer, never_answer, receiving
 from tests.support.servers.served import served
 from tests.support.waiting import wait_for
@@ -150,7 +151,7 @@ def test_invalid_webhook_allowed_setting_is_rejected() -> None:
 
 
 @contextmanager
-def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str] | ForkedService, httpx.Client]]:
     """Start a real service that may call receivers on loopback."""
     with served(home, TRAINSHED_WEBHOOK_ALLOWED="127.0.0.1") as service:
         service.ready()
