@@ -113,9 +113,10 @@ class Saver:
         error = self.wait()
         if self._fenced is not None:
             raise FencedError(self._fenced.reason)
+        place = self._access.run_dir.checkpoints
         raise CheckpointError(
-            f"{self._failed_in_a_row} checkpoints in a row were not committed: {error}; make the storage writable "
-            "again, or raise checkpoint.max_consecutive_failures"
+            f"{self._failed_in_a_row} checkpoints in a row were not committed: {error}; free space in {place} or make "
+            "it writable again, or raise checkpoint.max_consecutive_failures"
         )
 
     def close(self) -> None:
