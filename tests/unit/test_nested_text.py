@@ -31,6 +31,7 @@ TRUSTED = {
     "train_loop/checkpoint/files/writer.py:write",
     "train_loop/checkpoint/files/writer.py:serve",
     "train_loop/liveness/heartbeat.py:main",
+    "train_loop/model/families/causal/separation.py:_has_more_positions",
     "train_loop/model/families/causal/separation.py:_measure_copy",
     "train_loop/ray_train/dashboards.py:main",
     "train_loop/ray_train/raylet.py:worker_group_environment",
