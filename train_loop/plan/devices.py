@@ -38,6 +38,12 @@ def device_problems(spec: JobSpec) -> list[Problem]:
                 "reproducible=any_size does not hold; remove compile, or choose training.reproducible=same_size",
             )
         )
+    attention = spec.model.attn_implementation
+    if not requested.get("GPU") and attention not in ("auto", "sdpa"):
+        message = (
+            f"attn_implementation={attention} needs a GPU, which a worker does not request; choose auto or sdpa, or "
+        )
+        problems.append(Problem("/model/attn_implementation", f"{message}add GPU: 1 to scaling.resources_per_worker"))
     return problems
 
 

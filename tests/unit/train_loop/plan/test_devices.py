@@ -58,6 +58,21 @@ def test_any_size_does_not_compile_on_gpus(gpu: float, compiled: bool, reproduci
     assert found == (["/model/compile"] if gpu and compiled and reproducible == "any_size" else [])
 
 
+@pytest.mark.parametrize("gpu", [0.0, 1.0])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_attention_of_gpus_needs_one(gpu: float, attention: str) -> None:
+    job = spec(
+        model={"attn_implementation": attention, "dtype": "bf16"},
+        scaling={"resources_per_worker": {"CPU": 1.0, "GPU": gpu}},
+    )
+    found = [(problem.pointer, problem.message) for problem in device_problems(job)]
+    message = (
+        f"attn_implementation={attention} needs a GPU, which a worker does not request; choose auto or sdpa, or add "
+        "GPU: 1 to scaling.resources_per_worker"
+    )
+    assert found == ([] if gpu or attention in ("auto", "sdpa") else [("/model/attn_implementation", message)])
+
+
 def test_job_without_gpus_gets_a_warning_on_a_cluster_with_gpus() -> None:
     without, with_one = ScalingSpec(), ScalingSpec(resources_per_worker={"CPU": 1.0, "GPU": 1.0})
     warning = forgotten_gpu(without, {"CPU": 8.0, "GPU": 4.0})
