@@ -66,7 +66,11 @@ def write_rows(folder: Path, count: int) -> Path:
     write_package(folder / "code", MODEL)
     draw = np.random.default_rng(0)
     lengths = draw.integers(9, LENGTH + 1, count)
-    table = {
+    texts = {
+        name: [draw.integers(1, VOCAB, length).astype(np.int32) for length in draw.integers(2, longest, count)]
+        for name, longest in (("prompt", 6), ("chosen", 12), ("rejected", 12))
+    }
+    table: dict[str, Any] = texts | {
         "ids": [draw.integers(0, VOCAB, length).astype(np.int32) for length in lengths],
         "tags": [np.where(draw.random(n) < 0.3, IGNORE, draw.integers(0, CLASSES, n)) for n in lengths],
         "class": draw.integers(0, CLASSES, count),
