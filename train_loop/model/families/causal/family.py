@@ -38,7 +38,7 @@ from train_loop.model.families.causal.probe import (
     kept_for_backward,
     probe,
 )
-from train_loop.model.families.causal.refused import check_modes
+from train_loop.model.families.causal.refused import check_decoder_name, check_modes
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
@@ -92,7 +92,9 @@ class Causal(Family):
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
         dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
-        check_modes(anatomy.model, config_of(anatomy.model))
+        config = config_of(anatomy.model)
+        check_decoder_name(config.model_type)
+        check_modes(anatomy.model, config)
         check_causal(measure_copy(anatomy.model, length), anatomy.model)
         seen = probe(anatomy, dtype, sequence_length=length)
         settings = (

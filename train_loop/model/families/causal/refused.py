@@ -21,6 +21,15 @@ def check_name(kind: str) -> None:
         raise ModelError(f"not supported yet: model_type={kind}, {_NOT_YET[kind]}")
 
 
+def check_decoder_name(kind: str) -> None:
+    """Raise ModelError for a family that is trained with masks of padding alone."""
+    if kind == "xlm":
+        raise ModelError(
+            "not supported yet: a decoder of model_type=xlm, whose code takes tokens of the text for padding; choose "
+            "another one, for example gpt2"
+        )
+
+
 _TO_LEAVE_OUT = {"return_dict": True, "chunk_size_feed_forward": 0}
 """Fields that change the form of a model's output, or lengths that it accepts, by their only value."""
 _RATES = ("decoder_layerdrop", "layerdrop")
@@ -28,7 +37,7 @@ _RATES = ("decoder_layerdrop", "layerdrop")
 
 
 def check_modes(model: nn.Module, config: Any) -> None:
-    """Raise ModelError for a decoder whose ranks would wait for each other, or whose rows and weights would change."""
+    """Raise ModelError for a model whose ranks would wait for each other, or whose evaluation changes its weights."""
     name = type(model).__name__
     for field, value in config.to_dict().items():
         if "dropout" in field and isinstance(value, int | float) and not 0 <= value <= 1:
@@ -37,11 +46,6 @@ def check_modes(model: nn.Module, config: Any) -> None:
             raise ModelError(
                 f"{field}={value} does not fit this loop's call of {name}; remove it from the model's config"
             )
-    if config.model_type == "xlm":
-        raise ModelError(
-            "not supported yet: a decoder of model_type=xlm, whose code takes tokens of the text for padding; choose "
-            "another one, for example gpt2"
-        )
     rate = max((getattr(module, "layerdrop", 0) for module in model.modules()), default=0)
     if rate:
         field = next(field for field in _RATES if hasattr(config, field))
