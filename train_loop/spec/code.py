@@ -84,7 +84,7 @@ class CodeSpec(SpecModel):
         )
 
 
-def check_part(part: SpecModel, code: CodeSpec) -> None:
+def check_part(code: CodeSpec, part: SpecModel) -> None:
     """Raise ValueError for a field of a part of a spec that own code does not have."""
     for name in _OF_LANGUAGE_MODELS.get(type(part), ()):
         value = getattr(part, name)

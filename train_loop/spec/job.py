@@ -151,9 +151,8 @@ class JobSpec(SpecModel):
     @field_validator("model", "data", "training", "strategy", "checkpoint")
     @classmethod
     def _fits_code(cls, part: SpecModel, info: ValidationInfo) -> SpecModel:
-        code = info.data.get("code")
-        if code is not None:
-            check_part(part, code)
+        if info.data.get("code") is not None:
+            check_part(info.data["code"], part)
         elif isinstance(part, DataSpec) and "code" in info.data and part.has_own_columns:
             raise ValueError("columns.own goes with own code (code); add code, or name the role of each column")
         return part
