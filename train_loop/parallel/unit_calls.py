@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from train_loop.errors import ModelError
+from train_loop.errors import ModelError, UserError
 from train_loop.parallel.mesh import Mesh
 
 
@@ -27,7 +27,8 @@ class UnitCalls:
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, once: bool) -> None:
         assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
-        model.set_reduce_scatter_unused_params(True)
+        if mesh.plan.world > 1 or once:
+            _reduce_unused(model)
         self._mesh, self._once = mesh, once
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -144,6 +145,16 @@ class UnitCalls:
 
 _COMPARED_STEPS = 3
 """Steps in which ranks compare each call before it; later ones are compared when they end."""
+
+
+def _reduce_unused(model: FSDPModule) -> None:
+    """Make FSDP2 sum zeros for parameters without a gradient. Raises UserError for a version of torch without that."""
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise UserError(
+            f"own code (code) on several workers is not supported by torch {torch.__version__}; install torch 2.13, or "
+            "set num_workers: 1"
+        )
+    model.set_reduce_scatter_unused_params(True)
 
 
 def _without_views(unit: nn.Module, inputs: object, output: Any) -> Any:
