@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import mesh_of, whole
+from tests.support.ranks.gradients import mesh_of
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop import train
 from train_loop.checkpoint.export.huggingface import export
+from train_loop.conformance.measure import whole
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import pin

@@ -11,9 +11,10 @@ from tests.support.builders.reference import reference
 from tests.support.builders.small_runs import LENGTH, STEPS, events, lines, run
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.counted_loss import CountedLoss
-from tests.support.ranks.gradients import build, my_share, random_rows, whole
+from tests.support.ranks.gradients import build, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
+from train_loop.conformance.measure import whole
 from train_loop.data.dataset import IGNORE
 from train_loop.errors import UserError
 from train_loop.loop.batch import StepBatch, micro_batches

@@ -15,16 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import raw_spec
-from tests.support.ranks.gradients import (
-    accumulate_plainly,
-    build,
-    divisor,
-    forget_meshes,
-    my_share,
-    random_rows,
-    replaced,
-    whole,
-)
+from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows, replaced
+from train_loop.conformance.measure import accumulate_plainly, largest_difference, whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
 from train_loop.model.build import own_part
@@ -139,22 +131,6 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     torch.autograd.backward(expected)
     error = float((mean - expected.detach()).abs() / expected.detach().abs())
     return max(error, largest_difference(found, {name: p.grad for name, p in plain.named_parameters()}))
-
-
-def largest_difference(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
-    """Return the largest relative difference of gradients.
-
-    A difference is relative to the gradient, or to a hundredth of the norm of all if that is larger.
-    """
-    known = [gradient for gradient in expected.values() if gradient is not None]
-    least = torch.stack([gradient.norm() for gradient in known]).norm() / 100
-    errors = []
-    for name, gradient in found.items():
-        reference = expected[name] if expected[name] is not None else torch.zeros(())
-        assert reference is not None
-        value = torch.zeros_like(reference) if gradient is None else gradient
-        errors.append((value - reference).norm() / torch.maximum(reference.norm(), least))
-    return float(torch.stack(errors).max())
 
 
 def fill(model: PreTrainedModel) -> None:

@@ -10,25 +10,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.tensor import DTensor
 
 from tests.families.objectives import OWN, with_objective
 from tests.families.parity import CASES, Case, Settings, raw_job
 from tests.support.ranks.gradients import forget_meshes, mesh_of
 from tests.support.waiting import wait_for
 from train_loop.code.use import keep_code, with_own_code
+from train_loop.conformance import measure
 from train_loop.data.dataset import Rows
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.prepare.pointer import pin
 from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
-from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
+from train_loop.loop.batch import StepBatch, micro_batches, share_rows
 from train_loop.loop.build import build_objective, build_state
 from train_loop.loop.objectives.objective import Objective
-from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.session import Session
-from train_loop.loop.step import train_step
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, ModelShape, plan_job
@@ -114,18 +110,7 @@ def _end(leg: Leg, run_dir: RunDir) -> None:
     return None
 
 
-class Memory(NamedTuple):
-    """Bytes of this rank in a step, by kind, and at the step's peak."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    peak: int
-    used: float
-    """Share of the parameters that get gradients; BART's decoder has some for an encoder that is not there."""
-
-
-def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str, int], Memory]:
+def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str, int], measure.Memory]:
     """Return the bytes by term of the plan, and those of a second step with two micro-batches on the existing ranks."""
     torch.set_num_threads(1)
     forget_meshes()
@@ -133,31 +118,11 @@ def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str,
     plan, mesh = plan_job(job, shape), mesh_of(job)
     sharded, dataset = build_sharded(job, mesh), find_dataset(job, kind.rows.parent)
     state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_objective(sharded, job, plan, dataset)
-    reduction = PlainReduction(sharded.model, mesh)
     rows = read_rows(dataset, np.arange(4 * mesh.data_rank, 4 * mesh.data_rank + 4))
     batch = share_rows(rows, count=4, dataset=dataset, mesh=mesh)
-    seen, reached, tracker = list[int](), set[int](), MemTracker()
-
-    def batches() -> Iterator[MicroBatch]:
-        for one in micro_batches(batch, 2, sharded.anatomy, mesh):
-            tracker.reset_mod_stats()
-            yield one
-        seen.append(_bytes(one.grad for one in state.model.parameters()))
-        reached.update(id(one) for one in state.model.parameters() if one.grad is not None)
-
-    def step() -> None:
-        count = _divisor(loss, batch, mesh)
-        train_step(state, loss, batches(), divisor=count, reduction=reduction, max_grad_norm=None)
-
-    step()
-    tracker.track_external(state.model, *state.optimizers)
-    with tracker:
-        step()
-    moments = (one for optimizer in state.optimizers for moment in optimizer.state.values() for one in moment.values())
-    peak = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
-    parameters = list(state.model.parameters())
-    used = sum(one.numel() for one in parameters if id(one) in reached) / sum(one.numel() for one in parameters)
-    found = Memory(_bytes(parameters), seen[-1], _bytes(moments), peak, used)
+    found = measure.measure_memory(
+        state, loss, lambda: micro_batches(batch, 2, sharded.anatomy, mesh), _divisor(loss, batch, mesh), mesh
+    )
     return {term.name: term.bytes for term in plan.memory}, found
 
 
@@ -176,8 +141,3 @@ def default_job(kind: Kind, *, world: int) -> JobSpec:
     raw["model"].pop("gradient_checkpointing")
     raw["scaling"] = {"num_workers": world}
     return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
-
-
-def _bytes(tensors: Any) -> int:
-    local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors if isinstance(one, Tensor))
-    return sum(one.nbytes for one in local if one.ndim)

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,12 @@ def _place_of(error: BaseException, folder: Path) -> str:
     """Return file, line and function of the innermost call in a package's folder, in parentheses; empty if unknown."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(folder):
         return f" ({Path(error.filename).relative_to(folder)}, line {error.lineno})"
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).is_relative_to(folder)]
+    return innermost_place(traceback.extract_tb(error.__traceback__), folder)
+
+
+def innermost_place(stack: Iterable[traceback.FrameSummary], folder: Path) -> str:
+    """Return file, line and function of the innermost call in a package's folder, in parentheses; empty if none is."""
+    frames = [one for one in stack if Path(one.filename).is_relative_to(folder)]
     if not frames:
         return ""
     return f" ({Path(frames[-1].filename).relative_to(folder)}, line {frames[-1].lineno}, in {frames[-1].name})"

@@ -20,6 +20,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.unit_calls import REMEDY_OF_CALLS
 from train_loop.parallel.units import find_units
 from train_loop.preflight.fork_server import lacks_memory
+from train_loop.preflight.unit_use import UnitUse
 from train_loop.spec import JobSpec
 from train_loop.state import seed_generators
 
@@ -75,6 +76,7 @@ class _Calls:
     def __init__(self, code: OwnCode, anatomy: Anatomy, spec: JobSpec) -> None:
         self._code, self._spec = code, spec
         self._model = anatomy.model
+        self._use = UnitUse(anatomy, spec.strategy, code.folder)
         for parameter in self._model.parameters():
             # Buffers keep their dtype under FSDP2.
             if parameter.is_floating_point():
@@ -92,10 +94,11 @@ class _Calls:
         for seed, batch in enumerate(batches):
             seed_generators(seed, step=0, rank=0)
             self._made.clear()
-            with unchanged_buffers(self._code, self._model):
+            with unchanged_buffers(self._code, self._model), self._use.watching():
                 call_loss(self._code, self._model, batch)
             found.append([*self._made])
         self._check(found)
+        self._use.check_root()
 
     def _check(self, found: list[list[str]]) -> None:
         if any("" not in calls for calls in found):

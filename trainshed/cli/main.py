@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 from trainshed.cli.commands import (
     audit,
     backup,
+    check_model,
     checkpoints,
     diff,
     doctor,
@@ -43,7 +44,7 @@ app = typer.Typer(
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),
-    "Specs": (init.init, schema.schema),
+    "Specs": (init.init, schema.schema, check_model.check_model),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),

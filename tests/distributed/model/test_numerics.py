@@ -17,17 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.builders.reference import reference
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import (
-    Gradients,
-    accumulate_plainly,
-    build,
-    divisor,
-    my_share,
-    one_step,
-    random_rows,
-    weigh,
-)
+from tests.support.ranks.gradients import Gradients, build, divisor, my_share, one_step, random_rows, weigh
 from tests.support.ranks.ranks import on_ranks, ranks_that_stay
+from train_loop.conformance.measure import accumulate_plainly
 from train_loop.data.dataset import Rows
 from train_loop.loop.batch import micro_batches
 from train_loop.spec import JobSpec

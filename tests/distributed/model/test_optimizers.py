@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import accumulate_plainly
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.state_dict import tensors_of
+from train_loop.conformance.measure import accumulate_plainly
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.batch import StepBatch, micro_batches

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import accumulate_plainly, build, my_share, random_rows
+from tests.support.ranks.gradients import build, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
+from train_loop.conformance.measure import accumulate_plainly
 from train_loop.loop.batch import MicroBatch, micro_batches
 
 LAYERS = [f"model.layers.{n}" for n in range(2)]

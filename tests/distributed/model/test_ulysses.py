@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import Gradients, accumulate_plainly, build, divisor, my_share, random_rows, whole
+from tests.support.ranks.gradients import Gradients, build, divisor, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
+from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 from train_loop.model.families.causal.family import CAUSAL

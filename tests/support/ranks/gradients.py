@@ -1,6 +1,5 @@
 """One accumulated step of a spec on the existing ranks: its loss and every full gradient."""
 
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -8,18 +7,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.columns import token_columns
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
-from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches, share_rows
+from train_loop.loop.batch import StepBatch, micro_batches, share_rows
 from train_loop.loop.build import build_token_loss
-from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.objectives.token_cross_entropy import TokenLoss, total_weight
-from train_loop.loop.reduction import PlainReduction
-from train_loop.loop.step import accumulate
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh
@@ -79,15 +74,6 @@ def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[floa
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def accumulate_plainly(
-    objective: Objective, batches: Iterable[MicroBatch], divisor: float | None, mesh: Mesh
-) -> Tensor:
-    """Accumulate a step's gradients in the order of the libraries; return its loss."""
-    reduction = PlainReduction(objective.anatomy.model, mesh)
-    scaler = GradScaler(mesh.device.type, enabled=False)
-    return accumulate(objective, batches, divisor, reduction=reduction, scaler=scaler).loss
-
-
 def mesh_of(job: JobSpec, device: torch.device = CPU) -> Mesh:
     """Return the mesh of a spec; specs with the same mesh share its groups."""
     key = plan_job(job, model_shape(job.model)).mesh, device
@@ -122,9 +108,3 @@ def divisor(batch: StepBatch, mesh: Mesh) -> float:
     share = total_weight(batch.labels, batch.weights) * (mesh.sequence_rank == 0)
     dist.all_reduce(share)
     return share.item()
-
-
-def whole(gradient: Tensor | None) -> Tensor:
-    """Return a gradient, gathered from its shards."""
-    assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

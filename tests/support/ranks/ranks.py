@@ -6,16 +6,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing import Queue, get_context
-from torch.multiprocessing.spawn import start_processes
 
+from train_loop.conformance.ranks import join_ranks, rank_group, start_ranks
 from train_loop.system.exit import leave
 
 
@@ -25,7 +22,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
     The function must be importable, and its result must pickle. Raises the exception of the first failing rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _join(_start(_rank, world, (dict(os.environ), world, folder, function, arguments)))
+        join_ranks(_start(_rank, world, (dict(os.environ), world, folder, function, arguments)))
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
@@ -48,7 +45,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
         yield call_ranks
         for queue in requests:
             queue.put(None)
-        _join(ranks)
+        join_ranks(ranks)
 
 
 @contextmanager
@@ -75,7 +72,7 @@ def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callabl
     yield call_ranks
     for queue in requests:
         queue.put(None)
-    _join(ranks)
+    join_ranks(ranks)
 
 
 @contextmanager
@@ -91,15 +88,8 @@ def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> 
                 rank.join()
 
 
-def _join(ranks: Any) -> None:
-    while not ranks.join():
-        pass
-
-
 def _start(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> Any:
-    """Fork processes from one that has already imported the slow modules."""
-    set_forkserver_preload(["tests.support.ranks.preload"])
-    return start_processes(function, arguments, nprocs=world, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
+    return start_ranks(function, world, arguments, preload=["tests.support.ranks.preload"])
 
 
 def _rank(
@@ -110,7 +100,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    with _group(rank, environment, world, folder):
+    with rank_group(rank, environment, world, folder):
         torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
     leave()
 
@@ -118,7 +108,7 @@ def _rank(
 def _answer(
     rank: int, environment: dict[str, str], world: int, folder: str, requests: "list[Queue[Any]]", answers: "Queue[Any]"
 ) -> None:
-    with _group(rank, environment, world, folder):
+    with rank_group(rank, environment, world, folder):
         while (request := requests[rank].get()) is not None:
             function, arguments = request
             try:
@@ -140,7 +130,7 @@ def _answer_in_groups(
     while (request := requests[rank].get()) is not None:
         world, folder, function, arguments = request
         try:
-            with _group(rank, environment, world, folder, backend):
+            with rank_group(rank, environment, world, folder, backend):
                 answers.put((rank, None, function(*arguments)))
         except Exception:
             answers.put((rank, traceback.format_exc(), None))
@@ -148,19 +138,3 @@ def _answer_in_groups(
     answers.close()
     answers.join_thread()
     leave()
-
-
-@contextmanager
-def _group(rank: int, environment: dict[str, str], world: int, folder: str, backend: str = "gloo") -> Iterator[None]:
-    # The process that it was forked from has the environment of an earlier time.
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -21,6 +21,9 @@ from train_loop.model.faults import passes_unchanged
 from train_loop.run_dir import is_transient
 from train_loop.state import rng_state, seed_generators, set_rng_state
 
+_UNCALLED = ": it uses a parameter while the module that holds it, or the FSDP unit around it, is not called; call that"
+"""Advice for an error of tensors that a rank has only a shard of."""
+
 
 class OwnLoss:
     """The loss of own code.
@@ -171,7 +174,8 @@ def _faults(code: OwnCode, entry_point: str) -> Iterator[None]:
         lasts = isinstance(error, OSError) and not is_transient(error)
         if passes_unchanged(error) and not lasts:
             raise
-        raise ModelError(describe_fault(f"{entry_point} failed", error, code.folder)) from error
+        told = describe_fault(f"{entry_point} failed", error, code.folder)
+        raise ModelError(f"{told}{_UNCALLED if 'mixed torch.Tensor and DTensor' in told else ''}") from error
 
 
 def _described(value: Any) -> str:

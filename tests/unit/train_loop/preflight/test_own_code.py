@@ -243,3 +243,34 @@ def test_declared_sums_are_expected(tmp_path: Path) -> None:
     assert (
         "returned the sums ['right']; return those of code.sums: ['correct']" in check(raw, tmp_path)[2]["/code/loss"]
     )
+
+
+FORWARD = "return self.last(self.first(x).tanh())"
+DIRECT = "return F.linear(F.linear(x, self.first.weight).tanh(), self.last.weight.T.T)"
+DECAY = f"{FORWARD} + self.first.weight.sum()"
+LOSS = "def loss(model, batch):"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "least", "problem"),
+    [
+        (FORWARD, DIRECT, None, ""),
+        (
+            FORWARD,
+            DIRECT,
+            4,
+            "first.weight is used while first (Linear) is not called (mymodel.py, line 13, in forward)",
+        ),
+        (FORWARD, DIRECT, 4, "call first, or set strategy.wrap_policy.min_num_params above 9"),
+        (FORWARD, DECAY, 4, "call first"),
+        (FORWARD, DECAY, None, ""),
+        (LOSS, f"{LOSS}\n    model.first(batch['x'])", None, "first.weight is used before the model is called"),
+    ],
+)
+def test_parameters_of_units_that_are_not_called_are_named(
+    tmp_path: Path, before: str, after: str, least: int | None, problem: str
+) -> None:
+    policy: dict[str, Any] = {} if least is None else {"strategy": {"wrap_policy": {"min_num_params": least}}}
+    _, _, problems = check(own_spec(tmp_path, MODEL.replace(before, after), **policy), tmp_path)
+    assert list(problems) == (["/code/loss"] if problem else [])
+    assert problem in problems.get("/code/loss", "")
