@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
+from PIL import Image
 from torch import Tensor
 
 from tests.support.builders.specs import code_spec
@@ -22,7 +24,7 @@ from train_loop.model.families.own import OwnModels
 from train_loop.spec import parse
 
 EXAMPLES = Path("examples/own-model")
-NAMES = ("simple", "transformer")
+NAMES = ("simple", "transformer", "vit")
 ZOO = "zoo"
 """Name of a module with parts of many kinds, in the form of an example."""
 ROWS, STEPS, EVERY = 50, 7, 3
@@ -90,7 +92,8 @@ def forget_imports() -> Iterator[None]:
 
 def example(name: str) -> ModuleType:
     """Import the module of an example from its file."""
-    (file,) = [Path("tests/support/own_zoo.py")] if name == ZOO else (EXAMPLES / name).glob("*.py")
+    found = [Path("tests/support/own_zoo.py")] if name == ZOO else (EXAMPLES / name).glob("*.py")
+    (file,) = (one for one in found if one.name != "files.py")
     spec = importlib.util.spec_from_file_location(f"example_{name}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -107,7 +110,16 @@ def write_example(folder: Path, name: str) -> None:
         shutil.copy("tests/support/own_zoo.py", folder / name / "zoo.py")
     else:
         shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    write_columns(folder / f"{name}.parquet", columns_of(name))
+    columns = columns_of(name)
+    write_columns(folder / f"{name}.parquet", columns)
+    if name == "vit":
+        write_columns(folder / "png.parquet", columns | {"image": [_png(pixels) for pixels in columns["image"]]})
+
+
+def _png(pixels: bytes) -> bytes:
+    file = BytesIO()
+    Image.frombytes("RGB", (16, 16), pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def columns_of(name: str) -> dict[str, Any]:
@@ -117,6 +129,9 @@ def columns_of(name: str) -> dict[str, Any]:
         return rows
     if name == "simple":
         return dict(zip(("features", "label"), example(name).rows(ROWS, 16, 4), strict=True))
+    if name == "vit":
+        images, labels = example(name).rows(ROWS, 4)
+        return {"image": [image.tobytes() for image in images], "label": labels}
     return {"tokens": torch.randint(0, 8, (ROWS, 9), generator=torch.Generator().manual_seed(0))}
 
 

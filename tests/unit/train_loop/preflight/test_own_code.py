@@ -259,7 +259,7 @@ LOSS = "def loss(model, batch):"
             FORWARD,
             DIRECT,
             4,
-            "first.weight is used while first (Linear) is not called (mymodel.py, line 13, in forward)",
+            "first.weight is used while first (Linear) is not called (mymodel.py, line 12, in forward)",
         ),
         (FORWARD, DIRECT, 4, "call first, or set strategy.wrap_policy.min_num_params above 9"),
         (FORWARD, DECAY, 4, "call first"),
