@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.parallel.units import find_units
 from train_loop.plan import ModelShape, plan_job
+from train_loop.preflight.call_sizes import measure_call
 from train_loop.preflight.checks import check_model
 from train_loop.preflight.own_code import check_calls
 from train_loop.run_dir import ExportWish, ReadPolicy, RunDir, read_lines
@@ -186,7 +188,7 @@ def planned_and_measured(job: JobSpec) -> tuple[dict[str, int], Memory]:
     shape, problems = check_model(job, ReadPolicy(project=job.project, roots=()))
     if shape is None or problems:
         raise ModelError(problems[0].message)
-    built = build(job)
+    shape, built = replace(shape, call=measure_call(job)), build(job)
     state = build_state(built.sharded.anatomy, job, built.mesh, steps=STEPS)
     found = measure_memory(state, built.objective, lambda: built.batches(BATCH), None, built.mesh)
     return {term.name: term.bytes for term in plan_job(job, shape).memory}, found

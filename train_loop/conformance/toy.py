@@ -25,12 +25,6 @@ class ToyMesh:
     sp: int = 1
     accumulation: int = 1
 
-    def __str__(self) -> str:
-        split = f" x sequence {self.sp}" if self.sp > 1 and self.sp < self.world else ""
-        if self.sp == self.world > 1:
-            return f"sequence {self.sp}"
-        return f"HSDP {self.world // self.fsdp} x {self.fsdp}" if self.fsdp else f"FSDP {self.world // self.sp}{split}"
-
     @property
     def micro_batch(self) -> int:
         """Return the rows of a micro-batch."""

@@ -10,6 +10,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import innermost, repeated_layers, wrapped_layers
@@ -60,8 +61,12 @@ class Sequence:
         return mesh.sp > 1
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
-        """Exchange sequence parts for heads around attention."""
-        apply_ulysses(built.anatomy, mesh.sp, built.timer, built.attention)
+        """Exchange sequence parts for heads around attention, or let the model do so."""
+        anatomy, part = built.anatomy, SequencePart(mesh.sp, built.timer)
+        if anatomy.family.split_sequence(anatomy.model, part):
+            part.watch(anatomy.model)
+        else:
+            apply_ulysses(anatomy, mesh.sp, built.timer, built.attention)
 
 
 class Tiles:

@@ -39,21 +39,29 @@ class _Own:
         return self._own(getattr(self._module, name))
 
 
-class Ulysses:
-    """The sequence parallel attention of one model, and the exchanges of its current or last forward pass."""
+class Exchanges:
+    """The exchanges of a model's current or last forward pass in a group of ranks that share sequences."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
+    def __init__(self, group: dist.ProcessGroup, timer: ComputeTimer) -> None:
         self.group = group
         self.ranks = dist.get_world_size(group)
-        self.inner = inner
         self.timer = timer
         self.exchanged: Counter[tuple[int, ...]] = Counter()
+        """Number of exchanges of each shape."""
+        self.name = f"ulysses-{next(_NUMBERS)}"
+        _BY_NAME[self.name] = self
+
+
+class Ulysses(Exchanges):
+    """The sequence parallel attention of one model."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
+        super().__init__(group, timer)
+        self.inner = inner
         self.uses: list[AttentionUse] = []
         """The attention modules that use this object."""
         self._by_head = set[nn.Module]()
         """Modules with numbers by head, such as sinks."""
-        self.name = f"ulysses-{next(_NUMBERS)}"
-        _BY_NAME[self.name] = self
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
         model.register_forward_hook(self._check_forward, with_kwargs=True)
 
@@ -116,8 +124,8 @@ class Ulysses:
 
 
 _NUMBERS = itertools.count()
-_BY_NAME: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
-"""Every `Ulysses` by its unique name: operators in compiled graphs refer to objects only by name."""
+_BY_NAME: WeakValueDictionary[str, Exchanges] = WeakValueDictionary()
+"""All `Exchanges` by their unique name: operators in compiled graphs refer to objects only by name."""
 
 
 def apply_ulysses(

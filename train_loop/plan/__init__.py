@@ -43,7 +43,7 @@ from train_loop.plan.resources import (
     too_big,
 )
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import NEEDED, KeptBytes, ModelShape, ParameterCounts, UnitSizes, read_shape
+from train_loop.plan.shape import NEEDED, CallSizes, KeptBytes, ModelShape, ParameterCounts, UnitSizes, read_shape
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "WORKER_MEMORY_VARIABLE",
     "Axis",
     "BatchPlan",
+    "CallSizes",
     "Capacity",
     "KeptBytes",
     "LargestRead",

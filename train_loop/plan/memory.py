@@ -70,8 +70,19 @@ def estimate_memory(
         *state,
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
-        *(_forward(spec, shape, mesh, beside=beside) if spec.code is None else ()),
+        *(_forward(spec, shape, mesh, beside=beside) if spec.code is None else _own_forward(spec, shape, mesh)),
     )
+
+
+def _own_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
+    """Return the bytes that forward and backward of own code keep, if they are known."""
+    call, rows = shape.call, spec.training.per_device_train_batch_size
+    if call is None or call.activations is None:
+        return ()
+    formula = (
+        f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sequence ranks"
+    )
+    return (MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),)
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:

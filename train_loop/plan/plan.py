@@ -87,6 +87,9 @@ def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
 
 def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
     sp, length = spec.strategy.ulysses_size, spec.data.sequence_length
+    if spec.code is not None:
+        # Only its batches and its model show what can be split.
+        return []
     found = []
     if shape.heads % sp:
         found.append(
@@ -111,6 +114,14 @@ def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
     if shape.known:
         return ()
     if spec.code is not None:
-        return ("own code: its activations are not part of the memory estimate",)
+        return _warnings_of_code(shape)
     what = "memory is" if shape.counts is None else "activations are"
     return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)
+
+
+def _warnings_of_code(shape: ModelShape) -> tuple[str, ...]:
+    call = shape.call
+    if call is None or call.problem is not None:
+        why = "" if call is None else f", because it cannot be called without values ({call.problem})"
+        return (f"own code: its activations are not part of the memory estimate{why}",)
+    return ("own code: activations are estimated from a call of its first rows without values",)

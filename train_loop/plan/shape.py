@@ -110,6 +110,24 @@ class KeptBytes:
 
 
 @dataclass(frozen=True)
+class CallSizes:
+    """Sizes of a call of own code with a micro-batch, counted without values."""
+
+    rows: int
+    activations: int | None = None
+    """Bytes at the peak of forward and backward, without parameters and their gradients; None if unknown."""
+    flops: int | None = None
+    """FLOPs of forward and backward, recomputation not included; None if unknown."""
+    problem: str | None = None
+    """Why they are unknown."""
+
+    @property
+    def flops_per_row(self) -> int | None:
+        """Return the FLOPs of a row; None if unknown."""
+        return None if self.flops is None else self.flops // self.rows
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A dense decoder: H hidden, F intermediate, L layers, V vocabulary, attention heads and kv heads of head_dim."""
 
@@ -132,6 +150,8 @@ class ModelShape:
     """Whether the head gives values for a row, and not for each token."""
     counts: ParameterCounts | None = None
     """Exact numbers of parameters; None if the model has not been built."""
+    call: CallSizes | None = None
+    """Sizes of a call of own code; None for other models, and before the code has been called."""
     whole_scores: bool = False
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
     kept: KeptBytes | None = None

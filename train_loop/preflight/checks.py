@@ -38,6 +38,7 @@ from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
+from train_loop.preflight.call_sizes import measure_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.preflight.parent_checkpoint import checkpoint_problems
@@ -291,6 +292,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             own = spec.code is not None
             preview, bad = ([], []) if problems or own else _preview(spec)
             problems += check_calls(spec, set_pointer) if own and not problems else []
+            if own and shape is not None and not problems:
+                shape = replace(shape, call=measure_call(spec))
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         problems += bad

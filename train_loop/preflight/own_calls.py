@@ -86,7 +86,7 @@ class _Calls:
         self._made = list[str]()
         for name, unit in [*self._units.items(), ("", self._model)]:
             unit.register_forward_pre_hook(lambda *_, name=name: self._made.append(name))
-        self._model.register_forward_pre_hook(_cast(DTYPES[spec.model.dtype]), with_kwargs=True)
+        self._model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
 
     def check(self, batches: Iterator[Mapping[str, Any]]) -> None:
         """Call the loss with batches. Raises ModelError for calls that ranks could not make together."""
@@ -122,7 +122,7 @@ class _Calls:
 _LIKE = f"FSDP gathers a layer on all ranks together; {REMEDY_OF_CALLS}"
 
 
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
     """Return a hook that gives a model its inputs in the compute dtype, as FSDP2 does."""
 
     def cast(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from train_loop.data.own_columns import first_rows, own_columns
 from train_loop.data.prepare.cache import list_source
 from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import UserError
-from train_loop.loop.objectives.own_loss import as_tensors, call_batch
+from train_loop.loop.objectives.own_loss import as_tensors, call_batch, split_batch
 from train_loop.model.families.choose import family_of
 from train_loop.preflight.fork_server import lacks_memory
 from train_loop.preflight.own_calls import CALLS, META, check_loss, first_batch
@@ -69,10 +69,12 @@ def check_calls(spec: JobSpec, set_pointer: SetPointer) -> list[Problem]:
     pointer = "/data/columns"
     set_pointer(pointer)
     try:
-        columns = _first_rows(spec)
+        columns = first_rows_of(spec)
         code, anatomy = own_code(spec.code), family_of(spec).build(spec.model)
         set_pointer(pointer := "/code/batch")
-        call_batch(code, first_batch(columns, spec), META)
+        batch = call_batch(code, first_batch(columns, spec), META)
+        set_pointer(pointer := "/code/sequence")
+        split_batch(code, batch, part=0, parts=spec.strategy.ulysses_size)
         set_pointer(pointer := "/code/loss")
         check_loss(code, anatomy, columns, spec)
     except UserError as error:
@@ -82,7 +84,7 @@ def check_calls(spec: JobSpec, set_pointer: SetPointer) -> list[Problem]:
     return []
 
 
-def _first_rows(spec: JobSpec) -> dict[str, Any]:
+def first_rows_of(spec: JobSpec) -> dict[str, Any]:
     """Return the rows of a first micro-batch by column, and some more. Raises DataError."""
     source = list_source(spec, spec.data.sources[0])
     columns = own_columns(source.files, source.columns.own)

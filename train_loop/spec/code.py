@@ -59,6 +59,11 @@ class CodeSpec(SpecModel):
         description="names of further sums that the loss returns in a mapping, such as correct; each is logged divided "
         "by the count",
     )
+    sequence: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default={},
+        description="entries of the batch that ulysses_size splits over the workers of a sequence, each with the "
+        "dimension that is split, such as {tokens: 1}; the model then has a method split_sequence",
+    )
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = Field(
         default=None,
         description="SHA-256 that the package must have; null: that of the submission, which fills in this field",
@@ -98,7 +103,7 @@ def check_part(code: CodeSpec, part: SpecModel) -> None:
     if isinstance(part, TrainingSpec):
         _check_training(part)
     if isinstance(part, StrategySpec):
-        _check_units(part)
+        _check_units(part, code)
     if isinstance(part, CheckpointSpec) and part.keep_best is not None:
         known = ("loss", "grad_norm", "eval_loss", *(f"eval_{name}" for name in code.sums))
         if part.keep_best.metric not in known:
@@ -126,11 +131,11 @@ def _check_training(training: TrainingSpec) -> None:
         )
 
 
-def _check_units(strategy: StrategySpec) -> None:
-    if strategy.ulysses_size > 1:
+def _check_units(strategy: StrategySpec, code: CodeSpec) -> None:
+    if strategy.ulysses_size > 1 and not code.sequence:
         raise ValueError(
-            f"ulysses_size={strategy.ulysses_size} splits sequences, which own code (code) does not do yet; choose "
-            "ulysses_size: 1"
+            f"ulysses_size={strategy.ulysses_size} splits sequences, and code.sequence does not say which entries of "
+            "the batch have them; write, for example, code.sequence: {tokens: 1}, or choose ulysses_size: 1"
         )
     for name in ("wrap_embeddings", "wrap_lm_output"):
         if getattr(strategy.wrap_policy, name):

@@ -226,6 +226,8 @@ class JobSpec(SpecModel):
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",
+            f"ulysses_size={strategy.ulysses_size} with own code (code)": strategy.ulysses_size > 1
+            and info.data.get("code") is not None,
         }
         for setting, chosen in unproven.items():
             if chosen:

@@ -1,6 +1,7 @@
 """The Transformer of PyTorch's FSDP2 tutorial with a causal mask, as own code of a job."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.dim, bias=False)
         self.wv = nn.Linear(args.dim, args.dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.part = None
 
     def forward(self, x: Tensor) -> Tensor:
         bsz, seq_len, _ = x.size()
@@ -35,8 +37,12 @@ class Attention(nn.Module):
         queries = queries.view(bsz, seq_len, self.n_heads, self.head_dim).transpose(1, 2)
         keys = keys.view(bsz, seq_len, self.n_heads, self.head_dim).transpose(1, 2)
         values = values.view(bsz, seq_len, self.n_heads, self.head_dim).transpose(1, 2)
+        if self.part is not None:  # all tokens of some heads, for some tokens of all heads
+            queries, keys, values = (self.part.to_heads(x) for x in (queries, keys, values))
         dropout = self.dropout_p if self.training else 0.0
         output = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        if self.part is not None:
+            output = self.part.to_sequence(output)
         return self.resid_dropout(self.wo(output.transpose(1, 2).contiguous().view(bsz, seq_len, -1)))
 
 
@@ -79,10 +85,20 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(args.dim)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.output.weight = self.tok_embeddings.weight
+        self.first_part = 0
+
+    def split_sequence(self, part: Any) -> None:
+        """Compute part number part.rank of the part.ranks parts of each sequence, if ulysses_size is above 1."""
+        self.first_part = part.rank
+        for layer in self.layers:
+            layer.attention.part = part
 
     def forward(self, tokens: Tensor) -> Tensor:
         _bsz, seq_len = tokens.size()
-        h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(0, seq_len, device=tokens.device))
+        start = self.first_part * seq_len
+        h = self.tok_embeddings(tokens) + self.pos_embeddings(
+            torch.arange(start, start + seq_len, device=tokens.device)
+        )
         h = self.dropout(h)
         for layer in self.layers:
             h = layer(h)

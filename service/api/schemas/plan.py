@@ -73,6 +73,10 @@ class PlanOut(BaseModel):
     tokens_per_step: int
     steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
     parameters: int
+    flops_per_row: int | None = Field(
+        description="FLOPs to train on a row with own code, an estimate without recomputation; null if unknown, and "
+        "for other models"
+    )
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source")

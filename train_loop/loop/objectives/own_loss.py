@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -18,6 +19,7 @@ from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Terms
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.faults import passes_unchanged
+from train_loop.parallel.sequence_part import part_of
 from train_loop.run_dir import is_transient
 from train_loop.state import rng_state, seed_generators, set_rng_state
 
@@ -51,11 +53,23 @@ class OwnLoss:
         if not rows and not self._stand_in:
             self._stand_in = read_columns(self._dataset, np.zeros(1, np.int64), device)
         columns = {name: _chosen(batch.values[name], rows) for name in names} if rows else self._stand_in
-        prepared = call_batch(self._code, columns, device)
+        prepared = self._prepared(columns, device)
         with nullcontext() if self._called else unchanged_buffers(self._code, self.anatomy.model):
             terms = call_loss(self._code, self.anatomy.model, prepared)
         self._called = True
         return terms if rows else _nothing(terms)
+
+    def _prepared(self, columns: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return the batch of some rows: this rank's part of it, if ranks share its sequences."""
+        part = part_of(self.anatomy.model)
+        if part is None:
+            return call_batch(self._code, columns, device)
+        # One rank makes it: with random numbers in the code, its peers would make another one.
+        shared = [call_batch(self._code, columns, torch.device("cpu")) if part.rank == 0 else None]
+        dist.broadcast_object_list(shared, group=part.group, group_src=0, device=device)
+        assert shared[0] is not None
+        mine = split_batch(self._code, shared[0], part=part.rank, parts=part.ranks)
+        return on_device(mine, device)
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the sums of the loss and of its count, and the further sums.
@@ -132,8 +146,31 @@ def call_batch(code: OwnCode, columns: Mapping[str, Any], device: torch.device) 
         found = code.batch(dict(columns))
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ModelError(f"{entry} returned {_described(found)}; return a mapping of names to tensors")
-    moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), dict(found))
+    return on_device(dict(found), device)
+
+
+def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a batch whose tensors are on a device."""
+    moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
     return moved
+
+
+def split_batch(code: OwnCode, batch: Mapping[str, Any], *, part: int, parts: int) -> dict[str, Any]:
+    """Return one of the equal parts of a batch, whose entries in code.sequence are split. Raises ModelError."""
+    found = dict(batch)
+    for name, dim in code.spec.sequence.items():
+        value = batch.get(name)
+        if not isinstance(value, Tensor) or value.ndim <= dim:
+            shown = "has no such entry" if name not in batch else f"has {_described(value)} there"
+            raise ModelError(f"code.sequence splits dimension {dim} of {name}, and the batch {shown}; correct either")
+        if value.shape[dim] % parts:
+            raise ModelError(
+                f"ulysses_size={parts} does not divide the {value.shape[dim]} of dimension {dim} of {name}, which "
+                "code.sequence splits; choose another length or ulysses_size"
+            )
+        width = value.shape[dim] // parts
+        found[name] = value.narrow(dim, part * width, width)
+    return found
 
 
 def call_loss(code: OwnCode, model: nn.Module, batch: Mapping[str, Any]) -> Terms:

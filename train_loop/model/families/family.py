@@ -138,6 +138,10 @@ class Family(Protocol):
         """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
         raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
 
+    def split_sequence(self, model: nn.Module, part: object) -> bool:
+        """Give a model this rank's part of each sequence, if it exchanges parts itself; return whether it does."""
+        return False
+
     def initialise(self, model: nn.Module, name: str) -> None:
         """Initialise the tensors of one module of a model by the family's rules; tensors of others may be on meta.
 

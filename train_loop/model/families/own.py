@@ -24,6 +24,8 @@ from train_loop.spec import JobSpec, ModelSpec
 
 _RULES_OF_MODULES = ("reset_parameters", "_reset_parameters")
 """Methods that initialise a module, by the convention of torch.nn."""
+_SPLIT = "split_sequence"
+"""Method of models whose ranks can share a sequence; it is called with a `SequencePart`."""
 _RULES_OF_MODELS = ("init_weights", "_init_weights")
 """Methods that initialise all modules of a model: all at once, or their argument."""
 
@@ -83,7 +85,24 @@ class OwnModels(Family):
                     "or name layers in strategy.wrap_policy or _no_split_modules"
                 )
 
-        return Examination({}, after_head=None, settings=(SettingCheck("/model/gradient_checkpointing", check),))
+        settings = [SettingCheck("/model/gradient_checkpointing", check)]
+        if spec.strategy.ulysses_size > 1:
+            settings.append(SettingCheck("/strategy/ulysses_size", partial(self._check_split, anatomy.model)))
+        return Examination({}, after_head=None, settings=tuple(settings))
+
+    def _check_split(self, model: nn.Module) -> None:
+        if not callable(getattr(model, _SPLIT, None)):
+            raise ModelError(
+                f"{type(model).__name__} of {self.source} has no method {_SPLIT}, by which ranks share a sequence; add "
+                "it, or choose ulysses_size: 1"
+            )
+
+    def split_sequence(self, model: nn.Module, part: object) -> bool:
+        """Call the model's method with this rank's part of each sequence. Raises ModelError."""
+        self._check_split(model)
+        with self.code.faults_of(f"{_SPLIT} of {self.source}"):
+            getattr(model, _SPLIT)(part)
+        return True
 
     def initialise(self, model: nn.Module, name: str) -> None:
         """Apply a module's own rule, then those of the modules around it, which may set tensors inside of them."""

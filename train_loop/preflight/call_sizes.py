@@ -1,0 +1,124 @@
+"""Bytes of activations and FLOPs of a call of own code, counted on tensors without values."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from train_loop.code.load import OwnCode
+from train_loop.code.use import own_code
+from train_loop.errors import UserError
+from train_loop.loop.objectives.own_loss import call_batch, call_loss
+from train_loop.model.build import DTYPES
+from train_loop.model.families.choose import family_of
+from train_loop.model.freeze import freeze
+from train_loop.parallel.layers import apply_checkpointing
+from train_loop.parallel.units import repeated_layers
+from train_loop.plan import CallSizes
+from train_loop.preflight.own_code import cast_inputs, first_rows_of
+from train_loop.spec import JobSpec
+
+CPU = torch.device("cpu")
+
+
+def measure_call(spec: JobSpec) -> CallSizes:
+    """Return the bytes and FLOPs of a micro-batch of a spec's first rows, or why they cannot be counted."""
+    assert spec.code is not None, "only specs with code are measured"
+    rows = spec.training.per_device_train_batch_size
+    try:
+        code, columns = own_code(spec.code), first_rows_of(spec)
+        # Operators of other attention are not counted.
+        counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
+        with _fake_call(spec, code, columns, recompute=False) as (model, batch), counter, attention:
+            call_loss(code, model, batch).total.backward()
+        with _fake_call(spec, code, columns, recompute=True) as (model, batch), LiveBytes(model) as live:
+            call_loss(code, model, batch).total.backward()
+    except (UserError, RuntimeError, NotImplementedError, TypeError) as error:
+        return CallSizes(rows, problem=" ".join(str(error).split())[:300])
+    inputs = sum(value.nbytes for value in tree_leaves(batch) if isinstance(value, Tensor))
+    return CallSizes(rows, activations=live.peak + inputs, flops=counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def _fake_call(
+    spec: JobSpec, code: OwnCode, columns: Mapping[str, Any], *, recompute: bool
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the model in its compute dtype and a batch, both without values, for use within the context."""
+    anatomy = family_of(spec).build(spec.model)
+    layers = repeated_layers(anatomy, spec.strategy.wrap_policy)
+    freeze(anatomy.model, spec.model.freeze_module_prefix)
+    batch = call_batch(code, columns, CPU)
+    with FakeTensorMode() as fake:
+        model = anatomy.model.to(DTYPES[spec.model.dtype])
+        _allocate(model)
+        model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
+        if recompute and spec.model.gradient_checkpointing != "none":
+            apply_checkpointing(layers, offload=False, pin_memory=False)
+        yield model, tree_map_only(Tensor, fake.from_tensor, batch)
+
+
+def _allocate(model: nn.Module) -> None:
+    """Replace the tensors of a model on meta by such of the current mode; tied ones stay one."""
+    made = dict[int, Tensor]()
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    )
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that counts the bytes of living tensors, without a model's parameters and their gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()
+        """Number of each living storage."""
+        self._changes = list[tuple[int, int]]()
+        """Number of a storage and the bytes that begin or end, in order."""
+        self._gradients = set[int]()
+        for number, parameter in enumerate(model.parameters()):
+            self._numbers[parameter.untyped_storage()] = -1 - number
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._drop_gradient)
+
+    @property
+    def peak(self) -> int:
+        """Return the largest number of bytes at one time."""
+        live = accumulate(size for number, size in self._changes if number not in self._gradients)
+        return max(live, default=0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        if storage not in self._numbers:
+            number, size = len(self._changes), storage.nbytes()
+            self._numbers[storage] = number
+            self._changes.append((number, size))
+            weakref.finalize(storage, self._changes.append, (number, -size))
+
+    def _drop_gradient(self, parameter: Tensor) -> None:
+        # The plan counts gradients by its own terms.
+        if parameter.grad is not None:
+            self._gradients.add(self._numbers.get(parameter.grad.untyped_storage(), 0))
+        parameter.grad = None
