@@ -18,7 +18,6 @@ from trainshed.cli.commands import (
     local,
     nodes,
     runs,
-    schema,
     usage,
     watch,
     webhooks,
@@ -44,7 +43,7 @@ app = typer.Typer(
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),
-    "Specs": (init.init, schema.schema, check_model.check_model),
+    "Specs": (init.init, init.schema, check_model.check_model),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),

@@ -87,6 +87,7 @@ class Transformer(nn.Module):
         self.output.weight = self.tok_embeddings.weight
         self.first_part = 0
 
+    # --8<-- [start:split]
     def split_sequence(self, part: Any) -> None:
         """Compute part number part.rank of the part.ranks parts of each sequence, if ulysses_size is above 1."""
         self.first_part = part.rank
@@ -103,6 +104,8 @@ class Transformer(nn.Module):
         for layer in self.layers:
             h = layer(h)
         return self.output(self.norm(h)).float()
+
+    # --8<-- [end:split]
 
 
 def build(config: dict[str, int | float]) -> nn.Module:

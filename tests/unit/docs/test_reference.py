@@ -104,7 +104,9 @@ def names_of(group: Typer | None) -> list[str]:
     """Return the names of the commands that are registered in a group."""
     assert group is not None
     assert group.registered_commands
-    return [one.name or str(getattr(one.callback, "__name__", "")) for one in group.registered_commands]
+    return [
+        one.name or str(getattr(one.callback, "__name__", "")).replace("_", "-") for one in group.registered_commands
+    ]
 
 
 def test_sdk_page_has_every_public_name(pages: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""`trainshed init`: a commented job spec to start from."""
+"""`trainshed init` and `schema`: a commented job spec to start from, and the JSON schema of job specs."""
 
 import os
 from enum import StrEnum
@@ -65,6 +65,23 @@ def init(
     if data is not None:
         show_note(f"wrote {data}, its sample data")
     show_next(f"plan {file}")
+
+
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write instead of standard output")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the JSON schema of the job spec. Needs no service."""
+    if output is None:
+        print(dump_schema(), end="")
+    else:
+        write_file(output, dump_schema().encode())
+        if not as_json:
+            show_text(str(output))
+    if not as_json:
+        show_next("init")
 
 
 def _check_new(file: Path) -> None:
