@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.own_code import MODEL, own_spec
+from tests.support.own_code import MODEL, example_job, own_spec, write_example
 from train_loop.conformance.guarantees import (
     ACCEPTED,
     ACCUMULATED,
     DETERMINISTIC,
     INITIALISED,
     RESUMED,
+    SPLIT,
     Toy,
+    check,
     checks_of,
     result,
 )
@@ -93,3 +95,33 @@ def test_wrong_package_fails_the_guarantee_that_it_breaks(tmp_path: Path, name: 
     found = result(broken, checks[broken])
     assert found.verdict == "does not hold"
     assert told in f"{found.seen}; {found.remedy}"
+
+
+def test_right_package_holds_all_guarantees(tmp_path: Path) -> None:
+    write_example(tmp_path, "transformer")
+    found = list(check(parse(example_job(tmp_path, "transformer"))))
+    assert [one for one in found if one.verdict != "holds"] == []
+    assert [one.guarantee for one in found if "sequence" in one.guarantee] == [*SPLIT]
+
+
+# Attention that forgets the exchange, positions that begin at 0, and a model without the method.
+UNSPLIT = {
+    "unused part": ("layer.attention.part = part", "pass", "exchanged nothing in its forward pass"),
+    "wrong positions": ("start = self.first_part * seq_len", "start = 0", "differs: "),
+    "no method": ("def split_sequence", "def other", "has no method split_sequence"),
+}
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_wrongly_split_sequences_are_found(tmp_path: Path, name: str) -> None:
+    before, after, told = UNSPLIT[name]
+    write_example(tmp_path, "transformer")
+    file = tmp_path / "transformer" / "transformer.py"
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+    checks = checks_of(Toy(parse(example_job(tmp_path, "transformer")), tmp_path))
+    needed = [checks[one]() for one in (ACCEPTED, DETERMINISTIC)]
+    assert [one for one in needed if one.verdict != "holds"] == []
+    found = result(next(iter(SPLIT)), checks[next(iter(SPLIT))])
+    assert found.verdict == "does not hold"
+    assert told in found.seen

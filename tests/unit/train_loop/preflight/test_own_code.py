@@ -274,3 +274,25 @@ def test_parameters_of_units_that_are_not_called_are_named(
     _, _, problems = check(own_spec(tmp_path, MODEL.replace(before, after), **policy), tmp_path)
     assert list(problems) == (["/code/loss"] if problem else [])
     assert problem in problems.get("/code/loss", "")
+
+
+@pytest.mark.parametrize(
+    ("sequence", "problem"),
+    [
+        ({"x": 1}, "ulysses_size=4 does not divide the 2 of dimension 1 of x"),
+        ({"z": 1}, "code.sequence splits dimension 1 of z, and the batch has no such entry"),
+        ({"y": 1}, "the batch has a tensor of float32 with the shape [1] there"),
+    ],
+)
+def test_entries_that_cannot_be_split_are_named(tmp_path: Path, sequence: dict[str, int], problem: str) -> None:
+    text = MODEL.replace("def forward", "def split_sequence(self, part):\n        pass\n    def forward")
+    raw = own_spec(
+        tmp_path, text, code={"sequence": sequence}, strategy={"ulysses_size": 4}, scaling={"num_workers": 4}
+    )
+    assert problem in check(raw, tmp_path)[2]["/code/sequence"]
+
+
+def test_model_without_a_way_to_split_sequences_is_refused(tmp_path: Path) -> None:
+    strategy: dict[str, Any] = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
+    raw = own_spec(tmp_path, code={"sequence": {"x": 1}}, **strategy)
+    assert "Model of mymodel:build has no method split_sequence" in check(raw, tmp_path)[2]["/strategy/ulysses_size"]
