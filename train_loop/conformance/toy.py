@@ -15,6 +15,9 @@ from train_loop.spec import JobSpec, parse
 ROWS, BATCH, STEPS, EVERY = 24, 8, 4, 2
 """Rows, rows of a step, optimizer steps of a run, and steps between its checkpoints."""
 
+_TRAINING = {"learning_rate", "optimizer", "weight_decay", "momentum", "seed", "max_grad_norm"}
+"""Fields of a spec's training that its toy jobs have, too."""
+
 
 @dataclass(frozen=True)
 class ToyMesh:
@@ -41,9 +44,8 @@ def toy_job(spec: JobSpec, mesh: ToyMesh, rows: Path) -> JobSpec:
         "model": {"dtype": "fp32"}
         | spec.model.model_dump(mode="json", include={"gradient_checkpointing", "freeze_module_prefix"}),
         "data": {"train": {"path": str(rows)}, "columns": {"own": [*spec.data.columns_of(spec.data.sources[0]).own]}},
-        "training": training.model_dump(
-            mode="json", include={"learning_rate", "optimizer", "weight_decay", "momentum", "seed", "max_grad_norm"}
-        )
+        "training": training.model_dump(mode="json", include=_TRAINING, exclude_none=True)
+        | ({"optimizer": "adamw"} if training.optimizer == "adamw_8bit" else {})
         | {"max_steps": STEPS, "global_batch_size": BATCH, "per_device_train_batch_size": mesh.micro_batch},
         "strategy": {
             "fsdp_size": mesh.fsdp,
