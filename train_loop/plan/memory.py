@@ -17,7 +17,7 @@ MASK_BYTES = 2**30
 
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
-_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
+_ESTIMATED = ("activations", "root_gradients", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,12 @@ def _own_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[Memo
     formula = (
         f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sequence ranks"
     )
-    return (MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),)
+    return (
+        MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),
+        MemoryTerm(
+            "root_gradients", call.root_gradients, "whole gradients outside the units, at the peak of activations"
+        ),
+    )
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
@@ -109,7 +114,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
     units = shape.units(wrap.min_num_params)
-    outside, ahead = units.root, units.ahead if mesh.fsdp > 1 and not ordered else 0
+    outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or spec.code is not None) and not ordered else 0
     # Embeddings that are units of their own are freed after use; by size, they are none of the root's parameters.
     wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and wrap.min_num_params is None
     inside = max(outside, ahead) if wrapped else outside + ahead

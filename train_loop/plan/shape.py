@@ -116,6 +116,8 @@ class CallSizes:
     rows: int
     activations: int | None = None
     """Bytes at the peak of forward and backward, without parameters and their gradients; None if unknown."""
+    root_gradients: int = 0
+    """Bytes of whole gradients that FSDP's root unit has at that time."""
     flops: int | None = None
     """FLOPs of forward and backward, recomputation not included; None if unknown."""
     problem: str | None = None

@@ -3,8 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
 from train_loop.parallel.layers import apply_checkpointing
-from train_loop.parallel.units import repeated_layers
+from train_loop.parallel.units import repeated_layers, wrapped_layers
 from train_loop.plan import CallSizes
 from train_loop.preflight.own_code import cast_inputs, first_rows_of
 from train_loop.spec import JobSpec
@@ -38,23 +37,30 @@ def measure_call(spec: JobSpec) -> CallSizes:
         code, columns = own_code(spec.code), first_rows_of(spec)
         # Operators of other attention are not counted.
         counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
-        with _fake_call(spec, code, columns, recompute=False) as (model, batch), counter, attention:
-            torch.autograd.backward(call_loss(code, model, batch).total)
-        with _fake_call(spec, code, columns, recompute=True) as (model, batch), LiveBytes(model) as live:
-            torch.autograd.backward(call_loss(code, model, batch).total)
+        with _fake_call(spec, code, columns, recompute=False) as call, counter, attention:
+            torch.autograd.backward(call_loss(code, call.model, call.batch).total)
+        with _fake_call(spec, code, columns, recompute=True) as call, LiveBytes(call) as live:
+            torch.autograd.backward(call_loss(code, call.model, call.batch).total)
     except (UserError, RuntimeError, NotImplementedError, TypeError) as error:
         return CallSizes(rows, problem=" ".join(str(error).split())[:300])
-    inputs = sum(value.nbytes for value in tree_leaves(batch) if isinstance(value, Tensor))
-    return CallSizes(rows, activations=live.peak + inputs, flops=counter.get_total_flops())
+    inputs = sum(value.nbytes for value in tree_leaves(call.batch) if isinstance(value, Tensor))
+    activations, gradients = live.peak()
+    return CallSizes(rows, activations + inputs, gradients, counter.get_total_flops())
+
+
+class FakeCall(NamedTuple):
+    """A model, its FSDP units below the root, and a batch, all without values."""
+
+    model: nn.Module
+    units: list[nn.Module]
+    batch: Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def _fake_call(
-    spec: JobSpec, code: OwnCode, columns: Mapping[str, Any], *, recompute: bool
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the model in its compute dtype and a batch, both without values, for use within the context."""
+def _fake_call(spec: JobSpec, code: OwnCode, columns: Mapping[str, Any], *, recompute: bool) -> Iterator[FakeCall]:
+    """Yield the model in its compute dtype and a batch, for use within the context."""
     anatomy = family_of(spec).build(spec.model)
-    layers = repeated_layers(anatomy, spec.strategy.wrap_policy)
+    layers, units = (find(anatomy, spec.strategy.wrap_policy) for find in (repeated_layers, wrapped_layers))
     freeze(anatomy.model, spec.model.freeze_module_prefix)
     batch = call_batch(code, columns, CPU)
     with FakeTensorMode() as fake:
@@ -63,7 +69,7 @@ def _fake_call(
         model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
         if recompute and spec.model.gradient_checkpointing != "none":
             apply_checkpointing(layers, offload=False, pin_memory=False)
-        yield model, tree_map_only(Tensor, fake.from_tensor, batch)
+        yield FakeCall(model, units, tree_map_only(Tensor, fake.from_tensor, batch))
 
 
 def _allocate(model: nn.Module) -> None:
@@ -83,25 +89,36 @@ def _allocate(model: nn.Module) -> None:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the bytes of living tensors, without a model's parameters and their gradients."""
+    """A dispatch mode that counts the bytes of living tensors of a call.
 
-    def __init__(self, model: nn.Module) -> None:
+    Parameters do not count. Gradients of FSDP's root unit live until the end of backward, and count apart; those of
+    other units are reduced before, and do not count.
+    """
+
+    def __init__(self, call: FakeCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._numbers = weakref.WeakKeyDictionary[Any, int]()
         """Number of each living storage."""
         self._changes = list[tuple[int, int]]()
         """Number of a storage and the bytes that begin or end, in order."""
-        self._gradients = set[int]()
-        for number, parameter in enumerate(model.parameters()):
+        self._gradients, self._root = set[int](), set[int]()
+        self._in_units = {id(parameter) for unit in call.units for parameter in unit.parameters()}
+        for number, parameter in enumerate(call.model.parameters()):
             self._numbers[parameter.untyped_storage()] = -1 - number
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._drop_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._sort)  # type: ignore[no-untyped-call]
 
-    @property
-    def peak(self) -> int:
-        """Return the largest number of bytes at one time."""
-        live = accumulate(size for number, size in self._changes if number not in self._gradients)
-        return max(live, default=0)
+    def peak(self) -> tuple[int, int]:
+        """Return the bytes of activations and of the root's gradients when both together are largest."""
+        activations = gradients = 0
+        found = 0, 0
+        for number, size in self._changes:
+            if number in self._root:
+                gradients += size
+            elif number not in self._gradients:
+                activations += size
+            found = max(found, (activations, gradients), key=sum)
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -117,8 +134,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._changes.append((number, size))
             weakref.finalize(storage, self._changes.append, (number, -size))
 
-    def _drop_gradient(self, parameter: Tensor) -> None:
-        # The plan counts gradients by its own terms.
-        if parameter.grad is not None:
-            self._gradients.add(self._numbers.get(parameter.grad.untyped_storage(), 0))
-        parameter.grad = None
+    def _sort(self, parameter: Tensor) -> None:
+        """Note whose gradient has been computed, and free those that FSDP reduces."""
+        assert parameter.grad is not None
+        in_unit = id(parameter) in self._in_units
+        (self._gradients if in_unit else self._root).add(self._numbers.get(parameter.grad.untyped_storage(), -1))
+        if in_unit:
+            parameter.grad = None
