@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from train_loop.code.load import OwnCode
 from train_loop.code.use import own_code
-from train_loop.errors import UserError
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.build import DTYPES
 from train_loop.model.families.choose import family_of
@@ -23,6 +22,7 @@ from train_loop.model.freeze import freeze
 from train_loop.parallel.layers import apply_checkpointing
 from train_loop.parallel.units import repeated_layers, wrapped_layers
 from train_loop.plan import CallSizes
+from train_loop.preflight.fork_server import lacks_memory
 from train_loop.preflight.own_code import cast_inputs, first_rows_of
 from train_loop.spec import JobSpec
 
@@ -41,8 +41,10 @@ def measure_call(spec: JobSpec) -> CallSizes:
             torch.autograd.backward(call_loss(code, call.model, call.batch).total)
         with _fake_call(spec, code, columns, recompute=True) as call, LiveBytes(call) as live:
             torch.autograd.backward(call_loss(code, call.model, call.batch).total)
-    except (UserError, RuntimeError, NotImplementedError, TypeError) as error:
-        return CallSizes(rows, problem=" ".join(str(error).split())[:300])
+    except Exception as error:  # the code's errors have no common class, in backward either
+        if lacks_memory(error):
+            raise
+        return CallSizes(rows, problem=" ".join(str(error).split()).removesuffix("; correct the code")[:300])
     inputs = sum(value.nbytes for value in tree_leaves(call.batch) if isinstance(value, Tensor))
     activations, gradients = live.peak()
     return CallSizes(rows, activations + inputs, gradients, counter.get_total_flops())

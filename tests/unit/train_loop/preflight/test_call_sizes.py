@@ -80,7 +80,11 @@ def test_plan_counts_activations_and_says_so_if_it_cannot(tmp_path: Path) -> Non
     spec = unpacked(parse(own_spec(tmp_path / "b", text)))
     plan = plan_job(spec, replace(ModelShape.of_code(), call=measure_call(spec)))
     assert "activations" not in {term.name for term in plan.memory}
-    assert "because it cannot be called without values" in plan.warnings[0]
+    assert plan.warnings[0].startswith(
+        "own code: its activations are not part of the memory estimate, because it cannot be called without values "
+        "(mymodel:loss failed: DataDependentOutputException: "
+    )
+    assert plan.warnings[0].endswith("(mymodel.py, line 21, in loss))")
 
 
 def test_activations_follow_the_rows_and_the_ranks_of_a_sequence(tmp_path: Path) -> None:
