@@ -23,7 +23,8 @@ from train_loop.parallel.layers import apply_checkpointing
 from train_loop.parallel.units import repeated_layers, wrapped_layers
 from train_loop.plan import CallSizes
 from train_loop.preflight.fork_server import lacks_memory
-from train_loop.preflight.own_code import cast_inputs, first_rows_of
+from train_loop.preflight.own_calls import cast_inputs, first_batch
+from train_loop.preflight.own_code import first_rows_of
 from train_loop.spec import JobSpec
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def measure_call(spec: JobSpec) -> CallSizes:
     assert spec.code is not None, "only specs with code are measured"
     rows = spec.training.per_device_train_batch_size
     try:
-        code, columns = own_code(spec.code), first_rows_of(spec)
+        code, columns = own_code(spec.code), first_batch(first_rows_of(spec), spec)
         # Operators of other attention are not counted.
         counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
         with _fake_call(spec, code, columns, recompute=False) as call, counter, attention:
@@ -66,28 +67,33 @@ def _fake_call(spec: JobSpec, code: OwnCode, columns: Mapping[str, Any], *, reco
     freeze(anatomy.model, spec.model.freeze_module_prefix)
     batch = call_batch(code, columns, CPU)
     with FakeTensorMode() as fake:
-        model = anatomy.model.to(DTYPES[spec.model.dtype])
-        _allocate(model)
-        model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
+        model, dtype = anatomy.model, DTYPES[spec.model.dtype]
+        _allocate(model, dtype)
+        model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
         if recompute and spec.model.gradient_checkpointing != "none":
             apply_checkpointing(layers, offload=False, pin_memory=False)
         yield FakeCall(model, units, tree_map_only(Tensor, fake.from_tensor, batch))
 
 
-def _allocate(model: nn.Module) -> None:
-    """Replace the tensors of a model on meta by such of the current mode; tied ones stay one."""
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the tensors of a model on meta by such of the current mode, with float parameters in the given dtype.
+
+    Tied ones stay one.
+    """
     made = dict[int, Tensor]()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-                    made[id(tensor)] = (
-                        nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                    )
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+                if tensor is not None:
+                    found = made.get(id(tensor))
+                    tensors[name] = made[id(tensor)] = _like(tensor, dtype) if found is None else found  # type: ignore[assignment]
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    kind = dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

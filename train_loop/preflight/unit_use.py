@@ -77,7 +77,7 @@ class UnitUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = innermost_place(traceback.extract_stack(), self._folder)
         policy, kind = self._strategy.wrap_policy, type(unit).__name__
         if unit is self._root:
-            self._before_root = (
+            self._before_root = self._before_root or (
                 f"{name} is used before the model is called{place}, and each rank has only a shard of it; call the "
                 "model itself first"
             )

@@ -18,6 +18,7 @@ from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.parallel.layers import apply_checkpointing
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
+from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
 from train_loop.spec import JobSpec, override, parse
 
@@ -55,7 +56,10 @@ def test_sizes_are_those_of_a_real_call(tmp_path: Path, name: str, recompute: st
     assert found.problem is None
     assert found.activations is not None
     code = own_code(spec.code)
-    model, batch = code.model(spec.code.config), call_batch(code, first_rows_of(spec), torch.device("cpu"))
+    model, batch = (
+        code.model(spec.code.config),
+        call_batch(code, first_batch(first_rows_of(spec), spec), torch.device("cpu")),
+    )
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         torch.autograd.backward(call_loss(code, model, batch).total)
     assert found.flops == counter.get_total_flops()
