@@ -1,5 +1,6 @@
 """`trainshed check-model`: a right package holds its guarantees, and each wrong one fails the guarantee it breaks."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from train_loop.conformance.guarantees import (
     ACCEPTED,
     ACCUMULATED,
     DETERMINISTIC,
+    EXPORTED,
     INITIALISED,
+    PARALLEL,
     RESUMED,
     SPLIT,
     Toy,
-    check,
     checks_of,
     result,
 )
@@ -63,6 +65,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
             FORWARD: "return self.last(self.first(x).tanh()) * float(numpy.random.default_rng().normal())",
         },
         DETERMINISTIC,
+        EXPORTED,
         "the loss",
     ),
     "forgotten count": (
@@ -77,6 +80,13 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
 }
 
 
+MORE = bool(os.environ.get("MORE"))
+SOME = ("mean", "forgotten parameter", "batch norm", "random forward", "forgotten count")
+"""Wrong packages of every run of the tests; MORE=1 checks all."""
+ELSEWHERE = (RESUMED, EXPORTED, [*PARALLEL][-1])
+"""Guarantees whose positive result test_own_code.py and test_own_module.py show as well."""
+
+
 def changed(changes: dict[str, str]) -> str:
     """Return MODEL with some texts replaced."""
     text = MODEL
@@ -86,7 +96,7 @@ def changed(changes: dict[str, str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG if MORE else SOME)
 def test_wrong_package_fails_the_guarantee_that_it_breaks(tmp_path: Path, name: str) -> None:
     changes, broken, told = WRONG[name]
     checks = checks_of(Toy(parse(own_spec(tmp_path, changed(changes))), tmp_path))
@@ -97,11 +107,11 @@ def test_wrong_package_fails_the_guarantee_that_it_breaks(tmp_path: Path, name: 
     assert told in f"{found.seen}; {found.remedy}"
 
 
-def test_right_package_holds_all_guarantees(tmp_path: Path) -> None:
+def test_right_package_holds_its_guarantees(tmp_path: Path) -> None:
     write_example(tmp_path, "transformer")
-    found = list(check(parse(example_job(tmp_path, "transformer"))))
+    checks = checks_of(Toy(parse(example_job(tmp_path, "transformer")), tmp_path))
+    found = [result(name, run) for name, run in checks.items() if MORE or name not in ELSEWHERE]
     assert [one for one in found if one.verdict != "holds"] == []
-    assert [one.guarantee for one in found if "sequence" in one.guarantee] == [*SPLIT]
 
 
 # Attention that forgets the exchange, positions that begin at 0, and a model without the method.
@@ -112,7 +122,7 @@ UNSPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", UNSPLIT)
+@pytest.mark.parametrize("name", UNSPLIT if MORE else ["wrong positions"])
 def test_wrongly_split_sequences_are_found(tmp_path: Path, name: str) -> None:
     before, after, told = UNSPLIT[name]
     write_example(tmp_path, "transformer")
