@@ -17,7 +17,7 @@ MASK_BYTES = 2**30
 
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
-_ESTIMATED = ("activations", "root_gradients", "offloaded_activations", "attention_mask", "attention_scores", "logits")
+_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,7 @@ def _own_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[Memo
     formula = (
         f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sequence ranks"
     )
-    return (
-        MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),
-        MemoryTerm(
-            "root_gradients", call.root_gradients, "whole gradients outside the units, at the peak of activations"
-        ),
-    )
+    return (MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),)
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
@@ -123,11 +118,14 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     without = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
     head = 0 if without else shape.outputs * shape.hidden
     later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
+    # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
+    early = 0 if shape.call is None else shape.call.root_gradients
+    later = 0 if shape.call is not None else later
     both = "two layers" if wrap.min_num_params is None else "units gathered at once"
     peaks = (
-        (compute * (inside + head) - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
+        (compute * (inside + head) + early - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
         (
-            compute * (outside + kept + head) - master * shape.trained // mesh.fsdp,
+            compute * (outside + kept + head) + early - master * shape.trained // mesh.fsdp,
             f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
         ),
         (
