@@ -12,6 +12,7 @@ from train_loop.checkpoint.schedule import SaveSchedule
 from train_loop.checkpoint.select import prove_newest
 from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.data.dataset import Dataset, Rows
+from train_loop.data.masking import mask_rows
 from train_loop.data.stream.local import StreamPlan
 from train_loop.errors import CheckpointError, UserError
 from train_loop.faults.nonfinite import count_skips
@@ -207,11 +208,13 @@ def resume(run: Run) -> None:
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
     """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
-    read = next(rows)
+    read, consumed = next(rows), run.state.consumed
     check_vocabulary(read, run.objective.anatomy.vocabulary)
+    if run.dataset.masking is not None:
+        read = mask_rows(read, run.dataset, run.order.epochs(consumed)[run.mesh.data_rank])
     with clock.waiting():
         batch = share_rows(read, count=run.order.per_rank, dataset=run.dataset, mesh=run.mesh)
-    check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
+    check_samples(batch, run.order.step(consumed)[run.mesh.data_rank])
     return batch
 
 

@@ -14,7 +14,8 @@ import pytest
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import spec
 from tests.support.ranks.own_ray import own_ray
-from train_loop.data.dataset import Rows
+from train_loop.data.dataset import IGNORE, Rows
+from train_loop.data.masking import mask_rows
 from train_loop.data.order import Order
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pipeline import prepare
@@ -22,7 +23,7 @@ from train_loop.data.stream.local import read_rows
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.faults.failure import failed
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, override, parse_text
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,6 +126,24 @@ def test_eval_data_is_tokenised_like_the_training_data(tmp_path: Path) -> None:
     again = evaluation_spec(both, prepare(both, cache, name_recorder()[1]))
     assert again is not None
     assert prepare(again, cache, name_recorder()[1]).fingerprint != evaluation.fingerprint
+
+
+def test_text_of_the_example_of_masked_models_gets_a_mask_and_no_eos(tmp_path: Path) -> None:
+    texts = [words(n) for n in (60, 9)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    job = override(parse_text(Path("examples/masked.yaml").read_text()), {"data": {"train": {"path": f"{tmp_path}/*"}}})
+    dataset = prepare(job, tmp_path / "_cache", name_recorder()[1])
+    tokenizer, length = load_tokenizer(str(dataset.tokenizer)), job.data.sequence_length
+    rows = read_rows(dataset, np.arange(dataset.samples))
+    whole = tokenizer.encode_plainly(texts)
+    assert documents(rows) == [ids[start : start + length] for ids in whole for start in range(0, len(ids), length)]
+    masked = mask_rows(rows, dataset, 0)
+    assert masked is not None
+    chosen = masked.labels != IGNORE
+    assert np.array_equal(masked.input_ids[~chosen], rows.input_ids[~chosen])
+    assert 0 < (masked.input_ids == tokenizer.mask).sum() <= chosen.sum() < rows.lengths.sum()
+    assert not (rows.input_ids == tokenizer.mask).any()
 
 
 def test_tokenised_parquet_is_read_directly(tmp_path: Path) -> None:

@@ -115,6 +115,25 @@ class Part(BaseModel):
         return self.model_copy(update={"files": files, "index": str(folder / Path(self.index).name)})
 
 
+class Masking(BaseModel):
+    """The mask of a masked language model, by the rule of BERT (Devlin et al., 2018)."""
+
+    model_config = ConfigDict(frozen=True)
+    seed: int
+    probability: float
+    """Probability of a token to be masked."""
+    replaced: float
+    """Share of masked tokens in whose place the mask token is."""
+    random: float
+    """Share of masked tokens in whose place a random token is; the rest stays."""
+    token: int
+    """The mask token."""
+    never: tuple[int, ...]
+    """Tokens that are never masked."""
+    vocabulary: int
+    """Random tokens are below this number."""
+
+
 class Dataset(BaseModel):
     """The content of data/dataset.json: the samples of a run, source after source."""
 
@@ -128,6 +147,8 @@ class Dataset(BaseModel):
     aligned: bool = False
     """True if the label of a token belongs to the token itself, and not to its predecessor, which predicts it."""
     tokenizer: str | None = None
+    masking: Masking | None = None
+    """Mask of masked language models; None for other heads."""
 
     @property
     def samples(self) -> int:

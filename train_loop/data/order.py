@@ -96,6 +96,14 @@ class Order:
             ids = self._mixed(positions, self.mixture)
         return np.where(positions < self.end, ids, PADDING)
 
+    def epochs(self, positions: Ids) -> Ids:
+        """Return how often the sample of each position has been used before."""
+        if self.mixture is None:
+            return positions // self.samples
+        sources, counts = self.mixture.at(positions)
+        epochs: Ids = counts // np.array(self.mixture.sizes)[sources]
+        return epochs
+
     def _mixed(self, positions: Ids, mixture: Mixture) -> Ids:
         ids = np.empty(positions.shape, np.int64)
         sources, counts = mixture.at(positions)
@@ -153,6 +161,10 @@ class StepOrder:
         """Return the sample ids of the step that starts at a position. Shape [dp, per_rank]."""
         return self.order.at(consumed + self._places)
 
+    def epochs(self, consumed: int) -> Ids:
+        """Return the epoch of each sample of the step that starts at a position. Shape [dp, per_rank]."""
+        return self.order.epochs(consumed + self._places)
+
     def rank_steps(self, consumed: int, steps: int, data_rank: int) -> Ids:
         """Return one rank's sample ids for several consecutive steps. Shape [steps, per_rank]."""
         starts = consumed + self.global_batch * np.arange(steps)
@@ -176,7 +188,7 @@ def permute(places: Ids, size: int, keys: NDArray[_U64]) -> Ids:
     of four. A value outside range(size) is mapped again until it lies inside, which permutes range(size).
     """
     if size <= _FEW:
-        hashes = _mix(_mix(np.arange(size, dtype=_U64) ^ keys[0]) ^ keys[1])
+        hashes = scramble(scramble(np.arange(size, dtype=_U64) ^ keys[0]) ^ keys[1])
         shuffled: Ids = np.argsort(hashes, kind="stable")[places]
         return shuffled
     half = _U64(max((max(size - 1, 1).bit_length() + 1) // 2, 1))
@@ -192,11 +204,11 @@ def permute(places: Ids, size: int, keys: NDArray[_U64]) -> Ids:
 def _feistel(values: NDArray[_U64], half: np.uint64, mask: np.uint64, keys: NDArray[_U64]) -> NDArray[_U64]:
     left, right = values >> half, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (scramble(right ^ key) & mask)
     return (left << half) | right
 
 
-def _mix(x: NDArray[_U64]) -> NDArray[_U64]:
+def scramble(x: NDArray[_U64]) -> NDArray[_U64]:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of x affects every bit of the result."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)

@@ -11,7 +11,7 @@ from train_loop.data.order import Order, StepOrder
 from train_loop.loop.objectives.labels import ClassLoss, NumberLoss
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
-from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
+from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss, TokenLoss
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
 from train_loop.model.families.anatomy import Anatomy
@@ -133,14 +133,15 @@ def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: D
 
 
 def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:
-    """Build the objective of language models: token cross entropy.
+    """Build the objective of language models: token cross entropy, of the next or of masked tokens.
 
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.after_head is not None else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)
-    return TokenLoss(sharded.anatomy, rule, chunk_rows=rows, after_head=sharded.after_head or ())
+    kind = TokenLoss if spec.model.masked is None else MaskedLoss
+    return kind(sharded.anatomy, rule, chunk_rows=rows, after_head=sharded.after_head or ())
 
 
 def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:

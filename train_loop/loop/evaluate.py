@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from train_loop.data.dataset import Dataset
+from train_loop.data.masking import EVALUATION, mask_rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.batch import MicroBatch, check_vocabulary, micro_batches, share_rows
@@ -79,5 +80,6 @@ def _batches(objective: Objective, dataset: Dataset, mesh: Mesh, per_device: int
         StreamPlan(dataset, order_of_ranks, 0, order_of_ranks.steps_left(0)), mesh.plan, mesh.rank
     ):
         check_vocabulary(rows, objective.anatomy.vocabulary)
+        rows = mask_rows(rows, dataset, EVALUATION)
         batch = share_rows(rows, count=per_device, dataset=dataset, mesh=mesh)
         yield from micro_batches(batch, per_device, objective.anatomy, mesh)

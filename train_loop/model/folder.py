@@ -37,7 +37,11 @@ def model_shape(model: ModelSpec) -> ModelShape:
     if not model.has_source:
         return ModelShape.of_code()
     try:
-        shape, head = read_shape(model_config(model)), model.label_head
+        config, head = model_config(model), model.label_head
+        shape = read_shape(config)
+        if model.masked is not None:
+            # transformers ties them in all encoders unless the config says otherwise.
+            return replace(shape, tied=config.get("tie_word_embeddings", True) is not False)
         return shape if head is None else replace(shape, labels=head.labels, pools=head.pools, tied=False)
     except ValueError as error:
         raise ModelError(str(error)) from error

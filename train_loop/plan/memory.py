@@ -215,7 +215,7 @@ def _mask(spec: JobSpec) -> int:
 
 def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compute: int) -> tuple[MemoryTerm, ...]:
     """Estimate the mask, and the scores of attention that computes them whole: in fp32, and in the compute dtype."""
-    formula = "1 byte x sequences x sequence_length^2, if packed"
+    formula = "1 byte x sequences x sequence_length^2, if packed or masked_lm"
     if not shape.whole_scores:
         return (MemoryTerm("attention_mask", _mask(spec), formula),)
     squares = spec.training.per_device_train_batch_size * spec.data.sequence_length**2
@@ -291,6 +291,6 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
 
 
 def mask_bytes(spec: JobSpec) -> int:
-    """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows; 0 for other rows."""
-    packed = spec.data.packing
-    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if packed else 0
+    """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows and encoders; 0 for others."""
+    masked = spec.data.packing or spec.model.masked is not None
+    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if masked else 0

@@ -41,8 +41,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _OTHER_NAMES = {
-    "hidden_size": ("n_embd", "d_model", "emb_dim"),
-    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+    "hidden_size": ("n_embd", "d_model", "emb_dim", "dim"),
+    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "hidden_dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "num_attention_heads": (
         *("n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),

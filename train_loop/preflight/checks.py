@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from train_loop.data.files import is_local, storage_patience
+from train_loop.data.masking import check_mask
 from train_loop.data.own_columns import own_columns
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
@@ -114,7 +115,8 @@ def check_model(
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
     problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
-    problems += [*_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(anatomy, found, spec)]
+    problems += _tokenizer_problems(spec, policy, shape) or _mask_problems(spec, anatomy)
+    problems += _wishes_not_granted(anatomy, found, spec)
     # Counted last, because the check of freeze_module_prefix freezes.
     return (shape if problems else _counted(shape, anatomy, found, spec)), problems
 
@@ -191,7 +193,7 @@ def _source_problems(
 
 
 def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) -> list[Problem]:
-    if not spec.data.reads_text:
+    if not spec.data.reads_text and spec.model.tokenizer is None:
         return []
     set_pointer("/model/tokenizer")
     try:
@@ -205,7 +207,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
                 )
             ]
         if folder is not None:
-            tokenizer = load_tokenizer(str(folder))
+            tokenizer = load_tokenizer(str(folder), needs_eos=spec.model.masked is None)
             tokenizer.check_fits(shape.vocab)
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
                 problems = _template_problems(data, policy, str(folder))
@@ -215,6 +217,15 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
             return _bos_problems(tokenizer, data)
     except _MISTAKES as error:
         return [Problem("/model/tokenizer", _message(error))]
+    return []
+
+
+def _mask_problems(spec: JobSpec, anatomy: Anatomy) -> list[Problem]:
+    set_pointer("/model/head")
+    try:
+        check_mask(spec, untrained=getattr(anatomy.embeddings, "padding_idx", None))
+    except _MISTAKES as error:
+        return [Problem("/model/head", _message(error))]
     return []
 
 

@@ -75,7 +75,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     columns = spec.data.columns_of(source)
     # The folder of a model for tokenised rows may have no tokenizer.
     folder = None if columns.tokenised else tokenizer_folder(spec)
-    rules = None if folder is None else TextRules.of(spec.data, folder)
+    rules = None if folder is None else TextRules.of(spec.data, folder, masked=spec.model.masked is not None)
     first, name = _encode_first(spec, source, rules), ", ".join(source.paths)
     check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
     notes = list(_row_notes(first))
@@ -85,7 +85,8 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
         raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
     if rules is None and not columns.tokenised and not first.bad:
         return None
-    if rules is not None and not (columns.messages or columns.label) and (count := _ended(columns, rules, first.rows)):
+    without = rules is None or rules.plain or columns.messages or columns.label
+    if rules is not None and not without and (count := _ended(columns, rules, first.rows)):
         notes.append(f"{count} of the first {len(first.rows)} rows end with EOS already and get no second one")
     if columns.messages is not None and rules is not None and boundaries is not None:
         notes += _chat_notes(columns, rules, first.rows)
@@ -113,7 +114,7 @@ def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) ->
         encoded = [_judged(row, columns, vocab, spec.model.label_head) for row in rows]
     else:
         encoded = encode_rows(rows, columns, vocab=vocab, rules=rules, head=spec.model.label_head)
-    fit = Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)
+    fit = Fit.of(spec.data, columns, rules)
     return _FirstRows(rows, [place for place, _ in placed], encoded, fit, are_all)
 
 

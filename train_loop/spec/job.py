@@ -8,9 +8,8 @@ from train_loop.spec.base import SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
-from train_loop.spec.failure import FailureSpec
 from train_loop.spec.model import ModelSpec, check_head
-from train_loop.spec.scaling import ScalingSpec
+from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 
@@ -69,6 +68,11 @@ class JobSpec(SpecModel):
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
 
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether a tokenizer is trained on the data, because the spec names none."""
+        return self.data.reads_text and self.model.tokenizer is None and self.model.path is None
+
     def at(self, workers: int) -> "JobSpec":
         """Return the spec with a chosen number of workers."""
         return self.scaled(self.scaling.at(workers))
@@ -113,7 +117,8 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _tokenizer_has_text(self) -> "JobSpec":
-        if self.model.tokenizer is not None and not self.data.reads_text:
+        # The tokenizer of a masked language model also names the tokens of its mask.
+        if self.model.tokenizer is not None and not self.data.reads_text and self.model.masked is None:
             raise ValueError(
                 "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already; "
                 "remove one of the two"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
+from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec, masked_faults
 
 if TYPE_CHECKING:
     from train_loop.spec.data import ColumnsSpec
@@ -73,14 +74,18 @@ class LabelHeadSpec(SpecModel):
         return self.token_classification is None
 
 
-def _is_label_head(value: Any) -> str:
-    return "str" if isinstance(value, str) else "LabelHeadSpec"
+def _kind_of_head(value: Any) -> str:
+    if isinstance(value, str):
+        return "str"
+    is_masked = isinstance(value, MaskedHeadSpec) or (isinstance(value, dict) and "masked_lm" in value)
+    return "MaskedHeadSpec" if is_masked else "LabelHeadSpec"
 
 
 Head = Annotated[
     Annotated[Literal["causal_lm", "masked_lm", "reward", "embedding"], Tag("str")]
-    | Annotated[LabelHeadSpec, Tag("LabelHeadSpec")],
-    Discriminator(_is_label_head),
+    | Annotated[LabelHeadSpec, Tag("LabelHeadSpec")]
+    | Annotated[MaskedHeadSpec, Tag("MaskedHeadSpec")],
+    Discriminator(_kind_of_head),
 ]
 
 
@@ -111,8 +116,8 @@ class ModelSpec(SpecModel):
     )
     head: Head = Field(
         default=CAUSAL_LM,
-        description="head of the model and its loss: causal_lm, or one of {sequence_classification: {labels: n}}, "
-        "{token_classification: {labels: n}}, {regression: {}}",
+        description="head of the model and its loss: causal_lm, masked_lm or {masked_lm: {…}} for encoders, or one of "
+        "{sequence_classification: {labels: n}}, {token_classification: {labels: n}}, {regression: {}}",
     )
     dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 uses a gradient scaler")
     master_dtype: Dtype = Field(
@@ -156,13 +161,20 @@ class ModelSpec(SpecModel):
         """The head of labels; None if the model predicts tokens."""
         return self.head if isinstance(self.head, LabelHeadSpec) else None
 
+    @property
+    def masked(self) -> MaskedLmSpec | None:
+        """The mask of a masked language model; None for other heads."""
+        if isinstance(self.head, MaskedHeadSpec):
+            return self.head.masked_lm
+        return MaskedLmSpec() if self.head == MASKED_LM else None
+
     @field_validator("head")
     @classmethod
     def _head_is_supported(cls, head: Head) -> Head:
-        if isinstance(head, str) and head != CAUSAL_LM:
+        if isinstance(head, str) and head not in (CAUSAL_LM, MASKED_LM):
             raise ValueError(
-                f"{head} is not supported yet; choose causal_lm, sequence_classification, token_classification or "
-                "regression"
+                f"{head} is not supported yet; choose causal_lm, masked_lm, sequence_classification, "
+                "token_classification or regression"
             )
         return head
 
@@ -201,7 +213,7 @@ class ModelSpec(SpecModel):
 
 def check_head(job: "JobSpec") -> None:
     """Raise ValueError for the first setting that the job's head does not have."""
-    for fault in _faults(job):
+    for fault in (*masked_faults(job), *_faults(job)):
         raise ValueError(fault)
 
 
@@ -209,9 +221,9 @@ def _faults(job: "JobSpec") -> Iterator[str]:
     head, data = job.model.label_head, job.data
     for columns in (data.columns_of(source) for source in (*data.sources, *data.eval_sources)):
         yield from _column_faults(columns, head)
-    best, known = job.checkpoint.keep_best, _evaluated(head)
+    best, known = job.checkpoint.keep_best, _evaluated(job.model)
     if best is not None and best.metric.startswith("eval_") and best.metric not in known and job.code is None:
-        name = CAUSAL_LM if head is None else head.name
+        name = (MASKED_LM if job.model.masked else CAUSAL_LM) if head is None else head.name
         yield f"model.head={name} has no {best.metric} for keep_best.metric; choose {' or '.join(known)}"
     if head is None:
         return
@@ -239,10 +251,11 @@ def _faults(job: "JobSpec") -> Iterator[str]:
         yield f"model.head={name} reads a row's last token, which only one part of a sequence has; set ulysses_size: 1"
 
 
-def _evaluated(head: LabelHeadSpec | None) -> tuple[str, ...]:
+def _evaluated(model: ModelSpec) -> tuple[str, ...]:
     """Return the metrics of an evaluation that checkpoints can be compared by."""
+    head = model.label_head
     if head is None:
-        return ("eval_loss", "eval_perplexity")
+        return ("eval_loss", "eval_perplexity", *(["eval_accuracy"] if model.masked else []))
     return ("eval_loss", "eval_mse") if head.classes is None else ("eval_loss", "eval_accuracy", "eval_f1")
 
 

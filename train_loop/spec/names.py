@@ -66,6 +66,7 @@ _OURS = _by_name(
         "training.gradient_accumulation_steps": "gradient_accumulation grad_accum_steps",
         "training.max_grad_norm": "clip_grad grad_clip gradient_clipping",
         "training.label_smoothing_factor": "label_smoothing",
+        "model.head.masked_lm.probability": "mlm_probability mlm_prob masking_ratio",
         "training.ema_decay": "ema",
         "data.seed": "data_seed",
         "model.dtype": "bf16 fp16 torch_dtype mixed_precision autocast amp",

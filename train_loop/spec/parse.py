@@ -121,7 +121,7 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
         step
         for step in loc
         if not re.fullmatch(
-            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|LabelHeadSpec|\w+Range", str(step)
+            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+HeadSpec|\w+Range", str(step)
         )
     ]
 

@@ -1,4 +1,4 @@
-"""`scaling:` the number of workers, and their resources."""
+"""`scaling:` the number of workers, and their resources; `failure:` the limits on failures, and standby processes."""
 
 from typing import Annotated, Literal
 
@@ -62,3 +62,25 @@ class ScalingSpec(SpecModel):
     def at(self, workers: int) -> "ScalingSpec":
         """Return a copy with a chosen number of workers."""
         return self.model_copy(update={"num_workers": workers})
+
+
+class FailureSpec(SpecModel):
+    """The limits on the failures of a run before the job fails."""
+
+    max_failures: int = Field(default=3, ge=0, description="maximum restarts of the worker group in one attempt")
+    max_attempts: int = Field(
+        default=3,
+        ge=1,
+        description="maximum consecutive failed attempts (Ray submissions), counted since the last checkpoint",
+    )
+    spare_workers: bool = Field(
+        default=True,
+        description="keep a standby process per worker with all imports done, about 0.5 GB of memory; it restarts "
+        "in seconds",
+    )
+    hang_timeout_seconds: float = Field(
+        default=1800.0,
+        ge=1,
+        description="seconds without a finished step before the stacks of all ranks are written and the workers, "
+        "then the attempt, are restarted",
+    )

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
+from train_loop.data.masking import masking_of
 from train_loop.data.order import mix
 from train_loop.data.own_columns import AS_IT_IS_BYTES, own_part
 from train_loop.data.own_files import index_bytes
@@ -25,7 +26,7 @@ from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.run_dir import read_whole
-from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, SourceSpec
+from train_loop.spec import MASKED_LM, ColumnsSpec, DataSpec, JobSpec, SourceSpec
 
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
@@ -103,10 +104,19 @@ def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Datase
         parts=tuple(parts),
         sequence_length=spec.data.sequence_length,
         mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
-        pad_token=load_tokenizer(str(tokenizer)).eos if tokenizer else 0,
-        aligned=spec.model.label_head is not None,
+        pad_token=_padding(tokenizer, masked=spec.model.masked is not None),
+        aligned=spec.model.label_head is not None or spec.model.masked is not None,
         tokenizer=tokenizer and str(tokenizer),
+        masking=masking_of(spec, tokenizer),
     )
+
+
+def _padding(tokenizer: Path | None, *, masked: bool) -> int:
+    """Return the token of padding, which no token of a row attends to."""
+    if tokenizer is None:
+        return 0
+    loaded = load_tokenizer(str(tokenizer), needs_eos=not masked)
+    return loaded.eos if not masked else loaded.pad or 0
 
 
 def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
@@ -140,7 +150,8 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
     if folder is not None:
         return folder
     seen = [[_described(source), _dumped(source.columns)] for source in sources]
-    return cache / f"tokenizer-{_digest([FORMAT, model_shape(spec.model).vocab, seen])}"
+    kind = [MASKED_LM] if spec.model.masked else []
+    return cache / f"tokenizer-{_digest([FORMAT, model_shape(spec.model).vocab, seen, *kind])}"
 
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
@@ -155,6 +166,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     later |= {"on_long_rows": rule} if rule != "split" else {}
     head = spec.model.label_head
     later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
+    later |= {"head": MASKED_LM} if spec.model.masked and not columns.tokenised else {}
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
         later
@@ -167,7 +179,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "sequence_length": data.sequence_length,
             "packing": data.packing,
             "tokenizer": None if columns.tokenised or tokenizer is None else _identity(tokenizer),
-            "vocab": vocab if columns.tokenised or _has_more(tokenizer, vocab) else None,
+            "vocab": vocab if columns.tokenised or _has_more(spec, tokenizer, vocab) else None,
         }
     )
 
@@ -231,9 +243,9 @@ def _identity(tokenizer: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def _has_more(tokenizer: Path | None, vocab: int) -> bool:
+def _has_more(spec: JobSpec, tokenizer: Path | None, vocab: int) -> bool:
     """Return whether a tokenizer has tokens that the model lacks: rows with one of them are bad."""
-    return tokenizer is not None and load_tokenizer(str(tokenizer)).vocab > vocab
+    return tokenizer is not None and load_tokenizer(str(tokenizer), needs_eos=spec.model.masked is None).vocab > vocab
 
 
 def _template_identity(data: DataSpec) -> str | None:

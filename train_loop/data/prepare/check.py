@@ -84,7 +84,8 @@ def _check(spec: JobSpec, dataset: Dataset, rows: int) -> list[tuple[str, bool]]
     lines = []
     for source, part in zip(list_sources(spec), dataset.parts, strict=True):
         if part.index is not None and not source.columns.tokenised:
-            text = _SourceText(spec, source, TextRules.of(spec.data, Path(dataset.tokenizer)))
+            rules = TextRules.of(spec.data, Path(dataset.tokenizer), masked=spec.model.masked is not None)
+            text = _SourceText(spec, source, rules)
             found = text.compare(list(islice(_rows(source), rows)), part)
             lines.append((f"{source}: {found}", bool(found.different)))
     return lines
@@ -145,7 +146,7 @@ class _SourceText:
         """Return the part of each trained row that begins it in the samples."""
         vocab = model_shape(self.spec.model).vocab
         encoded = encode_rows(rows, self.source.columns, vocab=vocab, rules=self.rules)
-        return _beginnings(encoded, Fit.of(self.spec.data, self.source.columns, bos=self.rules.load().bos))
+        return _beginnings(encoded, Fit.of(self.spec.data, self.source.columns, self.rules))
 
     @property
     def is_dated(self) -> bool:

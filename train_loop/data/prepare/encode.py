@@ -45,15 +45,25 @@ class TextRules:
     add_bos: AddBos = "auto"
     day: date | None = None
     """Date that chat templates write, by default today's."""
+    plain: bool = False
+    """Whether text gets the special tokens of its tokenizer alone, without EOS."""
 
     @classmethod
-    def of(cls, data: DataSpec, tokenizer: Path) -> "TextRules":
-        """Return the rules of a spec's data with a tokenizer folder."""
-        return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos)
+    def of(cls, data: DataSpec, tokenizer: Path, *, masked: bool = False) -> "TextRules":
+        """Return the rules of a spec's data with a tokenizer folder, for a masked or a causal language model."""
+        return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos, plain=masked)
 
     def load(self) -> TextTokenizer:
         """Load the tokenizer. Raises DataError if it is unusable."""
-        return load_tokenizer(self.tokenizer).adding_bos(self.add_bos)
+        return load_tokenizer(self.tokenizer, needs_eos=not self.plain).adding_bos(self.add_bos)
+
+    @property
+    def kept(self) -> tuple[int | None, int | None]:
+        """Return the first and the last token that truncated documents keep: of plain text, those of its tokenizer."""
+        loaded = self.load()
+        if not self.plain:
+            return loaded.bos, None
+        return next(iter(loaded.prefix), None), next(iter(loaded.suffix[::-1]), None)
 
 
 def encode_rows(
@@ -142,7 +152,7 @@ def _tokenised(
 ) -> Iterable[tuple[Any, ...] | str]:
     if columns.text is not None:
         # A label is read from the last token, which transformers' tokenizers do not follow by EOS.
-        encode = tokenizer.encode if columns.label is None else tokenizer.encode_plainly
+        encode = tokenizer.encode_plainly if rules.plain or columns.label else tokenizer.encode
         return [
             found if isinstance(found, str) else (found, None)
             for found in _all_or_each(encode, [row.values[columns.text] for row in rows])

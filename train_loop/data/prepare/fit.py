@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train_loop.data.dataset import IGNORE
+from train_loop.data.prepare.encode import TextRules
 from train_loop.data.prepare.packing import Document
 from train_loop.spec import ColumnsSpec, DataSpec
 from train_loop.spec.data import LongRows
@@ -25,11 +26,14 @@ class Fit:
     drops_untrained: bool
     bos: int | None = None
     """First token that truncate_left keeps, if a document begins with it."""
+    last: int | None = None
+    """Last token that truncate keeps, if a document ends with it."""
 
     @classmethod
-    def of(cls, data: DataSpec, columns: ColumnsSpec, *, bos: int | None) -> "Fit":
-        """Return the rules for rows with these columns; `bos` is the tokenizer's BOS token, None for rows of tokens."""
-        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns), bos)
+    def of(cls, data: DataSpec, columns: ColumnsSpec, rules: TextRules | None) -> "Fit":
+        """Return the rules for rows with these columns; `rules` are those of their text, None for rows of tokens."""
+        first, last = (None, None) if rules is None else rules.kept
+        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns), first, last)
 
     def refuses(self, document: Document) -> bool:
         """Return whether a document is too long and on_long_rows is `fail`, so that preparation fails."""
@@ -41,10 +45,17 @@ class Fit:
         if long and self.rule == "drop":
             return _cut(document, slice(0)), "dropped"
         if long and self.rule in ("truncate", "truncate_left"):
-            document = _cut(document, slice(self.length) if self.rule == "truncate" else self._end(document))
+            document = _cut(document, self._start(document) if self.rule == "truncate" else self._end(document))
         if self.drops_untrained and not _is_trained(document):
             return _cut(document, slice(0)), "untrained"
         return document, "long" if long else "whole"
+
+    def _start(self, document: Document) -> NDArray[np.int64]:
+        """Return the indices of the tokens that truncate keeps."""
+        kept = np.arange(self.length)
+        if document.input_ids[-1] == self.last:
+            kept[-1] = len(document.input_ids) - 1
+        return kept
 
     def _end(self, document: Document) -> NDArray[np.int64]:
         """Return the indices of the tokens that truncate_left keeps."""

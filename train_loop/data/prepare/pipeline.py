@@ -112,7 +112,7 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
     documents = _documents(tasks, spec, source, tokenizer, progress)
     boundaries = None
     if not source.columns.tokenised and tokenizer is not None:
-        boundaries = Boundaries(load_tokenizer(str(tokenizer)))
+        boundaries = Boundaries(load_tokenizer(str(tokenizer), needs_eos=spec.model.masked is None))
         documents = _seen_by(boundaries, documents)
     put_together = pack if spec.data.packing else one_per_sample
     part = write_part(put_together(documents, spec.data.sequence_length), work)
@@ -175,12 +175,13 @@ def _documents(
         return
     columns = source.columns
     configure_ray_data(block_bytes=_BLOCK_BYTES)
-    rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer)
+    masked = spec.model.masked is not None
+    rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer, masked=masked)
     encode = partial(
         encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules, head=spec.model.label_head
     )
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
-    options |= {"fit": Fit.of(spec.data, columns, bos=None if rules is None else rules.load().bos)}
+    options |= {"fit": Fit.of(spec.data, columns, rules)}
     reserved = _reserved(spec, source)
     blocks = numbers(len(tasks), **reserved).map_batches(_encode_task, batch_size=None, fn_kwargs=options, **reserved)
     for table in blocks.iter_batches(batch_format="pyarrow", batch_size=None):
@@ -266,15 +267,15 @@ def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report
     folder = tokenizer_home(spec, sources, cache)
     if folder is None:
         return None
-    vocab = model_shape(spec.model).vocab
+    vocab, masked = model_shape(spec.model).vocab, spec.model.masked is not None
 
     def train(work: Path) -> None:
         report("training_tokenizer", vocab_size=vocab)
-        train_tokenizer(_some_text(sources), vocab_size=vocab, folder=work)
+        train_tokenizer(_some_text(sources), vocab_size=vocab, folder=work, masks=masked)
 
     if folder.parent == cache:
         build_once(folder, train, is_whole=(folder / "tokenizer_config.json").is_file, report=report)
-    load_tokenizer(str(folder)).check_fits(vocab)
+    load_tokenizer(str(folder), needs_eos=not masked).check_fits(vocab)
     return folder
 
 

@@ -17,7 +17,7 @@ from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
 from train_loop.spec.data import AddBos
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 _LONGEST_REASON = 300
 _PROBES = ("a", "Two words, 3 numbers.", "", " \n")
 
@@ -27,7 +27,8 @@ class TextTokenizer:
     """A tokenizer of text, with the EOS token that ends every document."""
 
     tokenizer: Tokenizer
-    eos: int
+    end: int | None
+    """EOS; None only for heads that do without."""
     bos: int | None
     prefix: tuple[int, ...]
     """Special tokens that the tokenizer writes before a text."""
@@ -38,7 +39,16 @@ class TextTokenizer:
     variables: dict[str, Any]
     """Special tokens by name, for chat templates."""
     pad: int | None = None
+    mask: int | None = None
+    special: frozenset[int] = frozenset()
+    """All special tokens that it names: those above, and others such as CLS and SEP."""
     add_bos: AddBos = "auto"
+
+    @property
+    def eos(self) -> int:
+        """Return EOS, which ends every document of a language model."""
+        assert self.end is not None, "load_tokenizer has required EOS"
+        return self.end
 
     def adding_bos(self, rule: AddBos) -> "TextTokenizer":
         """Return a tokenizer whose documents begin with BOS as `data.add_bos` says. Raises DataError without BOS."""
@@ -63,7 +73,7 @@ class TextTokenizer:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         found = [[*self.prefix, *encoding.ids, *self.suffix] for encoding in encodings]
         if not all(found):
-            raise DataError("it has no tokens, so that no label can be read from its last one")
+            raise DataError("it has no tokens, and a row needs one at least")
         return found
 
     def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -111,7 +121,7 @@ class TextTokenizer:
     def vocab(self) -> int:
         """Number of rows that an embedding needs: the highest token id + 1."""
         ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
-        return max(*ids, *self.prefix, *self.suffix, self.eos) + 1
+        return max(*ids, *self.prefix, *self.suffix, -1 if self.end is None else self.end) + 1
 
     def check_fits(self, vocab: int) -> None:
         """Raise DataError if a model with `vocab` tokens lacks a special token or a token of the base vocabulary.
@@ -149,7 +159,7 @@ class TextTokenizer:
 
     def _special_ids(self) -> Iterator[tuple[str, int]]:
         """Yield the name and id of each token that a tokenizer or an exported config uses whatever the text is."""
-        for name, token in (("eos_token", self.eos), ("bos_token", self.bos), ("pad_token", self.pad)):
+        for name, token in (("eos_token", self.end), ("bos_token", self.bos), ("pad_token", self.pad)):
             if token is not None:
                 yield name, token
         for token in (*self.prefix, *self.suffix):
@@ -165,7 +175,7 @@ class TextTokenizer:
 
 
 @lru_cache(maxsize=4)
-def load_tokenizer(folder: str) -> TextTokenizer:
+def load_tokenizer(folder: str, *, needs_eos: bool = True) -> TextTokenizer:
     """Load a tokenizer folder as transformers does, without code from it. Raises DataError if it is unusable."""
     loaded = _load(Path(folder))
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -173,7 +183,7 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         raise DataError(
             f"the tokenizer in {folder} ({type(loaded).__name__}) has no fast backend; save it as a fast tokenizer"
         )
-    if not isinstance(loaded.eos_token_id, int):
+    if needs_eos and not isinstance(loaded.eos_token_id, int):
         raise DataError(f"the tokenizer in {folder} has no eos_token; documents must end with one, so name it there")
     if not _has_words(backend):
         raise DataError(
@@ -196,6 +206,8 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         loaded.chat_template,
         loaded.special_tokens_map,
         loaded.pad_token_id,
+        loaded.mask_token_id,
+        frozenset(token for token in loaded.all_special_ids if token is not None),
     )
 
 
@@ -269,24 +281,27 @@ def _surroundings(theirs: list[list[int]], plain: list[list[int]]) -> tuple[tupl
     )
 
 
-def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path) -> None:
+def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path, masks: bool = False) -> None:
     """Train a byte-level BPE with exactly the model's vocabulary size and save it in Hugging Face's format.
 
-    Sennrich et al. (2016), on bytes as in GPT-2. Raises DataError if the vocabulary cannot hold the 256 bytes.
+    Sennrich et al. (2016), on bytes as in GPT-2. With `masks` it has a mask token. Raises DataError if the vocabulary
+    cannot hold the 256 bytes and the special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
+    special = {"eos_token": END_OF_TEXT} | ({"mask_token": MASK} if masks else {})
+    least = len(alphabet) + len(special)
+    if vocab_size < least:
         raise DataError(
-            f"vocab_size={vocab_size} is too small for a byte-level tokenizer; choose more than {len(alphabet)}, "
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer; choose more than {least - 1}, "
             "or name a tokenizer in model.tokenizer"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[*special.values()], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     write_durably(folder / "tokenizer.json", tokenizer.to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
     write_durably(folder / "tokenizer_config.json", json.dumps(config, indent=2))

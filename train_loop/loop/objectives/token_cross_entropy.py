@@ -4,7 +4,7 @@ If the data has token weights, the loss is the weighted mean.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,18 @@ class LossRule:
             return loss
         weighted = loss if weights is None else loss * weights.flatten()
         return sum_in_halves(weighted) if self.in_order else weighted.sum()
+
+
+@dataclass(frozen=True)
+class CountingRule(LossRule):
+    """A loss rule that also counts the labels with the largest logit."""
+
+    hits: list[Tensor] = field(default_factory=list)
+
+    def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the loss, and keep the number of labels with the largest logit."""
+        self.hits.append((take_steps(self.after_head, logits).argmax(-1) == labels).sum())
+        return super().sum(logits, labels, weights)
 
 
 def sum_in_halves(values: Tensor) -> Tensor:
@@ -138,6 +150,24 @@ class TokenLoss:
         self._found = loss if self._after_head else None
         # A model may read the sizes of its logits. FSDP2 warns of views.
         return loss.view(1, 1, 1).clone()
+
+
+class MaskedLoss(TokenLoss):
+    """The objective of masked language models: cross entropy of the masked tokens, which are the only labels."""
+
+    evaluation_sums = ("loss", "hits", "tokens")
+
+    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of cross entropies, and the numbers of tokens that are predicted right, and masked."""
+        rule = CountingRule()
+        loss = self._sum(batch, rule)
+        return loss, torch.stack(rule.hits).sum(), (batch.labels != IGNORE).sum()
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float | int]:
+        """Return mean cross entropy, its perplexity and the accuracy on masked tokens; NaN if there are none."""
+        loss, accuracy = sums["loss"] / sums["tokens"], sums["hits"] / sums["tokens"]
+        means = {"loss": loss, "perplexity": loss.exp(), "accuracy": accuracy}
+        return {name: mean.item() for name, mean in means.items()} | {"tokens": int(sums["tokens"])}
 
 
 def chunked_sum(

@@ -3,10 +3,13 @@
 from train_loop.code.use import own_code
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Family
+from train_loop.model.families.masked import MASKED
 from train_loop.model.families.own import OwnModels
 from train_loop.spec import JobSpec
 
 
 def family_of(spec: JobSpec) -> Family:
-    """Return the family of a spec's model: own code, or a causal language model of transformers. Raises ModelError."""
-    return CAUSAL if spec.code is None else OwnModels(own_code(spec.code))
+    """Return the family of a spec's model: own code, or language models of transformers. Raises ModelError."""
+    if spec.code is not None:
+        return OwnModels(own_code(spec.code))
+    return CAUSAL if spec.model.masked is None else MASKED

@@ -64,6 +64,6 @@ def test_long_rows_are_dropped_by_default_if_only_answers_are_trained(
     columns: dict[str, str], rule: str, drops: bool
 ) -> None:
     data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec.model_validate(columns))
-    assert Fit.of(data, data.columns, bos=None) == Fit(4096, rule, drops)  # type: ignore[arg-type]
+    assert Fit.of(data, data.columns, None) == Fit(4096, rule, drops)  # type: ignore[arg-type]
     chosen = data.model_copy(update={"on_long_rows": "truncate"})
-    assert Fit.of(chosen, data.columns, bos=None).rule == "truncate"
+    assert Fit.of(chosen, data.columns, None).rule == "truncate"

@@ -47,7 +47,6 @@ def job_of(head: Any, data: dict[str, Any], **parts: Any) -> JobSpec:
     [
         ("reward", {}, {}, "reward is not supported yet"),
         ("embedding", {}, {}, "embedding is not supported yet"),
-        ("masked_lm", {}, {}, "masked_lm is not supported yet"),
         ({}, {}, {}, "head names exactly one of"),
         (CLASSES | TAGS, {}, {}, "head names exactly one of"),
         ({"regression": {"labels": 2}}, {}, {}, "/model/head/regression/labels: input should be less than or equal"),

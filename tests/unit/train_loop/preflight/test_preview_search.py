@@ -53,7 +53,7 @@ def ends_job(raw: dict[str, Any]) -> bool:
         source.columns,
         partial(encode_rows, columns=source.columns, vocab=384, rules=rules),
         spec.data.on_bad_rows == "skip",
-        Fit.of(spec.data, source.columns, bos=None if rules is None else rules.load().bos),
+        Fit.of(spec.data, source.columns, rules),
     )
     try:
         return not any(len(ids) for table in tables for ids in table["input_ids"].to_pylist())

@@ -14,6 +14,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -21,12 +22,16 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config_faults import stated, with_values
-from train_loop.model.families.causal.refused import check_name
+from train_loop.model.families.causal.refused import check_encoder, check_name
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
@@ -44,8 +49,8 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     def build() -> PreTrainedModel:
         check_name(model_config(spec)["model_type"])
         hf_config = _hf_config(spec.config, spec.label_head) if spec.config is not None else _folder_config(spec)
-        check_kind(hf_config)
-        built = _on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head)
+        (check_kind if spec.masked is None else check_masked_kind)(hf_config)
+        built = _on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head, masked=spec.masked is not None)
         if pools(built):
             # transformers would read the last token that is not `pad_token_id`, which may be one of the text.
             built.forward = MethodType(_scores_at_ends, built)
@@ -60,17 +65,21 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         reason = stated(error)
         if reason is None:
             reason = f"{SOURCE} cannot build it {with_values(error, build, of=PretrainedConfig)}"
+        kind = "causal" if spec.masked is None else "masked"
         raise ModelError(
-            f"{spec.path or 'model.config'} is not a valid causal language model: {reason}; correct the config"
+            f"{spec.path or 'model.config'} is not a valid {kind} language model: {reason}; correct the config"
         ) from error
     check_layers(model)
     model.train()
     return model
 
 
-def _on_meta(config: PretrainedConfig, dtype: torch.dtype, head: LabelHeadSpec | None = None) -> PreTrainedModel:
+def _on_meta(
+    config: PretrainedConfig, dtype: torch.dtype, head: LabelHeadSpec | None = None, *, masked: bool = False
+) -> PreTrainedModel:
     """Build the model of a config, with SDPA if transformers has it for the family. Raises ModelError."""
-    auto = AutoModelForCausalLM if head is None else _auto_class(config, head)
+    of_tokens = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    auto = of_tokens if head is None else _auto_class(config, head)
 
     def build(attention: str) -> PreTrainedModel:
         with torch.device("meta"):
@@ -232,6 +241,17 @@ def _dense_text(config: PretrainedConfig | None) -> str | None:
     return f"train that part alone: model_type={text.model_type}"
 
 
+def check_masked_kind(config: PretrainedConfig) -> None:
+    """Raise ModelError for a config of anything else than a masked language model that sees whole rows."""
+    kind = config.model_type
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.is_encoder_decoder or _has_parts(config):
+        raise ModelError(
+            f"model.head=masked_lm needs an encoder of text alone, and model_type={kind} is none in {SOURCE}; choose "
+            "one, for example modernbert or bert"
+        )
+    check_encoder(config)
+
+
 def _has_parts(config: PretrainedConfig) -> bool:
     try:
         return config.get_text_config() is not config
@@ -257,16 +277,18 @@ def check_sparse(config: PretrainedConfig) -> None:
         raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
 
 
-def check_decoder(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that is not dense, or has no sizes of a decoder."""
+_DECODER = "a decoder with attention heads, for example qwen3 or llama"
+
+
+def check_decoder(model: PreTrainedModel, *, another: str = _DECODER) -> None:
+    """Raise ModelError for a model that is not dense, or has no sizes of a decoder; `another` is the remedy."""
     check_dense(model)
     # A model with a recurrent state may have no attention.
     needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
     missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
     if missing:
         raise ModelError(
-            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose a decoder with "
-            "attention heads, for example qwen3 or llama"
+            f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose {another}"
         )
 
 

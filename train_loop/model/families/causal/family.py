@@ -49,6 +49,8 @@ _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
 _SCORE, _TOKEN_HEAD = r"^score\.", r"^(lm_head|embed_out)\."
 """Head of labels, which starts random, and head of tokens, in whose place it is."""
+_ZERO_BIAS = ("Data2VecTextLMHead", "LongformerLMHead", "LukeLMHead", "EntityPredictionHead")
+"""Heads whose bias only the constructor sets, to 0."""
 _OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
 """Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
 
@@ -200,7 +202,7 @@ def _set_constants(module: nn.Module) -> None:
         module.weight.normal_(std=0.02)
         module.bias.zero_()
     # Compared by name: an import of its family would slow down the start of every rank.
-    elif type(module).__name__ == "Data2VecTextLMHead":
+    elif type(module).__name__ in _ZERO_BIAS:
         module.get_parameter("bias").zero_()
 
 

@@ -1,5 +1,6 @@
 """Models that are not trained, for reasons that no call of a small copy shows; each with another choice."""
 
+import json
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,7 @@ from train_loop.errors import ModelError
 
 _NOT_YET = {
     "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
+    "mra": "whose attention needs kernels that are downloaded during the run; choose modernbert or bert",
     "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
     "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
     "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
@@ -39,13 +41,7 @@ _RATES = ("decoder_layerdrop", "layerdrop")
 def check_modes(model: nn.Module, config: Any) -> None:
     """Raise ModelError for a model whose ranks would wait for each other, or whose evaluation changes its weights."""
     name = type(model).__name__
-    for field, value in config.to_dict().items():
-        if "dropout" in field and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise ModelError(f"{field}={value} is no probability; correct it in the model's config")
-        if field in _TO_LEAVE_OUT and value is not None and value != _TO_LEAVE_OUT[field]:
-            raise ModelError(
-                f"{field}={value} does not fit this loop's call of {name}; remove it from the model's config"
-            )
+    check_fields(name, config)
     rate = max((getattr(module, "layerdrop", 0) for module in model.modules()), default=0)
     if rate:
         field = next(field for field in _RATES if hasattr(config, field))
@@ -58,3 +54,37 @@ def check_modes(model: nn.Module, config: Any) -> None:
             f"{name} divides its weights before an evaluation (rescale_every={config.rescale_every}), so that a "
             "checkpoint after it would have others; set rescale_every: 0 in the model's config"
         )
+
+
+def check_fields(name: str, config: Any) -> None:
+    """Raise ModelError for a field with which the model called `name` cannot be called, or has no dropout."""
+    for field, value in config.to_dict().items():
+        if "dropout" in field and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ModelError(f"{field}={value} is no probability; correct it in the model's config")
+        if field in _TO_LEAVE_OUT and value is not None and value != _TO_LEAVE_OUT[field]:
+            raise ModelError(
+                f"{field}={value} does not fit this loop's call of {name}; remove it from the model's config"
+            )
+
+
+_OF_ENCODERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_decoder": ((False,), "a masked language model also sees later tokens"),
+    "add_cross_attention": ((False,), "a masked language model has no other model's output to attend to"),
+    "attention_type": (
+        ("original_full", "relative_shift", "factorized"),
+        "its attention draws random tokens, which a resumed run cannot repeat",
+    ),
+    "layerdrop": ((0.0,), "each rank would leave out other layers, and ranks wait for each other in all of them"),
+    "asm": ((False,), "an adaptive softmax has no table of logits"),
+}
+"""Values of fields with which encoders are right in this loop, the plainest first, and what is wrong with others."""
+
+
+def check_encoder(config: Any) -> None:
+    """Raise ModelError for a config with which an encoder is not right in this loop."""
+    for field, (right, reason) in _OF_ENCODERS.items():
+        if (value := getattr(config, field, None)) not in (None, *right):
+            raise ModelError(
+                f"{field}: {json.dumps(value)} is not supported for {config.model_type}: {reason}; set it to "
+                f"{json.dumps(right[0])}"
+            )

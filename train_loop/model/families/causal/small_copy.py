@@ -30,6 +30,8 @@ _LIMITS = (
     (re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size)|n_inner|d_ff"), 64),
 )
 _WINDOW = re.compile(r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention")
+_EVEN_WINDOW = "attention_window"
+"""Window of Longformer, which must be even."""
 _POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
 _WIDTH = 32
 """Part of the hidden size that counts as a head in a model without heads."""
@@ -181,7 +183,7 @@ class _Sizes:
         if _LAYERS.fullmatch(name):
             return min(value, len(self.layers))
         if _WINDOW.fullmatch(name):
-            return self._window(value)
+            return self._window(value) // 2 * 2 if name == _EVEN_WINDOW else self._window(value)
         if _KV_HEADS.fullmatch(name):
             return self.heads if value == self.old_heads else max(self.heads // 2, 1) if value > 1 else 1
         if _WIDTHS.fullmatch(name):
