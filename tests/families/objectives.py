@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from tests.families.kinds import KINDS
 from tests.families.parity import LENGTH, VOCAB
@@ -51,6 +56,13 @@ OBJECTIVES = {
         {"token_classification": _LABELLED},
         AutoModelForTokenClassification,
         {"classifier_dropout": 0.0},
+    ),
+    "masked tokens": Objective(
+        ("bert",),
+        _IDS,
+        {"masked_lm": {"probability": 0.3, "mask_token": 1, "special_tokens": []}},
+        AutoModelForMaskedLM,
+        {"is_decoder": False},
     ),
     "own loss": Objective((OWN,), {"own": ["x", "y"]}),
 }
