@@ -85,7 +85,7 @@ def masking_of(spec: JobSpec, tokenizer: Path | None) -> Masking | None:
 
 
 def check_mask(spec: JobSpec, *, untrained: int | None) -> None:
-    """Raise DataError if the tokens of a mask are unknown, or the mask token is the one that the model does not train.
+    """Raise DataError if the tokens of a mask are unknown, or the model does not train the mask token.
 
     A tokenizer that is trained on the data will have them.
     """
@@ -103,7 +103,7 @@ def _named_tokens(mask: MaskedLmSpec, loaded: TextTokenizer | None, folder: Path
     """Return the mask token, and after it the other tokens that are never masked. Raises DataError."""
     token = loaded.mask if mask.mask_token is None and loaded is not None else mask.mask_token
     if token is None or (loaded is None and mask.special_tokens is None):
-        lacks = "there is no tokenizer" if loaded is None else f"the tokenizer in {folder} has no mask_token"
+        lacks = "a tokenizer is missing" if loaded is None else f"the tokenizer in {folder} has no mask_token"
         raise DataError(
             f"model.head=masked_lm needs a mask token and the tokens that are never masked, and {lacks}; name it in "
             "the tokenizer's files, or set mask_token and special_tokens in model.head: {masked_lm: …}"

@@ -21,13 +21,13 @@ class MaskedLmSpec(SpecModel):
         default=0.8, ge=0, le=1, description="share of the masked tokens that the mask token replaces"
     )
     random_replace_prob: float = Field(
-        default=0.1, ge=0, le=1, description="share that random tokens replace; the rest stays as it is"
+        default=0.1, ge=0, le=1, description="share that random tokens replace; the rest stays"
     )
     mask_token: int | None = Field(
         default=None, ge=0, description="id of the mask token [default: mask_token of the tokenizer]"
     )
     special_tokens: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, description="ids of tokens that are never masked, beside the special tokens of the tokenizer"
+        default=None, description="ids of tokens that are never masked, in addition to the special tokens of the tokenizer"
     )
 
     @model_validator(mode="after")

@@ -46,7 +46,7 @@ class TextRules:
     day: date | None = None
     """Date that chat templates write, by default today's."""
     plain: bool = False
-    """Whether text gets the special tokens of its tokenizer alone, without EOS."""
+    """True if text gets the special tokens of its tokenizer alone, without EOS."""
 
     @classmethod
     def of(cls, data: DataSpec, tokenizer: Path, *, masked: bool = False) -> "TextRules":

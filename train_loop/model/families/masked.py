@@ -61,7 +61,7 @@ class Masked(Causal):
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a small copy with and without padding. Raises ModelError."""
         name, length = type(anatomy.model).__name__, spec.data.sequence_length
-        check_fields(name, config_of(anatomy.model))  # type: ignore[arg-type]
+        check_fields(name, config_of(anatomy.model))
         after_head, most = _measure_copy(anatomy.model, length).after_head, _positions(anatomy.model)
 
         def check_head() -> None:
@@ -148,18 +148,18 @@ def _positions(model: nn.Module) -> int | None:
 
 
 class _Measured(NamedTuple):
-    """What a small copy of a model shows."""
+    """Properties of a model that a small copy shows."""
 
     padding: float
     """Relative difference between a row's logits alone, and with padding in a batch."""
     after_head: tuple[Step, ...] | None
     """() if the head gives the logits; None if not: steps of other sizes may have other numbers."""
     calls_layers: bool
-    """Whether the layers are called as modules, so that FSDP2's hooks gather their parameters."""
+    """True if the layers are called as modules, so that FSDP2's hooks gather their parameters."""
 
 
 def _measure_copy(model: Any, length: int) -> _Measured:
-    """Return what a small copy shows. Raises ModelError if none can be called, or if padding changes its logits."""
+    """Return the properties that a small copy shows. Raises ModelError if none can be called, or if padding changes its logits."""
     kind: Any = type(model)
     name, config = kind.__name__, config_of(model)
     try:

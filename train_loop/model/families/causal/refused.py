@@ -77,7 +77,7 @@ _OF_ENCODERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "layerdrop": ((0.0,), "each rank would leave out other layers, and ranks wait for each other in all of them"),
     "asm": ((False,), "an adaptive softmax has no table of logits"),
 }
-"""Values of fields with which encoders are right in this loop, the plainest first, and what is wrong with others."""
+"""Values of fields with which encoders are right in this loop, the plainest first, and the fault of others."""
 
 
 def check_encoder(config: Any) -> None:
