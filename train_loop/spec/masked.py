@@ -27,7 +27,8 @@ class MaskedLmSpec(SpecModel):
         default=None, ge=0, description="id of the mask token [default: mask_token of the tokenizer]"
     )
     special_tokens: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, description="ids of tokens that are never masked, in addition to the special tokens of the tokenizer"
+        default=None,
+        description="ids of tokens that are never masked, in addition to the special tokens of the tokenizer",
     )
 
     @model_validator(mode="after")
