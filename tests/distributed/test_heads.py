@@ -1,6 +1,7 @@
 """Heads of labels: loss, gradients, evaluation and export equal those of transformers' own heads."""
 
-import shutil
+import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import mesh_of
-from tests.support.ranks.ranks import ranks_of_any_number
+from tests.support.ranks.gradients import forget_meshes, mesh_of
+from tests.support.ranks.ranks import ranks_of_any_number, ranks_to_kill
+from tests.support.ranks.torchrun import load_tensors
+from tests.support.waiting import wait_for
 from train_loop import train
 from train_loop.checkpoint.export.huggingface import export
+from train_loop.checkpoint.manifest import newest_verified
 from train_loop.conformance.measure import whole
-from train_loop.data.dataset import IGNORE
+from train_loop.data.dataset import IGNORE, Rows
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import pin
-from train_loop.data.stream.local import local_stream, read_rows
+from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
 from train_loop.loop.batch import micro_batches, share_rows
 from train_loop.loop.build import build_objective
 from train_loop.loop.evaluate import Evaluation, evaluate
@@ -36,7 +40,7 @@ from train_loop.model.build import materialise
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
-from train_loop.plan import plan_job
+from train_loop.plan import MeshPlan, plan_job
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec
 
@@ -47,14 +51,21 @@ HEADS: dict[str, dict[str, Any]] = {
     "regression": {},
     "token_classification": {"labels": LABELS},
 }
-KEPT = ("loss", "grad_norm", "lr", "tokens", "eval_loss", "eval_accuracy", "eval_f1", "eval_mse")
+KEPT = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "eval_accuracy", "eval_f1", "eval_mse", "eval_labels")
 """Fields that are equal in a replayed step."""
-CASES = [(name, world, sp) for name in HEADS for world, sp in ((1, 1), (2, 1))] + [("token_classification", 2, 2)]
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "HSDP 2 x 2": (4, {"fsdp_size": 2}),
+    "Ulysses 2": (2, {"ulysses_size": 2}),
+}
+CASES = [(head, mesh) for head in HEADS for mesh in ("one rank", "HSDP 2 x 2")] + [
+    ("token_classification", "Ulysses 2")
+]
 
 
 @pytest.fixture(scope="module")
 def call_ranks() -> Iterator[Any]:
-    with ranks_of_any_number(2) as call:
+    with ranks_of_any_number(4) as call:
         yield call
 
 
@@ -86,7 +97,7 @@ def job_of(data: Path, head: str, world: int, **parts: dict[str, Any]) -> JobSpe
             "gradient_checkpointing": "none",
         },
         "data": sources | {"columns": columns, "packing": False, "sequence_length": LENGTH, "shuffle": False},
-        "training": {"per_device_train_batch_size": 2, "global_batch_size": ROWS, "eval_steps": 2, "max_steps": STEPS},
+        "training": {"per_device_train_batch_size": 1, "global_batch_size": ROWS, "eval_steps": 2, "max_steps": STEPS},
         "scaling": {"num_workers": world},
     }
     return spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base | parts})
@@ -94,6 +105,7 @@ def job_of(data: Path, head: str, world: int, **parts: dict[str, Any]) -> JobSpe
 
 def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Tensor], Evaluation]:
     """Return the loss and gradients of the first step, and an evaluation."""
+    forget_meshes()
     mesh, dataset = mesh_of(job), find_dataset(job, folder)
     sharded, plan = build_sharded(job, mesh), plan_job(job, model_shape(job.model))
     objective, reduction = build_objective(sharded, job, plan, dataset), PlainReduction(sharded.model, mesh)
@@ -106,7 +118,7 @@ def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Te
     dist.all_reduce(total)
     sums = accumulate(
         objective,
-        micro_batches(batch, 2, sharded.anatomy, mesh),
+        micro_batches(batch, 1, sharded.anatomy, mesh),
         total.item(),
         reduction=reduction,
         scaler=GradScaler(enabled=False),
@@ -165,11 +177,10 @@ def its_metrics(model: Any, data: Path, head: str) -> dict[str, float]:
     return {"loss": out.loss.item(), "accuracy": accuracy, "f1": float(np.mean(f1)), "labels": len(true)}
 
 
-@pytest.mark.parametrize(("head", "world", "sp"), CASES)
-def test_head_equals_that_of_transformers(
-    call_ranks: Any, data: Path, tmp_path: Path, head: str, world: int, sp: int
-) -> None:
-    job = job_of(data, head, world, strategy={"ulysses_size": sp})
+@pytest.mark.parametrize(("head", "mesh"), CASES)
+def test_head_equals_that_of_transformers(call_ranks: Any, data: Path, tmp_path: Path, head: str, mesh: str) -> None:
+    world, strategy = MESHES[mesh]
+    job = job_of(data, head, world, strategy=strategy)
     loss, gradients, found = call_ranks(world, step_and_evaluation, job, tmp_path)
     model = its_model(job)
     expected = model(**call_of(pq.read_table(data / "train.parquet")[:ROWS], head)).loss
@@ -182,9 +193,16 @@ def test_head_equals_that_of_transformers(
     assert found.metrics == pytest.approx(its_metrics(model, data, head), rel=1e-5)
 
 
-def run(job: JobSpec, folder: Path) -> None:
-    """Run the loop in a folder."""
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
+def run(job: JobSpec, folder: Path, *, hangs_at: int | None = None) -> None:
+    """Run the loop in a folder; it waits forever for the rows after step `hangs_at`."""
+
+    def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // ROWS):
+            while step == hangs_at:
+                time.sleep(1)
+            yield rows
+
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), stream)
     dataset = find_dataset(job, folder)
     of_eval = evaluation_spec(job, dataset)
     assert of_eval is not None
@@ -194,21 +212,44 @@ def run(job: JobSpec, folder: Path) -> None:
     train.train(job, session, dataset, find_dataset(of_eval, folder))
 
 
+def history(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the logged steps, without times."""
+    lines = read_lines(run_dir.attempt(1).metrics)
+    return [{name: value for name, value in line.items() if name in KEPT} for line in lines]
+
+
 @pytest.mark.parametrize("head", HEADS)
-def test_run_resumes_with_the_same_bits_and_its_export_is_transformers_model(
+def test_export_is_transformers_model_with_the_metrics_of_the_run(
     call_ranks: Any, data: Path, tmp_path: Path, head: str
 ) -> None:
     job, run_dir = job_of(data, head, 2, checkpoint={"every_steps": 2}), RunDir(tmp_path / "run")
-    for _ in range(2):
-        call_ranks(2, run, job, run_dir.root)
-        folder = export(run_dir, STEPS, ExportWish(dtype="fp32"))
-        shutil.rmtree(run_dir.checkpoint(STEPS))
-    lines = list(read_lines(run_dir.attempt(1).metrics))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
-    same = [{name: value for name, value in line.items() if name in KEPT} for line in lines]
-    assert same[2:4] == same[4:]
+    call_ranks(2, run, job, run_dir.root)
+    folder = export(run_dir, STEPS, ExportWish(dtype="fp32"))
     auto = AutoModelForTokenClassification if head == "token_classification" else AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, pad_token_id=0)
     assert model.config.num_labels == HEADS[head].get("labels", 1)
+    kinds = {"sequence_classification": "single_label_classification", "regression": "regression"}
+    assert model.config.problem_type == kinds.get(head)
+    last = history(run_dir)[-1]
     for name, value in its_metrics(model, data, head).items():
-        assert lines[-1][f"eval_{name}"] == pytest.approx(value, rel=1e-5)
+        assert last[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_killed_run_resumes_with_the_same_bits(call_ranks: Any, data: Path, tmp_path: Path) -> None:
+    """Labels of tokens also have dropout before their head."""
+    job = job_of(data, "token_classification", 2, checkpoint={"every_steps": 2})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": CONFIG})})
+    whole, killed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "killed")
+    with ranks_to_kill(2, functools.partial(run, hangs_at=3), job, killed.root) as ranks:
+        wait_for(
+            lambda: len(history(killed)) == 3 and newest_verified(killed)[0], "step 3 and the checkpoint of step 2"
+        )
+        for rank in ranks:
+            rank.kill()
+    for run_dir in (whole, killed):
+        call_ranks(2, run, job, run_dir.root)
+    assert [line["step"] for line in history(killed)] == [1, 2, 3, 3, 4]
+    assert history(killed)[:2] + history(killed)[3:] == history(whole)
+    expected, found = (load_tensors(one.root, STEPS) for one in (whole, killed))
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []

@@ -165,6 +165,26 @@ def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
     assert rows.labels[1].tolist() == [3] * 9 + [-100] * 7
 
 
+def test_names_of_the_classes_of_tokens_become_numbers(tmp_path: Path) -> None:
+    ids, tags = [[1, 2, 3], [4, 5]], [["b", "o", "b"], ["o", "b"]]
+    pq.write_table(pa.table({"ids": ids, "tags": tags}), tmp_path / "a.parquet")
+    lines = [json.dumps({"ids": one, "tags": [-100, *names[1:]]}) for one, names in zip(ids, tags, strict=True)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    sources = [{"path": str(tmp_path / name)} for name in ("a.parquet", "b.jsonl")]
+    job = spec(
+        model={"head": {"token_classification": {"labels": 2, "names": ["o", "b"]}}},
+        data={"train": sources, "columns": {"input_ids": "ids", "labels": "tags"}, "packing": False}
+        | {"sequence_length": 4},
+    )
+    rows = read_rows(prepare(job, tmp_path / "_cache", name_recorder()[1]), np.arange(4))
+    assert rows.labels.tolist() == [
+        [1, 0, 1, -100],
+        [0, 1, -100, -100],
+        [-100, 0, 1, -100],
+        [-100, 1, -100, -100],
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -25,13 +25,15 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
 from tests.support.faults.memory import memory_group
+from tests.support.labelled_text import classified, labelled_text
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from tests.support.servers.live import LiveService
 from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
-from trainshed import ApiError
+from train_loop.run_dir import local_path
+from trainshed import ApiError, Job
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
@@ -378,6 +380,18 @@ def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None
     losses, evaluation, _ = plain_loop(folder, name, lines)
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
     assert lines[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
+
+
+def test_labelled_text_becomes_a_classifier_of_transformers(service: LiveService) -> None:
+    folder = service.home / "data" / "reviews"
+    job_id = service.submit(**labelled_text(folder))
+    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    *_, last = Job(service.client, service.client.job(job_id)).metrics()
+    exported = Job(service.client, service.client.job(job_id)).export(dtype="fp32", timeout=60)
+    assert exported.path is not None
+    expected = classified(local_path(exported.path), folder)
+    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert last["eval_accuracy"] > 0.9
 
 
 def test_too_short_data_for_the_schedule_fails_the_job_without_lost_workers(

@@ -207,7 +207,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
                 )
             ]
         if folder is not None:
-            tokenizer = load_tokenizer(str(folder), needs_eos=spec.model.masked is None)
+            tokenizer = load_tokenizer(str(folder), needs_eos=spec.model.ends_text)
             tokenizer.check_fits(shape.vocab)
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
                 problems = _template_problems(data, policy, str(folder))

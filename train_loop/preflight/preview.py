@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
-from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, problem_of
+from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, numbered, problem_of
 from train_loop.data.prepare.fit import Fate, Fit, explain_cut
 from train_loop.data.prepare.judge import Place, check_rows
 from train_loop.data.prepare.packing import Document
@@ -75,7 +75,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     columns = spec.data.columns_of(source)
     # The folder of a model for tokenised rows may have no tokenizer.
     folder = None if columns.tokenised else tokenizer_folder(spec)
-    rules = None if folder is None else TextRules.of(spec.data, folder, masked=spec.model.masked is not None)
+    rules = None if folder is None else TextRules.of(spec.data, folder, plain=not spec.model.ends_text)
     first, name = _encode_first(spec, source, rules), ", ".join(source.paths)
     check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
     notes = list(_row_notes(first))
@@ -111,7 +111,8 @@ def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) ->
     placed, are_all = _first_rows(source, columns)
     rows = [row for _, row in placed]
     if rules is None and not columns.tokenised:
-        encoded = [_judged(row, columns, vocab, spec.model.label_head) for row in rows]
+        head = spec.model.label_head
+        encoded = [_judged(row, columns, vocab, head) for row in numbered(rows, columns, head)]
     else:
         encoded = encode_rows(rows, columns, vocab=vocab, rules=rules, head=spec.model.label_head)
     fit = Fit.of(spec.data, columns, rules)

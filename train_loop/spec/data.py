@@ -23,7 +23,8 @@ class ColumnsSpec(SpecModel):
     )
     label: str | None = Field(
         default=None,
-        description="column with the label of a row of text or input_ids, for model.head: a class from 0, or a number",
+        description="column with the label of a row of text or input_ids, for model.head: a class from 0 or its name, "
+        "or a number",
     )
     messages: str | None = Field(
         default=None,

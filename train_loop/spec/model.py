@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec, masked_faults
@@ -28,6 +28,22 @@ class ClassesSpec(SpecModel):
     """A head that chooses one of several labels."""
 
     labels: int = Field(ge=2, le=_MOST_LABELS, description="number of labels: classes 0 to labels - 1")
+    names: tuple[Annotated[str, StringConstraints(min_length=1)], ...] | None = Field(
+        default=None,
+        description="names of the classes, in the order of their numbers; rows may have them instead of numbers, and "
+        "exports contain them [default: those of the model's folder]",
+    )
+
+    @field_validator("names")
+    @classmethod
+    def _are_one_per_label(cls, names: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        labels = info.data.get("labels")
+        if names is not None and labels is not None and len(names) != labels:
+            raise ValueError(f"{len(names)} names for labels={labels}; give one name per label")
+        if names is not None and len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{twice!r} is the name of two classes; rename one of them")
+        return names
 
 
 class NumberSpec(SpecModel):
@@ -62,6 +78,12 @@ class LabelHeadSpec(SpecModel):
         """The number of values that the head gives."""
         one: ClassesSpec | NumberSpec = getattr(self, self.name)
         return one.labels
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes; empty without names."""
+        one: ClassesSpec | NumberSpec = getattr(self, self.name)
+        return (one.names or ()) if isinstance(one, ClassesSpec) else ()
 
     @property
     def classes(self) -> int | None:
@@ -167,6 +189,11 @@ class ModelSpec(SpecModel):
         if isinstance(self.head, MaskedHeadSpec):
             return self.head.masked_lm
         return MaskedLmSpec() if self.head == MASKED_LM else None
+
+    @property
+    def ends_text(self) -> bool:
+        """Whether EOS follows text; heads of labels and masked ones read text as transformers' tokenizers write it."""
+        return self.masked is None and self.label_head is None
 
     @field_validator("head")
     @classmethod

@@ -40,6 +40,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 8},
     "falcon_h1": {"mamba_d_head": 8, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "n_groups": 1},
+    "esmc": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hrm_text": {"num_layers_per_stack": 1},
     # transformers' own mask has no window for plain rows.

@@ -104,19 +104,20 @@ def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Datase
         parts=tuple(parts),
         sequence_length=spec.data.sequence_length,
         mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
-        pad_token=_padding(tokenizer, masked=spec.model.masked is not None),
+        pad_token=_padding(spec, tokenizer),
         aligned=spec.model.label_head is not None or spec.model.masked is not None,
         tokenizer=tokenizer and str(tokenizer),
         masking=masking_of(spec, tokenizer),
     )
 
 
-def _padding(tokenizer: Path | None, *, masked: bool) -> int:
+def _padding(spec: JobSpec, tokenizer: Path | None) -> int:
     """Return the token of padding, which no token of a row attends to."""
     if tokenizer is None:
         return 0
-    loaded = load_tokenizer(str(tokenizer), needs_eos=not masked)
-    return loaded.eos if not masked else loaded.pad or 0
+    loaded = load_tokenizer(str(tokenizer), needs_eos=spec.model.ends_text)
+    has_eos = loaded.end is not None and spec.model.masked is None
+    return loaded.eos if has_eos else loaded.pad or 0
 
 
 def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
@@ -190,19 +191,21 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     Each row must be one sample. Raises DataError for unreadable files and for files without rows. Preparation reports
     invalid rows.
     """
-    columns, data = source.columns, spec.data
+    columns, data, head = source.columns, spec.data, spec.model.label_head
     if columns.own:
         part, size = own_part(str(source), source.files, columns.own, fingerprint=fingerprint(spec, source, None))
         return part if size <= AS_IT_IS_BYTES else None
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
+    if head is not None and head.names:
+        return None  # rows may have names, which only preparation turns into numbers
     pieces = cut(source.files, 0)
     if sum(piece.bytes for piece in pieces) > _AS_IT_IS_BYTES // len(data.sources):
         return None
     rows, tokens, vocab = Counter[SourceFile](), 0, model_shape(spec.model).vocab
     for piece in pieces:
         for chunk in read_piece(piece, columns):
-            for document in encode_rows(chunk.rows, columns, vocab=vocab, head=spec.model.label_head):
+            for document in encode_rows(chunk.rows, columns, vocab=vocab, head=head):
                 if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
                     return None
                 rows[piece.file] += 1
@@ -245,7 +248,7 @@ def _identity(tokenizer: Path) -> dict[str, str]:
 
 def _has_more(spec: JobSpec, tokenizer: Path | None, vocab: int) -> bool:
     """Return whether a tokenizer has tokens that the model lacks: rows with one of them are bad."""
-    return tokenizer is not None and load_tokenizer(str(tokenizer), needs_eos=spec.model.masked is None).vocab > vocab
+    return tokenizer is not None and load_tokenizer(str(tokenizer), needs_eos=spec.model.ends_text).vocab > vocab
 
 
 def _template_identity(data: DataSpec) -> str | None:

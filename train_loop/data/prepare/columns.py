@@ -164,10 +164,11 @@ def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType],
     """Return each column of a spec, the types that it may have in words, and the test of a type."""
     roles: list[tuple[str | None, str, Callable[[pa.DataType], bool]]] = [
         *((name, "text (string or binary)", _is_text) for name in (columns.text, columns.prompt, columns.response)),
-        *((name, "lists of integers", _is_tokens) for name in (columns.input_ids, columns.labels)),
+        (columns.input_ids, "lists of integers", _is_tokens),
+        (columns.labels, "lists of integers, or of names of classes", _is_tags),
         (columns.messages, "lists of objects (structs or maps), or their JSON as text", _is_json),
         (columns.tools, "lists of objects, or their JSON as text", _is_json),
-        (columns.label, "a number (integer or float)", is_number),
+        (columns.label, "a number (integer or float), or the name of a class", _is_class),
         (columns.weight, "a number (integer or float)", is_number),
     ]
     return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]
@@ -197,6 +198,14 @@ def _is_nested(kind: pa.DataType) -> bool:
 
 def _is_tokens(kind: pa.DataType) -> bool:
     return is_list(kind) and bool(types.is_integer(kind.value_type) or types.is_null(kind.value_type))
+
+
+def _is_tags(kind: pa.DataType) -> bool:
+    return _is_tokens(kind) or (is_list(kind) and _is_text(kind.value_type))
+
+
+def _is_class(kind: pa.DataType) -> bool:
+    return is_number(kind) or _is_text(kind)
 
 
 def _is_objects(kind: pa.DataType) -> bool:

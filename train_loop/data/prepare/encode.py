@@ -1,13 +1,14 @@
 """Rows of every format → documents of tokens, with labels for the trained tokens; encoded text ends with EOS."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
+from train_loop.data.class_names import class_numbers
 from train_loop.data.dataset import IGNORE
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
@@ -49,9 +50,9 @@ class TextRules:
     """True if text gets the special tokens of its tokenizer alone, without EOS."""
 
     @classmethod
-    def of(cls, data: DataSpec, tokenizer: Path, *, masked: bool = False) -> "TextRules":
-        """Return the rules of a spec's data with a tokenizer folder, for a masked or a causal language model."""
-        return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos, plain=masked)
+    def of(cls, data: DataSpec, tokenizer: Path, *, plain: bool = False) -> "TextRules":
+        """Return the rules of a spec's data with a tokenizer folder."""
+        return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos, plain=plain)
 
     def load(self) -> TextTokenizer:
         """Load the tokenizer. Raises DataError if it is unusable."""
@@ -79,7 +80,7 @@ def encode_rows(
     `rules` are needed for rows of text, and `head` for rows with labels of a head.
     """
     encoded: dict[int, Encoded] = {}
-    good = []
+    rows, good = numbered(rows, columns, head), []
     for number, row in enumerate(rows):
         wrong = problem_of(row, columns, vocab, head)
         if wrong:
@@ -89,6 +90,21 @@ def encode_rows(
     for number, document in zip(good, _documents([rows[n] for n in good], columns, vocab, rules), strict=True):
         encoded[number] = document
     return [encoded[number] for number in range(len(rows))]
+
+
+def numbered(rows: list[Row], columns: ColumnsSpec, head: LabelHeadSpec | None) -> list[Row]:
+    """Return rows with the numbers of classes in place of their names; a row with an unknown name is wrong."""
+    column = columns.label or columns.labels
+    if head is None or head.classes is None or column is None:
+        return rows
+
+    def number(row: Row) -> Row:
+        try:
+            return replace(row, values={**row.values, column: class_numbers(row.values[column], head.names)})
+        except ValueError as error:
+            return replace(row, values={}, wrong=f"column {column!r} holds {error}")
+
+    return [row if row.wrong is not None else number(row) for row in rows]
 
 
 def problem_of(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec | None = None) -> str | None:

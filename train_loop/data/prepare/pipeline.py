@@ -112,7 +112,7 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
     documents = _documents(tasks, spec, source, tokenizer, progress)
     boundaries = None
     if not source.columns.tokenised and tokenizer is not None:
-        boundaries = Boundaries(load_tokenizer(str(tokenizer), needs_eos=spec.model.masked is None))
+        boundaries = Boundaries(load_tokenizer(str(tokenizer), needs_eos=spec.model.ends_text))
         documents = _seen_by(boundaries, documents)
     put_together = pack if spec.data.packing else one_per_sample
     part = write_part(put_together(documents, spec.data.sequence_length), work)
@@ -175,8 +175,11 @@ def _documents(
         return
     columns = source.columns
     configure_ray_data(block_bytes=_BLOCK_BYTES)
-    masked = spec.model.masked is not None
-    rules = None if tokenizer is None or columns.tokenised else TextRules.of(spec.data, tokenizer, masked=masked)
+    rules = (
+        None
+        if tokenizer is None or columns.tokenised
+        else TextRules.of(spec.data, tokenizer, plain=not spec.model.ends_text)
+    )
     encode = partial(
         encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules, head=spec.model.label_head
     )
@@ -275,7 +278,7 @@ def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report
 
     if folder.parent == cache:
         build_once(folder, train, is_whole=(folder / "tokenizer_config.json").is_file, report=report)
-    load_tokenizer(str(folder), needs_eos=not masked).check_fits(vocab)
+    load_tokenizer(str(folder), needs_eos=spec.model.ends_text).check_fits(vocab)
     return folder
 
 

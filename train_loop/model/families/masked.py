@@ -18,6 +18,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.family import Causal
+from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.probe import kept_for_backward
 from train_loop.model.families.causal.refused import check_fields
 from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
@@ -89,6 +90,8 @@ class Masked(Causal):
 
         settings = (
             SettingCheck("/model/config", check_padding_token),
+            SettingCheck("/data/packing", lambda: _check_packing(spec, name)),
+            SettingCheck("/strategy/ulysses_size", lambda: _check_slices(spec, name)),
             SettingCheck("/training/chunked_loss", check_head),
             SettingCheck("/data/sequence_length", check_positions),
         )
@@ -111,7 +114,11 @@ class Masked(Causal):
         has_head = not head.isdisjoint(found.own.values())
         known = model.state_dict().keys()
         other = {name for name, own in found.own.items() if own not in known and _is_of_other_task(own, base)}
-        return StoredNames(found.own, found.unused | other, found.optional | (frozenset() if has_head else head))
+        optional = found.optional | (frozenset() if has_head else head)
+        if has_labels(model):
+            # Masked language models are stored without the pooler, which some heads of rows read.
+            optional |= {one for one in known if _POOLER.search(one)}
+        return StoredNames(found.own, found.unused | other, optional)
 
     def arguments(self, model: Any, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the mask of padding [B, T]. A row that is only padding attends to one token, so that it has no NaN."""
@@ -126,6 +133,19 @@ class Masked(Causal):
 
 
 MASKED = Masked()
+
+
+def _check_packing(spec: JobSpec, name: str) -> None:
+    if spec.data.packing:
+        raise ModelError(f"{name} attends to the whole row, which must be one document; set packing: false")
+
+
+def _check_slices(spec: JobSpec, name: str) -> None:
+    if (size := spec.strategy.ulysses_size) > 1:
+        raise ModelError(
+            f"ulysses_size={size} cannot split a sequence of {name}, which attends to the whole row; choose "
+            "ulysses_size: 1"
+        )
 
 
 def _largest_list(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -1,18 +1,14 @@
 """Causal language models of transformers on the meta device, and the kinds that this loop does not train."""
 
-import difflib
+import copy
 import re
 import sys
-from collections.abc import Iterable
-from types import MethodType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -20,7 +16,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,17 +25,12 @@ from transformers.models.auto.modeling_auto import (
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
+from train_loop.model.families.causal.config import SOURCE, read_config
 from train_loop.model.families.causal.config_faults import stated, with_values
 from train_loop.model.families.causal.refused import check_encoder, check_name
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
-
-SOURCE = f"transformers {transformers.__version__}"
-_UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
-"""Fields that transformers reads although not every config class declares them."""
-_OF_TOKEN_HEADS = ("classifier_dropout",)
-"""Fields that heads of a label per token read, 0.1 without it."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -48,13 +38,13 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
     def build() -> PreTrainedModel:
         check_name(model_config(spec)["model_type"])
-        hf_config = _hf_config(spec.config, spec.label_head) if spec.config is not None else _folder_config(spec)
-        (check_kind if spec.masked is None else check_masked_kind)(hf_config)
-        built = _on_meta(hf_config, DTYPES[spec.master_dtype], spec.label_head, masked=spec.masked is not None)
-        if pools(built):
-            # transformers would read the last token that is not `pad_token_id`, which may be one of the text.
-            built.forward = MethodType(_scores_at_ends, built)
-        return built
+        hf_config = read_config(spec)
+        is_encoder, head = sees_whole_rows(spec), spec.label_head
+        if is_encoder:
+            check_encoder_kind(hf_config, head)
+        else:
+            check_kind(hf_config)
+        return _on_meta(hf_config, DTYPES[spec.master_dtype], head, masked=is_encoder)
 
     try:
         model = build()
@@ -65,9 +55,10 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         reason = stated(error)
         if reason is None:
             reason = f"{SOURCE} cannot build it {with_values(error, build, of=PretrainedConfig)}"
-        kind = "causal" if spec.masked is None else "masked"
+        kind = "masked" if spec.masked is not None else "causal"
+        what = f"{kind} language model" if spec.label_head is None else f"model for model.head={spec.label_head.name}"
         raise ModelError(
-            f"{spec.path or 'model.config'} is not a valid {kind} language model: {reason}; correct the config"
+            f"{spec.path or 'model.config'} is not a valid {what}: {reason}; correct the config"
         ) from error
     check_layers(model)
     model.train()
@@ -79,7 +70,7 @@ def _on_meta(
 ) -> PreTrainedModel:
     """Build the model of a config, with SDPA if transformers has it for the family. Raises ModelError."""
     of_tokens = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    auto = of_tokens if head is None else _auto_class(config, head)
+    auto = of_tokens if head is None else _label_class(config, head)
 
     def build(attention: str) -> PreTrainedModel:
         with torch.device("meta"):
@@ -96,105 +87,56 @@ def _on_meta(
     return build("eager")
 
 
-def _auto_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
-    """Return the class that builds a model with a head of labels, and give the config their number.
-
-    Raises ModelError for a family whose head has rules of its own.
-    """
-    auto, generic = (
-        (AutoModelForSequenceClassification, GenericForSequenceClassification)
-        if head.pools
-        else (AutoModelForTokenClassification, GenericForTokenClassification)
-    )
-    kind = auto._model_mapping.get(type(config), None)
-    if kind is None or not issubclass(kind, generic) or kind.forward is not generic.forward:
-        has = "has none for" if kind is None else "computes it in a way of its own in"
+def _label_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
+    """Return the class that builds a model with a head of labels, and give the config the labels. Raises ModelError."""
+    auto = AutoModelForSequenceClassification if head.pools else AutoModelForTokenClassification
+    if auto._model_mapping.get(type(config), None) is None:
         raise ModelError(
-            f"model.head={head.name} is not supported for this family: {SOURCE} {has} "
-            f"{config.model_type if kind is None else kind.__name__}; choose another family, for example qwen3 or llama"
+            f"model.head={head.name} is not supported for this family: {SOURCE} has none for {config.model_type}; "
+            "choose another family, for example qwen3 or llama"
         )
-    config.num_labels = head.labels
+    config.num_labels = head.labels  # keeps the names of as many labels
+    if head.names:
+        own = list(config.id2label.values())
+        if own != [*head.names] and {*own} == {*head.names}:
+            raise ModelError(
+                f"model.head has the names {', '.join(head.names)}, and the model's config the same in the order "
+                f"{', '.join(own)}; give them in the order of the config"
+            )
+        config.id2label = dict(enumerate(head.names))
+        config.label2id = {name: number for number, name in enumerate(head.names)}
     if head.pools:
         config.problem_type = "single_label_classification" if head.classes else "regression"
     return auto
 
 
-def _scores_at_ends(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> SequenceClassifierOutput:
-    """Return the scores [B, labels] at positions `ends` [B], or without them those of all tokens [B, T, labels]."""
-    hidden = model.base_model(**arguments).last_hidden_state
-    if ends is not None:
-        hidden = hidden[torch.arange(len(ends), device=ends.device), ends]
-    # An output class of transformers, in which FSDP2 finds the tensor.
-    return SequenceClassifierOutput(logits=model.score(hidden))
-
-
-def pools(model: nn.Module) -> bool:
-    """Return whether a model gives one result per row."""
-    return isinstance(model, GenericForSequenceClassification)
-
-
-def has_labels(model: nn.Module) -> bool:
-    """Return whether a model's logits are of labels."""
-    return isinstance(model, GenericForSequenceClassification | GenericForTokenClassification)
-
-
-def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the linear map to logits of tokens or of labels."""
-    head: nn.Module | None = model.score if has_labels(model) else model.get_output_embeddings()
-    return head
-
-
-def decoder_class(model: PreTrainedModel) -> type:
-    """Return the class of the causal language model with a model's config."""
-    return type(model) if not has_labels(model) else MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of(model))]
-
-
-def _hf_config(config: dict[str, Any], head: LabelHeadSpec | None) -> PretrainedConfig:
-    """Return the config in its transformers class. Raises ModelError for a field that the class does not have.
-
-    transformers itself keeps a misspelled field and trains with the default.
-    """
-    hf_config = _config_of_type(config)
-    known = {*dir(type(hf_config)), *_UNDECLARED, *([] if head is None or head.pools else _OF_TOKEN_HEADS)}
-    for name in sorted(config.keys() - known):
-        remedy = f"set model.{name}" if name in ModelSpec.model_fields else _near(name, known) or "remove it"
-        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {remedy}")
-    return hf_config
-
-
-def _config_of_type(config: dict[str, Any]) -> PretrainedConfig:
-    kind = config["model_type"]
-    if kind not in CONFIG_MAPPING:
-        remedy = _near(kind, CONFIG_MAPPING) or "choose a supported one, for example qwen3 or llama"
-        raise ModelError(f"{SOURCE} does not support model_type={kind}; {remedy}")
-    return AutoConfig.for_model(**config)
-
-
-def _near(name: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"did you mean {near[0]}?" if near else None
-
-
-def _folder_config(spec: ModelSpec) -> PretrainedConfig:
-    """Return the config of a folder.
-
-    It may have any field, because transformers writes more fields than its classes declare.
-    """
-    config = model_config(spec)
-    if config.get("quantization_config"):
-        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the original model")
-    # Code that comes with a model is never run. Many folders contain code although transformers has the model too.
-    if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{spec.path} needs custom code (auto_map), and the code in a model's folder is not run; choose a model "
-            "that transformers supports"
-        )
-    return _config_of_type(config)
-
-
 def config_of(model: PreTrainedModel) -> PretrainedConfig:
     """Return the config of a model, which has one part: `check_kind` has refused all others."""
     return model.config
+
+
+def base_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """Return the layers without a head, and the prefix of their names."""
+    return model.base_model, f"{model.base_model_prefix}."
+
+
+def token_head_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the linear map to logits of tokens."""
+    head: nn.Module | None = model.get_output_embeddings()
+    return head
+
+
+def output_of(scores: Tensor) -> SequenceClassifierOutput:
+    """Return scores in an output class of transformers, in which FSDP2 finds the tensor."""
+    return SequenceClassifierOutput(logits=scores)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the causal language model with a model's config, on the meta device; None if its family has none."""
+    config = copy.deepcopy(config_of(model))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    with torch.device("meta"):
+        return None if kind is None else kind(config)
 
 
 def embeddings_of(model: PreTrainedModel) -> nn.Embedding:
@@ -241,13 +183,27 @@ def _dense_text(config: PretrainedConfig | None) -> str | None:
     return f"train that part alone: model_type={text.model_type}"
 
 
-def check_masked_kind(config: PretrainedConfig) -> None:
-    """Raise ModelError for a config of anything else than a masked language model that sees whole rows."""
-    kind = config.model_type
-    if kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.is_encoder_decoder or _has_parts(config):
+def sees_whole_rows(spec: ModelSpec) -> bool:
+    """Return whether a model is an encoder: with a masked head, or with labels unless its config is a decoder's."""
+    if spec.label_head is None:
+        return spec.masked is not None
+    config = model_config(spec)
+    kind = config["model_type"]
+    is_decoder = kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.get("is_decoder") is True
+    return not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and is_decoder)
+
+
+def check_encoder_kind(config: PretrainedConfig, head: LabelHeadSpec | None) -> None:
+    """Raise ModelError for a config of anything else than an encoder that sees whole rows; without `head` a masked one.
+
+    Masked language models have a class of their own in transformers.
+    """
+    kind, what = config.model_type, "masked_lm needs an encoder" if head is None else f"{head.name} needs one model"
+    is_masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.is_encoder_decoder or _has_parts(config) or (head is None and not is_masked):
         raise ModelError(
-            f"model.head=masked_lm needs an encoder of text alone, and model_type={kind} is none in {SOURCE}; choose "
-            "one, for example modernbert or bert"
+            f"model.head={what} of text alone, and model_type={kind} is none in {SOURCE}; choose one, for example "
+            "modernbert or bert"
         )
     check_encoder(config)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train_loop.errors import DataError
+from train_loop.model.families.causal.heads import pools
 from train_loop.model.families.family import ExportFacts, SpecialTokens
 from train_loop.run_dir import write_durably
 from train_loop.system.input_files import read_input
@@ -19,6 +20,9 @@ def write_configs(model: Any, config: Any, folder: Path, facts: ExportFacts) -> 
     if facts.tokens is not None:
         align(config, generation, facts.tokens)
         end_also_at(generation, facts.ends)
+        if pools(model) and getattr(config, "pad_token_id", None) is None:
+            # transformers finds the last token of each row by it, and accepts no batches without.
+            config.pad_token_id = facts.tokens.eos
     config.save_pretrained(folder)
     if model.can_generate():
         write_durably(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")

@@ -20,16 +20,22 @@ from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
 from train_loop.model.families.causal.build import (
     ATTENDING,
-    SOURCE,
     build_model,
     check_decoder,
     config_of,
-    has_labels,
-    head_of,
-    pools,
+    decoder_of,
 )
+from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.export import write_configs
+from train_loop.model.families.causal.heads import (
+    check_labels,
+    has_labels,
+    head_of,
+    names_outside,
+    pools,
+    read_at_ends,
+)
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
@@ -47,8 +53,6 @@ from train_loop.spec import JobSpec, ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
-_SCORE, _TOKEN_HEAD = r"^score\.", r"^(lm_head|embed_out)\."
-"""Head of labels, which starts random, and head of tokens, in whose place it is."""
 _ZERO_BIAS = ("Data2VecTextLMHead", "LongformerLMHead", "LukeLMHead", "EntityPredictionHead")
 """Heads whose bias only the constructor sets, to 0."""
 _OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
@@ -73,6 +77,7 @@ class Causal(Family):
         model = build_model(spec)
         check_decoder(model)
         accept_masks(model)
+        read_at_ends(model)
         return self.anatomy(model)
 
     def anatomy(self, model: PreTrainedModel) -> Anatomy:
@@ -146,19 +151,25 @@ class Causal(Family):
 
     def stored_names(self, model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
         """Map old names and the base model's prefix as transformers does."""
-        renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-        known = model.state_dict()
-        own = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in stored}
-        optional = [*(model._keys_to_ignore_on_load_missing or ()), *([_SCORE] if has_labels(model) else [])]
-        harmless = [
-            *_HARMLESS,
-            *([_TOKEN_HEAD] if has_labels(model) else []),
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-        ]
+        own, known = _own_names(model, stored), model.state_dict()
+        optional, replaced = list(model._keys_to_ignore_on_load_missing or ()), set[str]()
+        if has_labels(model):
+            check_labels(model, {own[name]: shape for name, shape in stored.items()})
+            if (decoder := decoder_of(model)) is not None:
+                of_head = names_outside(decoder)
+                replaced = {name for name, its in _own_names(decoder, stored).items() if its in of_head}
+        harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
         return StoredNames(
             own,
-            unused=frozenset(s for s in stored if _matches(own[s], harmless) or _is_old_mask(s, stored[s])),
-            optional=frozenset(name for name in known if _matches(name, optional)),
+            unused=frozenset(
+                name
+                for name, shape in stored.items()
+                if (name in replaced and own[name] not in known)
+                or _matches(own[name], harmless)
+                or _is_old_mask(name, shape)
+            ),
+            optional=frozenset(name for name in known if _matches(name, optional))
+            | (names_outside(model) if has_labels(model) else set()),
         )
 
     def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -181,6 +192,13 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
+
+
+def _own_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Return a model's names of stored tensors, by the rules of transformers."""
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    known = model.state_dict()
+    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in stored}
 
 
 def takes_only_tokens(model: nn.Module) -> bool:

@@ -19,7 +19,12 @@ from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.positions import PositionLimits, TableWatch, fix_dynamic
-from train_loop.model.families.causal.separation import Separation, check_slices, measure_copy, position_limit
+from train_loop.model.families.causal.separation import (
+    Separation,
+    check_slices,
+    measure_copy,
+    position_limit,
+)
 from train_loop.model.families.family import AttentionUse
 from train_loop.model.families.kept import count_kept
 from train_loop.plan import KeptBytes

@@ -21,8 +21,9 @@ from train_loop.model.families.causal.attention import (
     attention_replaced,
     registered_attention,
 )
-from train_loop.model.families.causal.build import config_of, decoder_class, embeddings_of
+from train_loop.model.families.causal.build import config_of, embeddings_of
 from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.heads import check_scores, measure_scores
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.small_copy import (
     SmallCopyError,
@@ -54,6 +55,8 @@ class Separation(NamedTuple):
     """Between slices of a row and the whole row, with the same attention."""
     takes_masks: bool = True
     """Whether the model can be called with positions and masks; if not, it is called with tokens alone."""
+    scores: float = 0.0
+    """Between the scores of a row by transformers' own forward pass, and those of its last token in this loop."""
 
 
 def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes: Any) -> Separation:
@@ -62,8 +65,7 @@ def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes
     Raises ModelError if no copy can be called.
     """
     try:
-        # A head of labels does not change how the layers below keep tokens apart.
-        kind: Any = decoder_class(model)
+        kind: Any = type(model)
         # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
         return _measure_copy(kind, json.dumps(config_of(model).to_dict() | changes), sequence_length)
     except SmallCopyError as error:
@@ -84,7 +86,7 @@ def position_limit(model: nn.Module, sequence_length: int | None) -> tuple[int, 
     stated = stated_positions(config)
     if stated is None or sequence_length is None or sequence_length <= stated:
         return ()
-    kind: Any = decoder_class(model)
+    kind: Any = type(model)
     return () if _has_more_positions(kind, json.dumps(config)) else (stated,)
 
 
@@ -110,6 +112,7 @@ def check_causal(found: Separation, model: nn.Module) -> None:
         raise ModelError(
             f"{name} computes values that are not finite with this config; correct its numbers, such as rope_theta"
         )
+    check_scores(found.scores, model)
     if _differs(found.later_tokens):
         change = next((one for one in _DECODERS if _fits_as_decoder(model, *one)), None)
         remedy = f"set {change[0]}: {json.dumps(change[1])} in the model's config, or " if change else ""
@@ -159,9 +162,14 @@ def check_slices(found: Separation, spec: JobSpec, name: str) -> None:
 
 def measure(model: nn.Module) -> Separation:
     """Return the differences of a model with weights on the CPU; infinity if a call fails."""
+    row = _row(model)
+    scores = _or_infinity(lambda: measure_scores(model, row))
     apply_longrope(model, part=0, parts=1)
     accept_masks(model)
-    row = _row(model)
+    return _measure_rows(model, row)._replace(scores=scores)
+
+
+def _measure_rows(model: nn.Module, row: Tensor) -> Separation:
     if not _takes_masks(model, row):
         return _measure_tokens(model, row)
     second, through = _Call.of(model, row[:, _CUT:], [_LENGTH - _CUT]), _Call.of(model, row, [_LENGTH])
