@@ -65,7 +65,6 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
             FORWARD: "return self.last(self.first(x).tanh()) * float(numpy.random.default_rng().normal())",
         },
         DETERMINISTIC,
-        EXPORTED,
         "the loss",
     ),
     "forgotten count": (

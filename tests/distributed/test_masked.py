@@ -17,10 +17,11 @@ from torch.amp import GradScaler
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.support.builders.specs import spec
-from tests.support.ranks.gradients import forget_meshes, mesh_of, whole
+from tests.support.ranks.gradients import forget_meshes, mesh_of
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop import train
 from train_loop.checkpoint.export.huggingface import export
+from train_loop.conformance.measure import whole
 from train_loop.data.masking import EVALUATION, mask_rows
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import pin
