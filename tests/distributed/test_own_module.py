@@ -93,7 +93,8 @@ def test_export_loads_into_the_plain_module(folder: Path, resized: Path, monkeyp
 
 
 def test_any_size_run_with_dropout_has_the_same_bits_on_one_rank_and_on_four(folder: Path, call: Call) -> None:
-    training = example_job(folder, ZOO)["training"] | {"reproducible": "any_size"}
+    tree = {"max_shards": 2, "max_replicas": 2}
+    training = example_job(folder, ZOO)["training"] | {"reproducible": "any_size", "reduction_tree": tree}
     code = example_job(folder, ZOO)["code"] | {"config": {"dropout": 0.3, "repeats": 1}}
     runs = []
     for world in (1, 4):
