@@ -102,3 +102,12 @@ def test_package_is_a_path_on_storage(package: str) -> None:
 def test_digest_is_a_sha256() -> None:
     assert parse(code_spec(code={"sha256": "a" * 64})).code.sha256 == "a" * 64  # type: ignore[union-attr]
     assert problem(code={"sha256": "A" * 64})[0] == "/code/sha256"
+
+
+def test_split_sequences_need_entries_and_are_not_proven_at_any_size() -> None:
+    split: dict[str, Any] = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
+    assert "write, for example, code.sequence: {tokens: 1}" in problem(**split)[1]
+    assert parse(code_spec(code={"sequence": {"x": 1}}, **split)).strategy.ulysses_size == 2
+    training = {"reproducible": "any_size", "global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3}
+    message = problem(code={"sequence": {"x": 1}}, training=training, **split)[1]
+    assert message.startswith("ulysses_size=2 with own code (code) is not proven to give the same bits")
