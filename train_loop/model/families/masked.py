@@ -179,7 +179,7 @@ class _Measured(NamedTuple):
 
 
 def _measure_copy(model: Any, length: int) -> _Measured:
-    """Return the properties that a small copy shows. Raises ModelError without one, or if padding changes its logits."""
+    """Return the properties that a small copy shows. Raises ModelError without one, or if padding changes logits."""
     kind: Any = type(model)
     name, config = kind.__name__, config_of(model)
     try:
