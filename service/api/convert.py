@@ -146,7 +146,7 @@ def plan_out(view: PlanView) -> PlanOut:
         global_batch_size=plan.batch.global_batch,
         micro_batch_size=plan.batch.per_device,
         gradient_accumulation_steps=plan.batch.accumulation,
-        tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
+        tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
         steps=view.steps,
         parameters=plan.shape.parameters,
         flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,

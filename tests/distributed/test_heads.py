@@ -118,7 +118,7 @@ def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Te
     dist.all_reduce(total)
     sums = accumulate(
         objective,
-        micro_batches(batch, 1, sharded.anatomy, mesh),
+        micro_batches(batch, job.training.per_device_train_batch_size, sharded.anatomy, mesh),
         total.item(),
         reduction=reduction,
         scaler=GradScaler(enabled=False),

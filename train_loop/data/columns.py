@@ -31,10 +31,13 @@ class Column:
     """Value of padding."""
     stored: Literal["token", "document"] | None = None
     """In prepared files: one value per token or per document; None for other columns."""
+    sequences: int = field(default=1, compare=False)
+    """Sequences per sample, which are the rows of the model's call. Above 1, samples have a dimension for them."""
 
     def shape_in(self, length: int) -> tuple[int, ...]:
-        """Return the shape of a sample's values, with `length` tokens per sample."""
-        return (length,) if self.kind == "token" else self.shape
+        """Return the shape of a sample's values, with `length` tokens per sequence."""
+        shape = (length,) if self.kind == "token" else self.shape
+        return shape if self.sequences == 1 else (self.sequences, *shape)
 
     def bytes_in(self, length: int) -> int:
         """Return the bytes of a sample's values; 0 for ragged columns."""
@@ -55,14 +58,14 @@ class Column:
 SAMPLE = Column("#sample", "int64", "sample")
 """Number of the sample in its dataset. No column of a file has this name."""
 LENGTH = Column("length", "int64", "sample")
-"""Tokens that are not padding."""
+"""Tokens that are not padding, of each sequence."""
 INPUT_IDS = Column("input_ids", "int32", stored="token")
 LABELS = Column("labels", "int32", fill=-100, stored="token")
 """Labels, aligned with the tokens and not shifted."""
 WEIGHTS = Column("weights", "float32", fill=1, stored="document")
 """Weight of each token in the loss."""
 TARGETS = Column("targets", "float32", "sample", stored="document")
-"""Label of each document: its class, or a number."""
+"""Label of each document: its class, or a number; the margin of a pair."""
 POSITION_IDS = Column("position_ids", "int32")
 """Positions, which restart with every document."""
 DOCUMENTS = Column("documents", "int32", "ragged", stored="document")
@@ -73,9 +76,14 @@ STORED = (INPUT_IDS, DOCUMENTS, LABELS, WEIGHTS, TARGETS)
 
 
 @lru_cache
-def token_columns(*, pad_token: int = 0, weighted: bool = False, labelled: bool = False) -> tuple[Column, ...]:
-    """Return the columns of tokens in the training loop."""
+def token_columns(
+    *, pad_token: int = 0, weighted: bool = False, labelled: bool = False, sequences: int = 1
+) -> tuple[Column, ...]:
+    """Return the columns of tokens in the training loop. Samples of several sequences have no labels per token."""
     ids = replace(INPUT_IDS, fill=pad_token)
+    if sequences > 1:
+        each = (replace(column, sequences=sequences) for column in (LENGTH, ids, POSITION_IDS))
+        return (SAMPLE, *each, *(TARGETS,) * labelled)
     return (SAMPLE, LENGTH, ids, LABELS, POSITION_IDS, *(WEIGHTS,) * weighted, *(TARGETS,) * labelled)
 
 

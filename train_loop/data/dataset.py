@@ -144,6 +144,8 @@ class Dataset(BaseModel):
     mixture: Mixture | None = None
     """Mixture of the sources; without it an epoch contains all samples once."""
     pad_token: int = 0
+    sequences: int = 1
+    """Sequences per sample, each of at most `sequence_length` tokens."""
     aligned: bool = False
     """True if the label of a token belongs to the token itself, and not to its predecessor, which predicts it."""
     tokenizer: str | None = None
@@ -187,7 +189,10 @@ class Dataset(BaseModel):
         own = self.parts[0].own
         if self.parts[0].input_ids is None:
             return (SAMPLE, *own)
-        return (*token_columns(pad_token=self.pad_token, weighted=self.weighted, labelled=self.labelled), *own)
+        tokens = token_columns(
+            pad_token=self.pad_token, weighted=self.weighted, labelled=self.labelled, sequences=self.sequences
+        )
+        return (*tokens, *own)
 
     @property
     def row_bytes(self) -> int:
@@ -196,6 +201,11 @@ class Dataset(BaseModel):
         ragged = any(column.kind == "ragged" for column in columns)
         stored = sum(file.size for part in self.parts for file in part.files) // self.samples if ragged else 0
         return stored + sum(column.bytes_in(self.sequence_length) for column in columns)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Maximum tokens of a sample."""
+        return self.sequences * self.sequence_length
 
     @property
     def weighted(self) -> bool:
@@ -210,7 +220,7 @@ class Dataset(BaseModel):
     @property
     def utilisation(self) -> float:
         """Fraction of trained positions with a token instead of padding; an estimate with a mixture."""
-        return self.epoch_tokens / (self.epoch_samples * self.sequence_length)
+        return self.epoch_tokens / (self.epoch_samples * self.sample_tokens)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Conversion of sample rows to the model's micro-batches. B: rows, T: sequence length, P: Ulysses ranks."""
+"""Conversion of samples to the model's micro-batches. B: rows, T: sequence length, P: Ulysses ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -135,7 +135,7 @@ def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
 def micro_batches(batch: StepBatch, size: int, anatomy: Anatomy, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     columns = [column for column in batch.columns if column != WEIGHTS or _weights_matter(batch)]
-    parts = {column.name: _split(batch.values[column.name], size) for column in columns}
+    parts = {column.name: _split(batch.values[column.name], size, column.sequences) for column in columns}
     count = len(parts[SAMPLE.name])
     for number in range(count):
         whole = {name: values[number] for name, values in parts.items()}
@@ -151,10 +151,10 @@ def _slice(values: Any, column: Column, mesh: Mesh) -> Any:
     return values[:, mesh.sequence_rank * width : (mesh.sequence_rank + 1) * width]
 
 
-def _split(values: Any, size: int) -> Sequence[Any]:
-    """Return the values of each micro-batch."""
+def _split(values: Any, size: int, sequences: int) -> Sequence[Any]:
+    """Return the values of each micro-batch, in which each sequence of a sample is a row of its own."""
     if isinstance(values, Tensor):
-        return torch.split(values, size)
+        return torch.split(values if sequences == 1 else values.flatten(0, 1), size * sequences)
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
@@ -169,13 +169,15 @@ def check_vocabulary(rows: Rows | None, vocabulary: int | None) -> None:
     """Raise DataError for a token outside the model's vocabulary. A GPU would only report a failed assertion."""
     if rows is None or vocabulary is None:
         return
-    trained = np.where(rows.labels == IGNORE, 0, rows.labels)
-    for name, ids in (("token", rows.input_ids), ("label", trained)):
+    ids_by_name = {"token": rows.input_ids}
+    if LABELS.name in rows.values:
+        ids_by_name["label"] = np.where(rows.labels == IGNORE, 0, rows.labels)
+    for name, ids in ids_by_name.items():
         strange = np.argwhere((ids < 0) | (ids >= vocabulary))
         if len(strange):
-            row, place = strange[0]
+            row, place = strange[0, 0], strange[0, -1]
             raise DataError(
-                f"sample {rows.samples[row]} has {name} {ids[row, place]} at position {place}, outside the "
+                f"sample {rows.samples[row]} has {name} {ids[tuple(strange[0])]} at position {place}, outside the "
                 f"model's vocabulary of {vocabulary}; tokenise with the model's own tokenizer, or correct the model's "
                 "vocab_size"
             )

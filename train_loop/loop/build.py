@@ -11,6 +11,7 @@ from train_loop.data.order import Order, StepOrder
 from train_loop.loop.objectives.labels import ClassLoss, NumberLoss
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
+from train_loop.loop.objectives.pairs import ContrastiveLoss, RewardLoss
 from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss, TokenLoss
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
@@ -121,12 +122,16 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: t
 
 
 def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: Dataset) -> Objective:
-    """Build the objective of a run: the loss of own code, of labels, or token cross entropy."""
+    """Build the objective of a run: the loss of own code, of labels, of pairs, or token cross entropy."""
     head = spec.model.label_head
     if spec.code is not None:
         return OwnLoss(sharded.anatomy, own_code(spec.code), dataset)
     if head is None:
         return build_token_loss(sharded, spec, plan)
+    if head.reward is not None:
+        return RewardLoss(sharded.anatomy, center=head.reward.center_rewards_coefficient)
+    if head.embedding is not None:
+        return ContrastiveLoss(sharded.anatomy, head.embedding)
     if head.classes is None:
         return NumberLoss(sharded.anatomy)
     return ClassLoss(sharded.anatomy, pools=head.pools, label_smoothing=spec.training.label_smoothing_factor)

@@ -49,7 +49,7 @@ def estimate_memory(
     home: Place = beside if spec.strategy.offload_policy else "device"
     shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
-    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
+    tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
@@ -88,7 +88,7 @@ def _own_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[Memo
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes that the forward pass of a decoder keeps."""
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
-    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
+    tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     return (
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         *_masks_and_scores(spec, shape, mesh, compute=compute),
@@ -171,8 +171,8 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
     row = logits_row_bytes(spec, shape)
     rows = chunk_rows(spec, shape, tokens=tokens)
     if shape.labels is not None:
-        each, kind = (spec.training.per_device_train_batch_size, "rows") if shape.pools else (tokens, "tokens")
-        return MemoryTerm("logits", row * each, f"{row // shape.labels} bytes x {kind} x labels")
+        each, kind = (spec.sequences_per_device, "rows") if shape.pools else (tokens, "tokens")
+        return MemoryTerm("logits", row * each, f"{row // max(shape.labels, 1)} bytes x {kind} x labels")
     if rows is None:
         return MemoryTerm("logits", row * tokens, f"{row // shape.vocab} bytes x tokens x vocab")
     return MemoryTerm(
@@ -218,7 +218,7 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
     formula = "1 byte x sequences x sequence_length^2, if packed or masked_lm"
     if not shape.whole_scores:
         return (MemoryTerm("attention_mask", _mask(spec), formula),)
-    squares = spec.training.per_device_train_batch_size * spec.data.sequence_length**2
+    squares = spec.sequences_per_device * spec.data.sequence_length**2
     layers = shape.layers if spec.model.gradient_checkpointing == "none" else 1
     scores = (4 + 2 * compute) * layers * squares * -(-shape.heads // mesh.sp)
     return (
@@ -293,4 +293,4 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
 def mask_bytes(spec: JobSpec) -> int:
     """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows and encoders; 0 for others."""
     masked = spec.data.packing or spec.model.masked is not None
-    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if masked else 0
+    return spec.sequences_per_device * spec.data.sequence_length**2 if masked else 0

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from train_loop.data.prepare.boundaries import Boundaries, no_end_token
-from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows, numbered, problem_of
-from train_loop.data.prepare.fit import Fate, Fit, explain_cut
-from train_loop.data.prepare.judge import Place, check_rows
+from train_loop.data.prepare.cells import numbered, problem_of
+from train_loop.data.prepare.encode import BadRow, Encoded, TextRules, encode_rows
+from train_loop.data.prepare.fit import Fate, Fit, Place, check_rows, explain_cut
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row, cut, locate, read_piece
 from train_loop.data.prepare.sources import SourceFile, list_files
@@ -85,7 +85,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
         raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
     if rules is None and not columns.tokenised and not first.bad:
         return None
-    without = rules is None or rules.plain or columns.messages or columns.label
+    without = rules is None or rules.plain or columns.messages or columns.label or columns.sequences
     if rules is not None and not without and (count := _ended(columns, rules, first.rows)):
         notes.append(f"{count} of the first {len(first.rows)} rows end with EOS already and get no second one")
     if columns.messages is not None and rules is not None and boundaries is not None:
@@ -178,6 +178,11 @@ def _size(cell: Any) -> int:
 def _judged(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec | None) -> Encoded:
     """Return a BadRow if a row is bad with any tokenizer, else a document of one token in place of the unknown ones."""
     wrong = problem_of(row, columns, vocab, head)
+    if not wrong and columns.chosen is not None and isinstance(row.values[columns.chosen], list):
+        wrong = (
+            f"column {columns.chosen!r} holds a conversation, which needs a chat template, and a tokenizer that is "
+            "trained on the data has none; name a tokenizer in model.tokenizer"
+        )
     return BadRow(row.place, wrong) if wrong else Document(np.zeros(1, np.int32))
 
 

@@ -1,5 +1,6 @@
 """Number of samples in the training data, if it is known before preparation."""
 
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -39,14 +40,17 @@ def _rows(file: SourceFile) -> int:
 
 def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:
     """Return the samples of a file if no two rows share a sample."""
-    assert columns.input_ids is not None
+    before, names = columns.prompt, [columns.input_ids] if columns.input_ids is not None else list(columns.sequences)
     with report_damage(file.uri, file.format), open_file(file, buffer=0) as opened:
         parquet = pq.ParquetFile(opened)
         if not parquet.metadata.num_rows:
             # Its columns are not checked, as no row is read from them.
             return 0
-        table = plain_table(parquet.read(columns=[columns.input_ids]))
-        lengths = pc.list_value_length(table[columns.input_ids]).drop_null().to_numpy()
+        table = plain_table(parquet.read(columns=[*names, *([before] if before is not None else [])]))
+    sizes = {name: pc.list_value_length(table[name]).fill_null(0).to_numpy() for name in table.column_names}
+    counted = [sizes[name] + (0 if before is None else sizes[before]) for name in names]
+    # Rows without tokens become no samples.
+    lengths = np.where(np.all(counted, axis=0), np.max(counted, axis=0), 0)
     rule = data.long_rows_of(columns)
     if rule == "split":
         return int((-(-lengths // data.sequence_length)).sum())

@@ -33,7 +33,7 @@ def main() -> None:
 def _prepare(spec: JobSpec, cache: Path) -> Dataset:
     dataset = prepare(spec, cache, _print_event)
     full = f"{dataset.tokens:,} tokens, {dataset.utilisation:.1%} full"
-    print(f"{dataset.samples} samples of {dataset.sequence_length} ({full}):")
+    print(f"{dataset.samples} samples of {dataset.sample_tokens} ({full}):")
     for part in dataset.parts:
         print(f"  {cache / part.fingerprint if part.index else 'the original files'}: {part.samples} samples")
     return dataset

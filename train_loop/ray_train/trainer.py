@@ -92,7 +92,7 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
                 "begins_with_bos": part.begins_with_bos,
                 "samples": part.samples,
                 "tokens": part.tokens,
-                "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),
+                "utilisation": round(part.tokens / (part.samples * dataset.sample_tokens), 4),
             }
             for source, part in zip(spec.data.sources, dataset.parts, strict=True)
         ],

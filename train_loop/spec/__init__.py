@@ -4,13 +4,24 @@ from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
+from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
-from train_loop.spec.model import LabelHeadSpec, ModelSpec
-from train_loop.spec.parse import check_mapping, dump, load, merged, override, parse, parse_text
+from train_loop.spec.model import ModelSpec
+from train_loop.spec.parse import (
+    SCHEMA_ID,
+    check_mapping,
+    dump,
+    dump_schema,
+    job_schema,
+    load,
+    merged,
+    override,
+    parse,
+    parse_text,
+)
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, FailureSpec, ScalingSpec, WorkerRange
-from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, add_positions, as_pointer, describe, locate, read_positions, read_yaml
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
@@ -24,6 +35,7 @@ __all__ = [
     "CodeSpec",
     "ColumnsSpec",
     "DataSpec",
+    "EmbeddingSpec",
     "FailureSpec",
     "JobSpec",
     "LabelHeadSpec",

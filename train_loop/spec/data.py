@@ -33,8 +33,29 @@ class ColumnsSpec(SpecModel):
     tools: str | None = Field(
         default=None, description="column with the tools of a conversation, as a list or its JSON; rows may omit it"
     )
-    prompt: str | None = Field(default=None, description="column with the text before the response; not trained")
+    prompt: str | None = Field(
+        default=None,
+        description="column with the text before the response, which is not trained; or before chosen and rejected",
+    )
     response: str | None = Field(default=None, description="column with the text that is trained, after its prompt")
+    chosen: str | None = Field(
+        default=None,
+        description="column with the better of two texts or conversations, for model.head: reward; with rejected",
+    )
+    rejected: str | None = Field(default=None, description="column with the worse of the two")
+    margin: str | None = Field(
+        default=None, description="column with the number by which the reward of chosen is to be higher; optional"
+    )
+    anchor: str | None = Field(
+        default=None, description="column with text whose embedding is to be near that of positive; for head: embedding"
+    )
+    positive: str | None = Field(default=None, description="column with the text that belongs to anchor")
+    negatives: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        default=(), description="columns with texts that do not belong to anchor; optional"
+    )
+    token_ids: bool = Field(
+        default=False, description="columns of pairs and their prompt hold token ids of tokenised rows instead of text"
+    )
     weight: str | None = Field(default=None, description="column with the weight of the row's tokens in the loss")
     image: Annotated[str | None, only(None)] = Field(default=None, description="column with images; not supported yet")
     own: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
@@ -43,13 +64,13 @@ class ColumnsSpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_shape(self) -> "ColumnsSpec":
-        if (self.prompt is None) != (self.response is None):
+        if (self.prompt is None) != (self.response is None) and not (self.prompt and self.chosen):
             raise ValueError("columns.prompt and columns.response go together; name both, or neither")
-        shapes = [self.text, self.input_ids, self.messages, self.prompt, self.own or None]
+        shapes = [self.text, self.input_ids, self.messages, self.response, self.chosen, self.anchor, self.own or None]
         if sum(shape is not None for shape in shapes) != 1:
             raise ValueError(
-                "columns name exactly one of text, input_ids, messages, prompt with response, and own, for example "
-                "columns: {text: text}"
+                "columns name exactly one of text, input_ids, messages, prompt with response, chosen with rejected, "
+                "anchor with positive, and own, for example columns: {text: text}"
             )
         if self.own and self.weight is not None:
             raise ValueError("columns.weight is the weight of tokens, which own columns do not have; remove it")
@@ -59,21 +80,52 @@ class ColumnsSpec(SpecModel):
             raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
         if self.label is not None and self.text is None and self.input_ids is None:
             raise ValueError("columns.label goes with columns.text or columns.input_ids; name one of them")
-        if self.tools is not None and self.messages is None:
+        if self.tools is not None and not self.may_chat:
             raise ValueError("columns.tools goes with columns.messages; name both, or remove tools")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_whole(self) -> "ColumnsSpec":
+        for name, other in (("chosen", "rejected"), ("anchor", "positive")):
+            if (getattr(self, name) is None) != (getattr(self, other) is None):
+                raise ValueError(f"columns.{name} and columns.{other} go together; name both, or neither")
+        if self.margin is not None and self.chosen is None:
+            raise ValueError("columns.margin goes with columns.chosen; name both, or remove margin")
+        if self.negatives and self.anchor is None:
+            raise ValueError("columns.negatives go with columns.anchor; name both, or remove negatives")
+        if self.token_ids and not self.sequences:
+            raise ValueError("columns.token_ids is for pairs; name tokenised rows with columns.input_ids instead")
+        if self.sequences and self.weight is not None:
+            raise ValueError("columns.weight is the weight of trained tokens, which pairs do not have; remove it")
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
         """The columns to read; every row must have all of them except tools."""
-        text = (self.text, self.messages, self.tools, self.prompt, self.response)
-        every = (*text, self.input_ids, self.labels, self.label, self.weight, *self.own)
+        text = (self.text, self.messages, self.tools, self.prompt, self.response, *self.sequences)
+        every = (*text, self.input_ids, self.labels, self.label, self.margin, self.weight, *self.own)
         return tuple(name for name in every if name is not None)
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The columns whose sequences are one sample together; empty if each row is one sequence."""
+        every = (self.chosen, self.rejected, self.anchor, self.positive, *self.negatives)
+        return tuple(name for name in every if name is not None)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The columns with text. Those of pairs may also hold conversations, or token ids if `token_ids` is set."""
+        return tuple(name for name in (self.text, self.prompt, self.response, *self.sequences) if name is not None)
+
+    @property
+    def may_chat(self) -> bool:
+        """True if rows can have conversations."""
+        return self.messages is not None or (self.chosen is not None and not self.token_ids)
 
     @property
     def tokenised(self) -> bool:
         """True if rows hold tokens, or values of own columns, instead of text."""
-        return self.input_ids is not None or bool(self.own)
+        return self.input_ids is not None or self.token_ids or bool(self.own)
 
 
 class SourceSpec(SpecModel):
@@ -128,7 +180,8 @@ class DataSpec(SpecModel):
     )
     columns: ColumnsSpec = Field(
         default=ColumnsSpec(text="text"),
-        description="columns of a row; exactly one of text, input_ids, messages, prompt with response, or own",
+        description="columns of a row; exactly one of text, input_ids, messages, prompt with response, chosen with "
+        "rejected, anchor with positive, or own",
     )
     system_prompt: str | None = Field(default=None, description="system message for conversations that have none")
     chat_template: str | None = Field(
@@ -147,7 +200,8 @@ class DataSpec(SpecModel):
     on_long_rows: LongRows | None = Field(
         default=None,
         description="rows longer than sequence_length; truncate keeps their start, truncate_left BOS and their end; "
-        "null: drop for messages and for prompt with response, truncate for rows with a label, split for others",
+        "null: drop for messages, prompt with response, and chosen with rejected, truncate for rows with a label and "
+        "for anchors, split for others",
     )
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample, at least 2")
     packing: bool = Field(
@@ -172,12 +226,17 @@ class DataSpec(SpecModel):
 
     def long_rows_of(self, columns: ColumnsSpec) -> LongRows:
         """Return the handling of rows of these columns that are longer than a sample."""
-        default: LongRows = "drop" if columns.messages or columns.prompt else "split"
-        return self.on_long_rows or ("truncate" if columns.label else default)
+        default: LongRows = "drop" if columns.messages or columns.response or columns.chosen else "split"
+        return self.on_long_rows or ("truncate" if columns.label or columns.anchor else default)
 
     def drops_untrained(self, columns: ColumnsSpec) -> bool:
         """Return whether rows of these columns without any trained token are dropped; tokenised rows stay."""
-        return bool(columns.messages or columns.prompt)
+        return bool(columns.messages or columns.response)
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of a sample, each of at most `sequence_length` tokens."""
+        return max(len(self.columns_of(source).sequences) or 1 for source in (*self.sources, *self.eval_sources))
 
     @property
     def has_own_columns(self) -> bool:
@@ -229,7 +288,7 @@ class DataSpec(SpecModel):
     def _text_settings_have_text(self) -> "DataSpec":
         shapes = [self.columns_of(source) for source in (*self.sources, *self.eval_sources)]
         for name, value in (("system_prompt", self.system_prompt), ("chat_template", self.chat_template)):
-            if value is not None and not any(shape.messages for shape in shapes):
+            if value is not None and not any(shape.may_chat for shape in shapes):
                 raise ValueError(f"{name} goes with columns.messages; name the column, or remove {name}")
         if self.add_bos != "auto" and not self.reads_text:
             raise ValueError("add_bos goes with text, and no source has text; remove add_bos")

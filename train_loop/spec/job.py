@@ -8,7 +8,8 @@ from train_loop.spec.base import SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
-from train_loop.spec.model import ModelSpec, check_head
+from train_loop.spec.heads import check_head
+from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
@@ -72,6 +73,11 @@ class JobSpec(SpecModel):
     def trains_tokenizer(self) -> bool:
         """Whether a tokenizer is trained on the data, because the spec names none."""
         return self.data.reads_text and self.model.tokenizer is None and self.model.path is None
+
+    @property
+    def sequences_per_device(self) -> int:
+        """The sequences of a micro-batch; a sample of pairs has two."""
+        return self.training.per_device_train_batch_size * self.data.sequences
 
     def at(self, workers: int) -> "JobSpec":
         """Return the spec with a chosen number of workers."""

@@ -1,4 +1,4 @@
-"""Text or plain data → JobSpec; all problems are reported at once."""
+"""Text or plain data → JobSpec; all problems are reported at once. The JSON schema is for editors and validators."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from train_loop.spec.base import Problem, SpecError
@@ -13,6 +14,8 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.model import Dtype
 from train_loop.spec.names import nearest_value, unknown_field
 from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
+
+SCHEMA_ID = "urn:trainshed:job-spec"
 
 _MOST_PROBLEMS = 50
 """Maximum number of problems to list: a body may have ten thousand unknown fields."""
@@ -142,3 +145,26 @@ def _message(error: ErrorDetails, place: list[int | str]) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+class _Generator(GenerateJsonSchema):
+    """A generator without titles of fields: they repeat the fields' names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON schema of a job spec, with descriptions, defaults and limits of every field.
+
+    It cannot express the rules between fields; `parse` checks those, too.
+    """
+    schema = JobSpec.model_json_schema(schema_generator=_Generator)
+    # Editors show the schema's own name.
+    head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID, "title": "Trainshed job spec"}
+    return {**head, **{name: part for name, part in schema.items() if name not in head}}
+
+
+def dump_schema() -> str:
+    """Return the JSON schema of a job spec as text."""
+    return json.dumps(job_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -227,6 +227,10 @@ def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=source.spec.data.reads_text)
     if tokenizer is not None and loaded is not None:
         tokens = special_tokens(loaded, anatomy.vocabulary or 0)
+        head = source.spec.model.label_head
+        if head is not None and head.reward is not None and tokens.pad is None:
+            # Rewards were read before EOS at the end, which the preparation takes for padding, as TRL does.
+            tokens = tokens._replace(pad=tokens.eos)
         ends = ends_of_answers(source.spec, tokenizer, loaded)
         write_template(source.spec, loaded, folder)
         name_class(folder, loaded)

@@ -23,8 +23,8 @@ class Boundaries:
 
     def see(self, document: Document) -> None:
         """Look at one document; ends are no longer searched after the first trained end token."""
-        self._documents += 1
-        self._with_bos += document.input_ids[0] == self._tokenizer.bos
+        self._documents += len(document.sequences)
+        self._with_bos += sum(one.input_ids[0] == self._tokenizer.bos for one in document.sequences)
         if self._found or document.labels is None:
             return
         trained = document.labels != IGNORE

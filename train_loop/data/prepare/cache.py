@@ -34,6 +34,9 @@ FORMAT = 3
 TEXT_RULES = 7
 """Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
 
+_ALWAYS = {"text", "input_ids", "labels", "messages", "prompt", "response", "weight", "image"}
+"""Columns that fingerprints have also if they are not set; older fingerprints lack all others."""
+
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 """Packages that turn text into tokens; another version may turn the same text into other tokens."""
 
@@ -105,6 +108,7 @@ def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Datase
         sequence_length=spec.data.sequence_length,
         mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
         pad_token=_padding(spec, tokenizer),
+        sequences=spec.data.sequences,
         aligned=spec.model.label_head is not None or spec.model.masked is not None,
         tokenizer=tokenizer and str(tokenizer),
         masking=masking_of(spec, tokenizer),
@@ -162,7 +166,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     rule = data.long_rows_of(columns)
     later: dict[str, Any] = {}
     later |= {} if columns.tokenised else {"text": TEXT_RULES, "libraries": library_versions()}
-    later |= {"chat_template": _template_identity(data)} if columns.messages and data.chat_template else {}
+    later |= {"chat_template": _template_identity(data)} if columns.may_chat and data.chat_template else {}
     later |= {"add_bos": data.add_bos} if data.add_bos != "auto" and not columns.tokenised else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}
     head = spec.model.label_head
@@ -175,7 +179,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "format": FORMAT,
             "files": _described(source),
             "columns": _dumped(columns),
-            "system_prompt": data.system_prompt if columns.messages else None,
+            "system_prompt": data.system_prompt if columns.may_chat else None,
             "on_bad_rows": data.on_bad_rows,
             "sequence_length": data.sequence_length,
             "packing": data.packing,
@@ -238,7 +242,7 @@ def _described(source: Source) -> list[list[Any]]:
 
 def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
     """Return the columns for a fingerprint; newer fields are included only if set."""
-    return columns.model_dump(exclude={name for name in ("tools", "own", "label") if not getattr(columns, name)})
+    return {name: value for name, value in columns.model_dump().items() if value or name in _ALWAYS}
 
 
 def _identity(tokenizer: Path) -> dict[str, str]:

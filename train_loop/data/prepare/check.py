@@ -151,7 +151,8 @@ class _SourceText:
     @property
     def is_dated(self) -> bool:
         """Return whether a chat template writes the date."""
-        if self.source.columns.messages is None:
+        columns = self.source.columns
+        if columns.messages is None and (columns.chosen is None or self.rules.load().templates is None):
             return False
         templates = load_chat_templates(self.rules.tokenizer, self.rules.chat_template)
         return any("strftime_now" in template.source for template in templates.by_name.values())
@@ -173,7 +174,7 @@ def _rows(source: Source) -> Iterator[Row]:
 
 def _beginnings(encoded: Sequence[Encoded], fit: Fit) -> list[Document]:
     """Return the part of each trained row that begins it in the samples: all of it, unless it is split."""
-    fitted = [fit(row)[0] for row in encoded if isinstance(row, Document)]
+    fitted = [one for row in encoded if isinstance(row, Document) for one in fit(row)[0].sequences]
     parts = [(one, slice(fit.length)) for one in fitted if len(one.input_ids)]
     return [Document(one.input_ids[cut], None if one.labels is None else one.labels[cut]) for one, cut in parts]
 

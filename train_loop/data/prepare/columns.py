@@ -20,6 +20,7 @@ from train_loop.spec import ColumnsSpec
 _NAME, _METADATA = b"ARROW:extension:name", b"ARROW:extension:metadata"
 """Metadata of a field whose extension type is not registered in this process."""
 _TENSORS = ("arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2")
+_NUMBER = "a number (integer or float)"
 _SHOWN = 200
 """Maximum characters of a type in a message."""
 
@@ -162,14 +163,18 @@ def _if_present(read: Read) -> Read:
 
 def _roles(columns: ColumnsSpec) -> list[tuple[str, str, Callable[[pa.DataType], bool]]]:
     """Return each column of a spec, the types that it may have in words, and the test of a type."""
+    tokens, hint = ("lists of integers", _is_tokens), "; for lists of token ids set columns.token_ids: true"
+    text = (f"text (string or binary){hint if columns.sequences else ''}", _is_text)
+    if columns.chosen is not None:
+        text = (f"text (string or binary), or lists of messages{hint}", _is_json)
     roles: list[tuple[str | None, str, Callable[[pa.DataType], bool]]] = [
-        *((name, "text (string or binary)", _is_text) for name in (columns.text, columns.prompt, columns.response)),
-        (columns.input_ids, "lists of integers", _is_tokens),
+        *((name, *(tokens if columns.token_ids else text)) for name in columns.texts),
+        (columns.input_ids, *tokens),
         (columns.labels, "lists of integers, or of names of classes", _is_tags),
         (columns.messages, "lists of objects (structs or maps), or their JSON as text", _is_json),
         (columns.tools, "lists of objects, or their JSON as text", _is_json),
-        (columns.label, "a number (integer or float), or the name of a class", _is_class),
-        (columns.weight, "a number (integer or float)", is_number),
+        (columns.label, f"{_NUMBER}, or the name of a class", lambda kind: is_number(kind) or _is_text(kind)),
+        *((name, _NUMBER, is_number) for name in (columns.margin, columns.weight)),
     ]
     return [(name, expected, accepts) for name, expected, accepts in roles if name is not None]
 
@@ -202,10 +207,6 @@ def _is_tokens(kind: pa.DataType) -> bool:
 
 def _is_tags(kind: pa.DataType) -> bool:
     return _is_tokens(kind) or (is_list(kind) and _is_text(kind.value_type))
-
-
-def _is_class(kind: pa.DataType) -> bool:
-    return is_number(kind) or _is_text(kind)
 
 
 def _is_objects(kind: pa.DataType) -> bool:

@@ -1,18 +1,17 @@
 """Rows of every format → documents of tokens, with labels for the trained tokens; encoded text ends with EOS."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from train_loop.data.class_names import class_numbers
-from train_loop.data.dataset import IGNORE
+from train_loop.data.prepare.cells import numbered, problem_of
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
-from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.chat import encode_chat, encode_whole, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, DataSpec, LabelHeadSpec
@@ -20,7 +19,6 @@ from train_loop.spec.data import AddBos
 
 T = TypeVar("T")
 Ids = TypeVar("Ids")
-_HEAVIEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -92,52 +90,10 @@ def encode_rows(
     return [encoded[number] for number in range(len(rows))]
 
 
-def numbered(rows: list[Row], columns: ColumnsSpec, head: LabelHeadSpec | None) -> list[Row]:
-    """Return rows with the numbers of classes in place of their names; a row with an unknown name is wrong."""
-    column = columns.label or columns.labels
-    if head is None or head.classes is None or column is None:
-        return rows
-
-    def number(row: Row) -> Row:
-        try:
-            return replace(row, values={**row.values, column: class_numbers(row.values[column], head.names)})
-        except ValueError as error:
-            return replace(row, values={}, wrong=f"column {column!r} holds {error}")
-
-    return [row if row.wrong is not None else number(row) for row in rows]
-
-
-def problem_of(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec | None = None) -> str | None:
-    """Return the reason why a row cannot be trained on; None if nothing is wrong before tokenisation."""
-    if row.wrong is not None:
-        return row.wrong
-    values = row.values
-    for name in (columns.text, columns.prompt, columns.response):
-        if name is not None and not is_text(values[name]):
-            return f"column {name!r} holds {_kind(values[name])} where text is needed"
-    if columns.input_ids is not None:
-        for name in filter(None, (columns.input_ids, columns.labels)):
-            classes = head.classes if head is not None and name == columns.labels else None
-            known = (
-                f"in the model's vocabulary of {vocab} tokens" if classes is None else f"below head.labels={classes}"
-            )
-            wrong = _wrong_tokens(name, values[name], range(classes or vocab), known, ignored=name == columns.labels)
-            if wrong:
-                return wrong
-        if columns.labels is not None and len(values[columns.input_ids]) != len(values[columns.labels]):
-            ids, labels = len(values[columns.input_ids]), len(values[columns.labels])
-            return f"{ids} tokens and {labels} labels; they must be aligned"
-    if columns.label is not None and head is not None and not _is_label(values[columns.label], head.classes):
-        wanted = "a finite number" if head.classes is None else f"a whole number from 0 to {head.classes - 1}"
-        return f"column {columns.label!r} holds {_kind(values[columns.label])} where {wanted} is needed"
-    if columns.weight is not None and not _is_weight(values[columns.weight]):
-        return f"column {columns.weight!r} holds {_kind(values[columns.weight])} where a weight of 0 or more is needed"
-    return None
-
-
 def _documents(rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None) -> Iterator[Encoded]:
     weights, targets = (
-        [None if name is None else float(row.values[name]) for row in rows] for name in (columns.weight, columns.label)
+        [None if name is None else float(row.values[name]) for row in rows]
+        for name in (columns.weight, columns.label or columns.margin)
     )
     lists = _token_lists(rows, columns, vocab, rules)
     for row, found, weight, target in zip(rows, lists, weights, targets, strict=True):
@@ -153,6 +109,9 @@ def _token_lists(
     rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None
 ) -> Iterator[tuple[Any, ...] | str]:
     """Yield the parts of a document for each row, or the reason why it cannot be trained on."""
+    if columns.sequences:
+        yield from _together(rows, columns, vocab, rules)
+        return
     if columns.input_ids is not None:
         yield from ((row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows)
         return
@@ -161,6 +120,70 @@ def _token_lists(
     for found in _tokenised(tokenizer, rows, columns, rules):
         wrong = None if isinstance(found, str) else tokenizer.why_absent(found[0], vocab)
         yield found if wrong is None else wrong
+
+
+def _together(
+    rows: list[Row], columns: ColumnsSpec, vocab: int, rules: TextRules | None
+) -> Iterator[tuple[Any, ...] | str]:
+    """Yield the parts of a document for each row of sequences that stay together, or the reason of a bad row."""
+    count, tokenizer = len(columns.sequences), None if rules is None else rules.load()
+    cells = [_after_prompt(row, columns, name) for row in rows for name in columns.sequences]
+    found = cells if rules is None or tokenizer is None else _pair_tokens(tokenizer, rules, rows, columns, cells)
+    for start in range(0, len(found), count):
+        reason, several = None, found[start : start + count]
+        for name, one in zip(columns.sequences, several, strict=True):
+            why = one if isinstance(one, str) else "it has no tokens but padding" if not len(one) else None
+            if why is None and tokenizer is not None:
+                why = tokenizer.why_absent(one, vocab)
+            reason = reason or (why and f"column {name!r}: {why}")
+        yield reason or (np.concatenate(several), None, frozenset(), tuple(map(len, several)))
+
+
+def _after_prompt(row: Row, columns: ColumnsSpec, name: str) -> Any:
+    """Return a cell after that of its prompt: text, messages or token ids."""
+    cell = row.values[name]
+    if columns.token_ids:
+        cell = np.asarray(cell, np.int32)
+    if columns.prompt is None:
+        return cell
+    before = row.values[columns.prompt]
+    return np.concatenate([np.asarray(before, np.int32), cell]) if columns.token_ids else before + cell
+
+
+def _pair_tokens(
+    tokenizer: TextTokenizer, rules: TextRules, rows: list[Row], columns: ColumnsSpec, cells: list[Any]
+) -> list[Any]:
+    """Return the token ids of the texts and conversations of pairs, or the reason in their place.
+
+    Texts to embed have the tokens of transformers' tokenizer. Others are read as by TRL, whose rewards are those of the
+    last token that is not padding.
+    """
+    if columns.anchor is not None:
+        return _all_or_each(tokenizer.encode_plainly, cells)
+    pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
+    tools = [
+        None if columns.tools is None else row.values.get(columns.tools) for row in rows for _ in columns.sequences
+    ]
+    texts: list[list[int] | str] = _all_or_each(tokenizer.encode, [cell for cell in cells if isinstance(cell, str)])
+
+    def encode(messages: Any, its: Any) -> list[int]:
+        templates = load_chat_templates(rules.tokenizer, rules.chat_template, rules.day)
+        return encode_whole(tokenizer, templates, messages, rules.system_prompt, its)
+
+    rest = iter(texts)
+    found = [
+        next(rest) if isinstance(cell, str) else _or_reason(encode, cell, its)
+        for cell, its in zip(cells, tools, strict=True)
+    ]
+    return [one if isinstance(one, str) else without_end(one, pad) for one in found]
+
+
+def without_end(ids: list[int], token: int) -> list[int]:
+    """Return token ids without those at their end that are a token."""
+    stop = len(ids)
+    while stop and ids[stop - 1] == token:
+        stop -= 1
+    return ids[:stop]
 
 
 def _tokenised(
@@ -201,54 +224,3 @@ def _or_reason(call: Callable[..., Ids], *arguments: Any) -> Ids | str:
         return str(error)
     except RecursionError:
         return "a value of the row is nested too deeply; write it with fewer levels"
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Return whether a cell is text that can be written as UTF-8."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        # JSON can contain lone surrogates.
-        return False
-
-
-def _wrong_tokens(name: str, value: Any, allowed: range, known: str, *, ignored: bool) -> str | None:
-    if not isinstance(value, np.ndarray | list):
-        return f"column {name!r} holds {_kind(value)} where a list of whole numbers is needed"
-    if isinstance(value, list) and not all(type(token) is int for token in value):
-        place = next(number for number, token in enumerate(value) if type(token) is not int)
-        return f"column {name!r} holds {_kind(value[place])} at position {place}, where a whole number is needed"
-    tokens = np.asarray(value)
-    strange = (tokens < 0) | (tokens >= allowed.stop)
-    if ignored:
-        strange &= tokens != IGNORE
-    if not strange.any():
-        return None
-    place = int(strange.argmax())
-    token = f"{value[place]} at position {place}"
-    return f"column {name!r} holds {token}, which is not {known}"
-
-
-def _is_label(value: Any, classes: int | None) -> bool:
-    if classes is None:
-        return type(value) in (int, float) and abs(value) <= _HEAVIEST
-    return type(value) in (int, float) and value in range(classes)
-
-
-def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _HEAVIEST
-
-
-def _kind(value: Any) -> str:
-    """Return a short description of a cell's value for error messages."""
-    if value is None:
-        return "null"
-    if isinstance(value, int | float):
-        return str(value)
-    words: dict[type, str] = {
-        str: "text" if is_text(value) else "text that is not Unicode",
-        bytes: "bytes that are not UTF-8",
-        list: "a list",
-        dict: "an object",
-    }
-    return words.get(type(value), type(value).__name__)

@@ -1,5 +1,6 @@
-"""Rules for documents that are longer than a sample, or without a trained token."""
+"""Rules for documents that are longer than a sample or without a trained token, and for rows that end a job."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -7,13 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.encode import TextRules
+from train_loop.data.prepare.encode import BadRow, Encoded, TextRules
 from train_loop.data.prepare.packing import Document
+from train_loop.data.prepare.rows import locate
+from train_loop.data.prepare.sources import SourceFile
+from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, DataSpec
 from train_loop.spec.data import LongRows
 
 Fate = Literal["whole", "long", "dropped", "untrained"]
 """whole: unchanged; long: split or truncated; dropped: too long; untrained: dropped because no token is trained."""
+
+Place = tuple[SourceFile, int]
+"""A row's file, and its place in that file, as in `Row.place`."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,23 @@ class Fit:
 
     def refuses(self, document: Document) -> bool:
         """Return whether a document is too long and on_long_rows is `fail`, so that preparation fails."""
-        return self.rule == "fail" and len(document.input_ids) > self.length
+        return self.rule == "fail" and document.longest > self.length
 
     def __call__(self, document: Document) -> tuple[Document, Fate]:
         """Return the document to pack and its fate; a dropped document is empty."""
-        long = len(document.input_ids) > self.length
+        long = document.longest > self.length
         if long and self.rule == "drop":
-            return _cut(document, slice(0)), "dropped"
+            return _empty(document), "dropped"
         if long and self.rule in ("truncate", "truncate_left"):
-            document = _cut(document, self._start(document) if self.rule == "truncate" else self._end(document))
+            document = document.each(self._shortened)
         if self.drops_untrained and not _is_trained(document):
-            return _cut(document, slice(0)), "untrained"
+            return _empty(document), "untrained"
         return document, "long" if long else "whole"
+
+    def _shortened(self, document: Document) -> Document:
+        if len(document.input_ids) <= self.length:
+            return document
+        return _cut(document, self._start(document) if self.rule == "truncate" else self._end(document))
 
     def _start(self, document: Document) -> NDArray[np.int64]:
         """Return the indices of the tokens that truncate keeps."""
@@ -77,6 +89,28 @@ def _is_trained(document: Document) -> bool:
     return document.labels is None or bool(np.any(document.labels[1:] != IGNORE))
 
 
+def _empty(document: Document) -> Document:
+    return replace(_cut(document, slice(0)), sizes=())
+
+
 def _cut(document: Document, part: slice | NDArray[np.int64]) -> Document:
     labels = None if document.labels is None else document.labels[part]
     return replace(document, input_ids=document.input_ids[part], labels=labels)
+
+
+def check_rows(encoded: Sequence[Encoded], places: Sequence[Place], fit: Fit, *, skip: bool) -> None:
+    """Raise DataError for the first row that ends the job: a bad row, unless these are skipped, or one too long."""
+    for row, place in zip(encoded, places, strict=True):
+        if isinstance(row, BadRow) and not skip:
+            raise DataError(f"{_where(place)}: {row.reason}; correct the row, or set on_bad_rows: skip")
+    for row, place in zip(encoded, places, strict=True):
+        if not isinstance(row, BadRow) and fit.refuses(row):
+            raise DataError(
+                f"{_where(place)} has {row.longest} tokens, more than sequence_length={fit.length}, and "
+                "on_long_rows is fail; raise sequence_length, or choose drop, truncate, truncate_left or split"
+            )
+
+
+def _where(place: Place) -> str:
+    (where,) = locate([place])
+    return where

@@ -1,7 +1,8 @@
 """Documents → samples of at most sequence_length tokens; no token is lost or repeated."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,6 +20,29 @@ class Document:
     """Label of the document."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a trained turn of a conversation."""
+    sizes: tuple[int, ...] = ()
+    """Lengths of the sequences of a row that stay together, such as chosen and rejected; empty for one sequence."""
+
+    @property
+    def sequences(self) -> "tuple[Document, ...]":
+        """The sequences of a row, each as a document."""
+        if not self.sizes:
+            return (self,)
+        stops = accumulate(self.sizes)
+        parts = [self.input_ids[stop - size : stop] for stop, size in zip(stops, self.sizes, strict=True)]
+        return tuple(replace(self, input_ids=part, sizes=()) for part in parts)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence."""
+        return max(self.sizes, default=len(self.input_ids))
+
+    def each(self, change: "Callable[[Document], Document]") -> "Document":
+        """Return the document with each sequence changed."""
+        if not self.sizes:
+            return change(self)
+        changed = [change(sequence).input_ids for sequence in self.sequences]
+        return replace(self, input_ids=np.concatenate(changed), sizes=tuple(map(len, changed)))
 
 
 @dataclass(frozen=True)
@@ -58,9 +82,12 @@ def pack(documents: Iterable[Document], length: int) -> Iterator[Sample]:
 
 
 def one_per_sample(documents: Iterable[Document], length: int) -> Iterator[Sample]:
-    """Yield one sample per document; a document longer than `length` is split into several samples."""
+    """Yield one sample per document; a document longer than `length` is split into several samples.
+
+    Sequences that stay together are one sample: each has at most `length` tokens.
+    """
     for document in documents:
-        for piece in _split(document, length):
+        for piece in (document,) if document.sizes else _split(document, length):
             yield _join([piece])
 
 
@@ -104,11 +131,12 @@ def _split(document: Document, length: int) -> Iterator[Document]:
 def _join(pieces: list[Document]) -> Sample:
     labels = [piece.labels for piece in pieces if piece.labels is not None]
     weights = [piece.weight for piece in pieces if piece.weight is not None]
-    targets = [piece.target for piece in pieces if piece.target is not None]
+    sequences = [sequence for piece in pieces for sequence in piece.sequences]
+    targets = [sequence.target for sequence in sequences if sequence.target is not None]
     return Sample(
         np.concatenate([piece.input_ids for piece in pieces]),
         np.concatenate(labels) if labels else None,
         np.array(weights, np.float32) if weights else None,
-        [len(piece.input_ids) for piece in pieces],
+        [len(sequence.input_ids) for sequence in sequences],
         np.array(targets, np.float32) if targets else None,
     )

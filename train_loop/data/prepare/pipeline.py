@@ -32,9 +32,9 @@ from train_loop.data.prepare.cache import (
     load_part,
     tokenizer_home,
 )
-from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows, is_text
-from train_loop.data.prepare.fit import Fit, explain_cut
-from train_loop.data.prepare.judge import check_rows
+from train_loop.data.prepare.cells import is_text
+from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows
+from train_loop.data.prepare.fit import Fit, check_rows, explain_cut
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
@@ -231,6 +231,7 @@ def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
             "ends": pa.array([sorted(document.ends) for document in documents], pa.list_(pa.int32())),
             "weight": pa.array([document.weight for document in documents], pa.float32()),
             "target": pa.array([document.target for document in documents], pa.float32()),
+            "sizes": pa.array([list(document.sizes) for document in documents], pa.list_(pa.int32())),
         }
     )
 
@@ -249,11 +250,10 @@ def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -
             progress.skipped(tasks[task][piece].file, place, reason)
     progress.fitted(fate for fate in table["fate"].to_pylist() if fate is not None)
     ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
-    weights, targets, ends = (table[name].to_pylist() for name in ("weight", "target", "ends"))
-    for number, tokens in enumerate(ids):
+    rest = zip(*(table[name].to_pylist() for name in ("weight", "target", "ends", "sizes")), strict=True)
+    for tokens, its, (weight, target, ends, sizes) in zip(ids, labels, rest, strict=True):
         if len(tokens):
-            its = labels[number] if len(labels[number]) else None
-            yield Document(tokens, its, weights[number], targets[number], frozenset(ends[number]))
+            yield Document(tokens, its if len(its) else None, weight, target, frozenset(ends), tuple(sizes))
     if len(ids):
         task, read = (table[name][-1].as_py() for name in ("task", "read"))
         progress.advance(len(ids), tokens=sum(map(len, ids)), task=task, read=read)
@@ -298,6 +298,6 @@ def _texts(source: Source) -> Iterator[str]:
     for piece in cut(source.files, _TASK_BYTES[1]):
         for chunk in read_piece(piece, columns):
             for row in chunk.rows:
-                cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
+                cells = (row.values.get(name) for name in columns.texts)
                 # Encoding reports cells that are not text, with their places.
                 yield from filter(is_text, cells)

@@ -95,6 +95,9 @@ def _fill(rows: Rows, part: Part, place: Any, cells: Cells) -> None:
 
 
 def _fill_tokens(rows: Rows, place: Any, cells: Cells) -> None:
+    if rows.input_ids.ndim > 2:
+        _fill_sequences(rows, place, cells)
+        return
     ids, length = cells[INPUT_IDS.name], rows.input_ids.shape[1]
     labels, documents = cells.get(LABELS.name, ids), cells.get(DOCUMENTS.name)
     if documents is None:
@@ -113,6 +116,16 @@ def _fill_tokens(rows: Rows, place: Any, cells: Cells) -> None:
         rows.targets[place] = _label(cells[TARGETS.name])
     for name, values in per_token.items():
         rows.values[name][place, : len(ids)] = values
+
+
+def _fill_sequences(rows: Rows, place: Any, cells: Cells) -> None:
+    """Put a sample of several sequences into its row; its documents are the sequences."""
+    ids, sizes = cells[INPUT_IDS.name], cells[DOCUMENTS.name]
+    rows.lengths[place] = sizes
+    for number, stop in enumerate(np.cumsum(sizes).tolist()):
+        rows.input_ids[place, number, : sizes[number]] = ids[stop - sizes[number] : stop]
+    if TARGETS.name in cells:
+        rows.targets[place] = cells[TARGETS.name][0]
 
 
 def _per_token(weights: NDArray[Any], documents: NDArray[Any]) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate, compile_template, dated
-from train_loop.data.text.chat_tokens import ChatTokens, encode_turns, up_to_eos
+from train_loop.data.text.chat_tokens import ChatTokens, encode_turns, up_to_eos, with_bos
 from train_loop.data.text.messages import (
     FLAGS,
     MEDIA,
@@ -132,19 +132,8 @@ def encode_chat(
 
     `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
     """
-    conversation, template, added = _read(templates, messages, system_prompt, tools)
-    values, unused = _render(template, conversation)
+    conversation, template, values = _rendered(templates, messages, system_prompt, tools)
     turns, text = values.messages, values.text
-    if values.printed is not None:
-        raise DataError(
-            f"the chat template writes the content parts of messages[{values.printed - added}] as a list in Python's "
-            "notation; write the content as text, or use a template that reads parts"
-        )
-    for number, key, _ in unused:
-        if _needs(template, conversation, number, key) or number < added:
-            raise DataError(_unused(templates, template, turns, number, key, added))
-    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
-    text.encode()
     try:
         trained = find_turns(values, conversation.untrained)
     except DataError:
@@ -162,6 +151,34 @@ def encode_chat(
     if not template.marks_answers:
         trained = up_to_eos(tokenizer, text, trained)
     return encode_turns(tokenizer, text, trained, ends_with_answer=ends_with_answer)
+
+
+def encode_whole(
+    tokenizer: TextTokenizer, templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None
+) -> list[int]:
+    """Return the token ids of a conversation, of which nothing is trained: as its template ends it, without EOS."""
+    _, _, values = _rendered(templates, messages, system_prompt, tools)
+    ids, _ = tokenizer.encode_with_offsets(values.text)
+    return with_bos(tokenizer, ChatTokens(ids, ids, frozenset())).ids
+
+
+def _rendered(
+    templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any
+) -> tuple[Conversation, ChatTemplate, Values]:
+    """Return a row's conversation, its template, and its text. Raises DataError for a value that the text lacks."""
+    conversation, template, added = _read(templates, messages, system_prompt, tools)
+    values, unused = _render(template, conversation)
+    if values.printed is not None:
+        raise DataError(
+            f"the chat template writes the content parts of messages[{values.printed - added}] as a list in Python's "
+            "notation; write the content as text, or use a template that reads parts"
+        )
+    for number, key, _ in unused:
+        if _needs(template, conversation, number, key) or number < added:
+            raise DataError(_unused(templates, template, values.messages, number, key, added))
+    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
+    values.text.encode()
+    return conversation, template, values
 
 
 def left_out(templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None) -> str | None:

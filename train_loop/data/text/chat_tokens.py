@@ -20,7 +20,7 @@ class ChatTokens(NamedTuple):
 
 def encode_turns(tokenizer: TextTokenizer, text: str, turns: list[Turn], *, ends_with_answer: bool) -> ChatTokens:
     """Return the tokens of a conversation's text, with BOS as `data.add_bos` says, and EOS."""
-    return _with_bos(tokenizer, _tokens(tokenizer, text, turns, ends_with_answer=ends_with_answer))
+    return with_bos(tokenizer, _tokens(tokenizer, text, turns, ends_with_answer=ends_with_answer))
 
 
 def _tokens(tokenizer: TextTokenizer, text: str, turns: list[Turn], *, ends_with_answer: bool) -> ChatTokens:
@@ -57,7 +57,7 @@ def up_to_eos(tokenizer: TextTokenizer, text: str, turns: list[Turn]) -> list[Tu
     ]
 
 
-def _with_bos(tokenizer: TextTokenizer, tokens: ChatTokens) -> ChatTokens:
+def with_bos(tokenizer: TextTokenizer, tokens: ChatTokens) -> ChatTokens:
     """Apply `data.add_bos` to a conversation, whose BOS the chat template writes."""
     ids, labels, ends = tokens
     begins = tokenizer.bos is not None and ids[:1] == [tokenizer.bos]

@@ -53,8 +53,8 @@ def job_of(head: Any, data: dict[str, Any], **parts: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("head", "data", "parts", "message"),
     [
-        ("reward", {}, {}, "reward is not supported yet"),
-        ("embedding", {}, {}, "embedding is not supported yet"),
+        ("reward", {}, {}, "needs columns.chosen and columns.rejected"),
+        ("embedding", {}, {}, "needs columns.anchor and columns.positive"),
         ({}, {}, {}, "head names exactly one of"),
         (CLASSES | TAGS, {}, {}, "head names exactly one of"),
         ({"regression": {"labels": 2}}, {}, {}, "/model/head/regression/labels: input should be less than or equal"),

@@ -20,10 +20,13 @@ from train_loop.errors import DataError
 from train_loop.preflight.checks import answer
 from train_loop.spec import parse
 
-COLUMNS = [
+COLUMNS: list[dict[str, Any]] = [
     *({"text": "c"}, {"text": "c", "weight": "d"}, {"prompt": "c", "response": "d"}, {"messages": "c"}),
     *({"messages": "c", "tools": "d"}, {"input_ids": "c"}, {"input_ids": "c", "labels": "d"}),
+    *({"chosen": "c", "rejected": "d"}, {"chosen": "c", "rejected": "d", "token_ids": True}),
+    {"anchor": "c", "positive": "d"},
 ]
+HEADS = {"chosen": "reward", "anchor": {"embedding": {"group": 1}}}
 TALK = [chats.user("q"), chats.assistant("a")]
 CELLS: list[Any] = [
     *("x", "", None, 1, 1.5, True, -1, 1e300, "\ud800", "12", "[{}]", "y" * 300, {}, {"a": 1}, [], [1], ["a"]),
@@ -75,8 +78,11 @@ def test_plan_rejects_the_rows_that_end_the_job_and_no_others(tmp_path: Path) ->
             "columns": columns,
             "on_bad_rows": some.choice(["fail", "skip", "skip"]),
         }
-        data |= {"on_long_rows": some.choice([None, "fail", "drop", "truncate", "truncate_left", "split"])}
-        raw = raw_spec(data=data, model={} if "input_ids" in columns else {"tokenizer": tokenizer})
+        rules, head = [None, "fail", "drop", "truncate", "truncate_left", "split"], HEADS.get(next(iter(columns)))
+        data |= {"on_long_rows": some.choice(rules[: -1 if head else None])}
+        data |= {"packing": False} if head else {}
+        model = {} if "input_ids" in columns or "token_ids" in columns else {"tokenizer": tokenizer}
+        raw = raw_spec(data=data, model=model | ({"head": head} if head else {}))
         found = answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
         assert bool(found["problems"]) == ends_job(raw), (seed, data, rows, found["problems"])
         rejected += bool(found["problems"])

@@ -86,8 +86,8 @@ def test_exactly_one_of_model_path_and_config() -> None:
 def test_columns_select_one_row_format() -> None:
     found = problems(raw_spec(data={"columns": {"text": "t", "input_ids": "i"}}))
     assert found == {
-        "/data/columns": "columns name exactly one of text, input_ids, messages, prompt with response, and own, for "
-        "example columns: {text: text}"
+        "/data/columns": "columns name exactly one of text, input_ids, messages, prompt with response, chosen with "
+        "rejected, anchor with positive, and own, for example columns: {text: text}"
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -44,7 +45,9 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
             check_encoder_kind(hf_config, head)
         else:
             check_kind(hf_config)
-        return _on_meta(hf_config, DTYPES[spec.master_dtype], head, masked=is_encoder)
+        built = _on_meta(hf_config, DTYPES[spec.master_dtype], head, masked=is_encoder)
+        built.row_embedding = None if head is None else head.embedding
+        return built
 
     try:
         model = build()
@@ -89,6 +92,8 @@ def _on_meta(
 
 def _label_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
     """Return the class that builds a model with a head of labels, and give the config the labels. Raises ModelError."""
+    if head.embedding is not None:
+        return _base_class(config)
     auto = AutoModelForSequenceClassification if head.pools else AutoModelForTokenClassification
     if auto._model_mapping.get(type(config), None) is None:
         raise ModelError(
@@ -105,9 +110,20 @@ def _label_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
             )
         config.id2label = dict(enumerate(head.names))
         config.label2id = {name: number for number, name in enumerate(head.names)}
-    if head.pools:
+    if head.pools and head.reward is None:
         config.problem_type = "single_label_classification" if head.classes else "regression"
     return auto
+
+
+def _base_class(config: PretrainedConfig) -> Any:
+    """Return the class that builds a model without a head. Raises ModelError if it is not a part of the decoder."""
+    decoder = decoder_of(config)
+    if decoder is None or type(decoder.base_model) is not AutoModel._model_mapping.get(type(config), None):
+        raise ModelError(
+            f"model.head=embedding is not supported for model_type={config.model_type}, whose language model is not "
+            "that of AutoModel with a head; choose another family, for example qwen3 or llama"
+        )
+    return AutoModel
 
 
 def config_of(model: PreTrainedModel) -> PretrainedConfig:
@@ -131,12 +147,11 @@ def output_of(scores: Tensor) -> SequenceClassifierOutput:
     return SequenceClassifierOutput(logits=scores)
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the causal language model with a model's config, on the meta device; None if its family has none."""
-    config = copy.deepcopy(config_of(model))
+def decoder_of(config: PretrainedConfig) -> PreTrainedModel | None:
+    """Return the causal language model with a config, on the meta device; None if its family has none."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     with torch.device("meta"):
-        return None if kind is None else kind(config)
+        return None if kind is None else kind(copy.deepcopy(config))
 
 
 def embeddings_of(model: PreTrainedModel) -> nn.Embedding:

@@ -27,6 +27,7 @@ from train_loop.model.families.causal.build import (
 )
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.config_faults import stated
+from train_loop.model.families.causal.embeddings import check_pooling, embedding_of, write_sentence_configs
 from train_loop.model.families.causal.export import write_configs
 from train_loop.model.families.causal.heads import (
     check_labels,
@@ -76,6 +77,7 @@ class Causal(Family):
         """Build a dense model on the meta device. Raises ModelError."""
         model = build_model(spec)
         check_decoder(model)
+        check_pooling(model)
         accept_masks(model)
         read_at_ends(model)
         return self.anatomy(model)
@@ -93,7 +95,7 @@ class Causal(Family):
             norms=tuple(one for one in model.modules() if is_norm(one)),
             depth=sum(kind in ATTENDING for kind in types) if types else config.num_hidden_layers if heads else 0,
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0,
-            labels=config.num_labels if has_labels(model) else None,
+            labels=config.num_labels if has_labels(model) else 0 if embedding_of(model) is not None else None,
         )
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
@@ -155,9 +157,10 @@ class Causal(Family):
         optional, replaced = list(model._keys_to_ignore_on_load_missing or ()), set[str]()
         if has_labels(model):
             check_labels(model, {own[name]: shape for name, shape in stored.items()})
-            if (decoder := decoder_of(model)) is not None:
-                of_head = names_outside(decoder)
-                replaced = {name for name, its in _own_names(decoder, stored).items() if its in of_head}
+        has_none_of_tokens = has_labels(model) or embedding_of(model) is not None
+        if has_none_of_tokens and (decoder := decoder_of(config_of(model))) is not None:
+            of_head = names_outside(decoder)
+            replaced = {name for name, its in _own_names(decoder, stored).items() if its in of_head}
         harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
         return StoredNames(
             own,
@@ -187,8 +190,10 @@ class Causal(Family):
         return logits
 
     def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
-        """Write config.json and generation_config.json."""
+        """Write config.json and generation_config.json, or the files of sentence-transformers."""
         write_configs(model, config_of(model), folder, facts)
+        if (head := embedding_of(model)) is not None:
+            write_sentence_configs(model, folder, head)
 
 
 CAUSAL = Causal()

@@ -65,9 +65,9 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
         original.takes_only_tokens = True  # type: ignore[assignment]
     copied, dynamic = _copy(anatomy, dtype)
     model, head, config = copied.model, copied.head, config_of(original)
-    assert head is not None, "causal language models have a head"
     watch, after = _AttentionWatch(model), HeadWatch()
-    hook = head.register_forward_hook(lambda _, __, out: after.follow(out))
+    # Only a model of embeddings has no head.
+    hook = None if head is None else head.register_forward_hook(lambda _, __, out: after.follow(out))
     columns, arguments = _call(model, _LENGTH)
     tables = TableWatch(columns["position_ids"])
     try:
@@ -82,7 +82,8 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
             ) from error
         steps = None  # it needs the values of tokens, as XLNet does
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
     _check_heads(name, watch.uses)
     limits = (*tables.rows, *position_limit(original, sequence_length))
     return ModelProbe(

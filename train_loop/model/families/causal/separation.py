@@ -21,8 +21,9 @@ from train_loop.model.families.causal.attention import (
     attention_replaced,
     registered_attention,
 )
-from train_loop.model.families.causal.build import config_of, embeddings_of
+from train_loop.model.families.causal.build import config_of, decoder_of, embeddings_of
 from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import check_scores, measure_scores
 from train_loop.model.families.causal.positions import apply_longrope, position_inputs
 from train_loop.model.families.causal.small_copy import (
@@ -65,7 +66,7 @@ def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes
     Raises ModelError if no copy can be called.
     """
     try:
-        kind: Any = type(model)
+        kind: Any = type(model if embedding_of(model) is None else decoder_of(config_of(model)))
         # The JSON text of transformers has objects for infinite numbers, which its config classes do not read.
         return _measure_copy(kind, json.dumps(config_of(model).to_dict() | changes), sequence_length)
     except SmallCopyError as error:

@@ -1,0 +1,66 @@
+"""Embeddings of texts: a decoder without a head, whose states of a row's tokens become one vector."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train_loop.errors import ModelError
+from train_loop.model.families.causal.build import config_of, output_of
+from train_loop.run_dir import make_folder, write_durably
+from train_loop.spec import EmbeddingSpec
+
+_MODES = {"last_token": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
+"""Names of sentence-transformers for each pooling."""
+
+
+def embedding_of(model: nn.Module) -> EmbeddingSpec | None:
+    """Return the rule by which a model embeds rows; None for models with a head."""
+    return getattr(model, "row_embedding", None)
+
+
+def check_pooling(model: nn.Module) -> None:
+    """Raise ModelError if a decoder's embeddings are those of tokens that see no others."""
+    head = embedding_of(model)
+    if head is not None and head.pooling == "cls":
+        raise ModelError(
+            "model.head.embedding.pooling=cls takes a row's first token, which sees no other one in a decoder; choose "
+            "last_token or mean"
+        )
+
+
+def embed(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
+    """Return the embeddings [B, H] of rows whose last tokens are at `ends` [B]; without these the states [B, T, H]."""
+    states = type(model).forward(model, **arguments).last_hidden_state
+    return output_of(states if ends is None else _pooled(states, ends, model.row_embedding))
+
+
+def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec) -> Tensor:
+    if head.pooling == "last_token":
+        pooled = states[torch.arange(len(ends), device=ends.device), ends]
+    else:
+        # A row of padding has no tokens: it gets its first state, and no weight in the loss.
+        is_token = torch.arange(states.shape[1], device=ends.device) <= ends.clamp(min=0)[:, None]
+        pooled = (states.float() * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
+    return nn.functional.normalize(pooled.float(), dim=-1) if head.normalize else pooled
+
+
+def write_sentence_configs(model: Any, folder: Path, head: EmbeddingSpec) -> None:
+    """Write the files beside an exported model by which sentence-transformers embeds texts as the run did."""
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if head.normalize else [])]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(parts)
+    ]
+    pooling = {f"pooling_mode_{mode}": mode == _MODES[head.pooling] for mode in _MODES.values()}
+    similarity = "cosine" if head.normalize else "dot"
+    for path, _ in parts[1:]:
+        make_folder(folder / path)
+    for name, content in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", {"word_embedding_dimension": config_of(model).hidden_size} | pooling),
+        ("config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": similarity}),
+    ):
+        write_durably(folder / name, json.dumps(content, indent=2) + "\n")
