@@ -17,6 +17,7 @@ from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.probe import kept_for_backward
@@ -25,7 +26,7 @@ from train_loop.model.families.causal.small_copy import SmallCopyError, compute_
 from train_loop.model.families.family import Attention, Examination, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
 from train_loop.plan import ModelShape
-from train_loop.spec import JobSpec, ModelSpec
+from train_loop.spec import EmbeddingSpec, JobSpec, ModelSpec
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
 _POSITIONS = re.compile(r"(^|\.)position_embeddings$")
@@ -53,6 +54,7 @@ class Masked(Causal):
         """Build a dense encoder on the meta device. Raises ModelError."""
         model = build_model(spec)
         check_decoder(model, another="an encoder with attention heads, for example modernbert or bert")
+        embed_rows(model)
         return self.anatomy(model)
 
     def anatomy(self, model: Any) -> Anatomy:
@@ -111,7 +113,7 @@ class Masked(Causal):
         found, base = super().stored_names(model, stored), f"{model.base_model_prefix}."
         # Tied tensors come first under the name of the base model.
         head = frozenset(name for name, _ in model.named_parameters() if not name.startswith(base))
-        has_head = not head.isdisjoint(found.own.values())
+        has_head = embedding_of(model) is not None or not head.isdisjoint(found.own.values())
         known = model.state_dict().keys()
         other = {name for name, own in found.own.items() if own not in known and _is_of_other_task(own, base)}
         optional = found.optional | (frozenset() if has_head else head)
@@ -124,7 +126,8 @@ class Masked(Causal):
         """Return the mask of padding [B, T]. A row that is only padding attends to one token, so that it has no NaN."""
         lengths = columns["length"].clamp(min=1)
         places = torch.arange(columns["input_ids"].shape[1], device=lengths.device)
-        return {"attention_mask": (places < lengths[:, None]).long()}
+        ends = {} if embedding_of(model) is None else {"ends": columns["length"] - 1}
+        return ends | {"attention_mask": (places < lengths[:, None]).long()}
 
     def call(self, model: Any, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         """Return the logits."""
@@ -183,7 +186,7 @@ def _measure_copy(model: Any, length: int) -> _Measured:
     kind: Any = type(model)
     name, config = kind.__name__, config_of(model)
     try:
-        found = _measured(kind, json.dumps(config.to_dict()), length)
+        found = _measured(kind, json.dumps(config.to_dict()), length, embedding_of(model))
     except SmallCopyError as error:
         raise ModelError(
             f"{name} cannot be called with input_ids and a padding mask{why_not_called(error.__cause__, config)}; "
@@ -205,14 +208,16 @@ def _measure_copy(model: Any, length: int) -> _Measured:
 
 
 @lru_cache(maxsize=64)
-def _measured(kind: Any, config: str, length: int) -> _Measured:
-    return compute_on_copy(kind, json.loads(config), _measure, length=length)
+def _measured(kind: Any, config: str, length: int, embedding: EmbeddingSpec | None) -> _Measured:
+    return compute_on_copy(kind, json.loads(config), partial(_measure, embedding=embedding), length=length)
 
 
-def _measure(model: nn.Module) -> _Measured:
+def _measure(model: Any, *, embedding: EmbeddingSpec | None) -> _Measured:
+    model.row_embedding = embedding
+    embed_rows(model)
     anatomy, watch, plain = MASKED.anatomy(model), HeadWatch(), _plain_tokens(model)
-    assert anatomy.head is not None, "masked language models have a head"
-    anatomy.head.register_forward_hook(lambda _, __, out: watch.follow(out))
+    if anatomy.head is not None:
+        anatomy.head.register_forward_hook(lambda _, __, out: watch.follow(out))
     called = set[nn.Module]()
     for layer in anatomy.layers:
         layer.register_forward_hook(lambda module, _, __: called.add(module))
@@ -221,7 +226,8 @@ def _measure(model: nn.Module) -> _Measured:
     with torch.no_grad(), watch:
         alone = MASKED.call(model, {"input_ids": row[:, :_LENGTH]}, {})
         after_head = watch.steps(alone)
-        padded = MASKED.call(model, columns, MASKED.arguments(model, columns))[:1, :_LENGTH]
+        mask = MASKED.arguments(model, columns)["attention_mask"]
+        padded = MASKED.call(model, columns, {"attention_mask": mask})[:1, :_LENGTH]
     difference = float((alone - padded).norm() / alone.norm())
     return _Measured(difference, None if after_head else after_head, called == set(anatomy.layers))
 

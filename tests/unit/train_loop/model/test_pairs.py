@@ -33,6 +33,7 @@ from train_loop.errors import ModelError
 from train_loop.loop.batch import StepBatch
 from train_loop.model.build import materialise
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.choose import family_of
 from train_loop.model.folder import model_shape
 from train_loop.model.load import give_weights
 from train_loop.plan import SampleCount, plan_job
@@ -148,24 +149,31 @@ def ended(folder: str, eos: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling"), [("qwen3", "last_token"), ("qwen3", "mean"), ("gpt2", "mean"), ("mamba", "last_token")]
+    ("family", "pooling"),
+    [
+        *(("qwen3", "last_token"), ("qwen3", "mean"), ("gpt2", "mean"), ("mamba", "last_token")),
+        *(("bert", "mean"), ("modernbert", "cls"), ("roberta", "last_token")),
+    ],
 )
 def test_embeddings_are_those_of_transformers_for_each_family(family: str, pooling: str) -> None:
     head = {"embedding": {"group": 1, "pooling": pooling}}
     job = job_of(ANCHOR, head=head, model={"config": TINY if family == "qwen3" else small(family)})
-    anatomy, model = CAUSAL.build(job.model), CAUSAL.build(job.model).model
-    for check in CAUSAL.examine(CAUSAL.anatomy(model), job).settings:
+    models = family_of(job)
+    anatomy, model = models.build(job.model), models.build(job.model).model
+    for check in models.examine(models.anatomy(model), job).settings:
         check.check()
     materialise(model, anatomy, seed=0, device=torch.device("cpu"))
     ids, lengths = torch.randint(8, 60, (3, 9), generator=torch.Generator().manual_seed(0)), torch.tensor([9, 2, 5])
     columns = {"input_ids": ids, "position_ids": torch.arange(9).expand(3, 9), "length": lengths}
     its: Any = model
     peer = AutoModel.from_config(AutoConfig.for_model(**its.config.to_dict())).eval()
-    peer.load_state_dict(model.state_dict())
+    # BERT's pooler is for another task.
+    absent = peer.load_state_dict(model.state_dict(), strict=False)
+    assert all(name.startswith("pooler.") for name in absent.missing_keys)
     with torch.no_grad():
-        found = CAUSAL.call(model.eval(), columns, CAUSAL.arguments(model, columns))
+        found = models.call(model.eval(), columns, models.arguments(model, columns))
         states = [peer(input_ids=ids[n : n + 1, :size]).last_hidden_state[0] for n, size in enumerate(lengths.tolist())]
-    pooled = torch.stack([one[-1] if pooling == "last_token" else one.mean(0) for one in states])
+    pooled = torch.stack([{"last_token": one[-1], "mean": one.mean(0), "cls": one[0]}[pooling] for one in states])
     torch.testing.assert_close(found, torch.nn.functional.normalize(pooled, dim=-1), rtol=1e-4, atol=1e-6)
     shape = model_shape(job.model)
     assert family != "qwen3" or shape.parameters == sum(one.numel() for one in model.parameters())

@@ -116,9 +116,9 @@ def _label_class(config: PretrainedConfig, head: LabelHeadSpec) -> Any:
 
 
 def _base_class(config: PretrainedConfig) -> Any:
-    """Return the class that builds a model without a head. Raises ModelError if it is not a part of the decoder."""
-    decoder = decoder_of(config)
-    if decoder is None or type(decoder.base_model) is not AutoModel._model_mapping.get(type(config), None):
+    """Return the class that builds a model without a head. Raises ModelError if it is not a part of a decoder."""
+    decoder, kind = decoder_of(config), AutoModel._model_mapping.get(type(config), None)
+    if kind is None or (decoder is not None and type(decoder.base_model) is not kind):
         raise ModelError(
             f"model.head=embedding is not supported for model_type={config.model_type}, whose language model is not "
             "that of AutoModel with a head; choose another family, for example qwen3 or llama"

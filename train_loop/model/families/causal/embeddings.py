@@ -1,7 +1,8 @@
-"""Embeddings of texts: a decoder without a head, whose states of a row's tokens become one vector."""
+"""Embeddings of texts: a model without a head, whose states of a row's tokens become one vector."""
 
 import json
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,14 +32,26 @@ def check_pooling(model: nn.Module) -> None:
         )
 
 
-def embed(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
+def embed_rows(model: Any) -> None:
+    """Make a model that embeds rows do so when it is called, in place; other models stay."""
+    if embedding_of(model) is None:
+        return
+    model.forward = MethodType(_embed, model)
+    if getattr(model, "pooler", None) is not None:
+        # The pooler of BERT and its kind reads the first token for another task.
+        model.pooler = None
+
+
+def _embed(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
     """Return the embeddings [B, H] of rows whose last tokens are at `ends` [B]; without these the states [B, T, H]."""
     states = type(model).forward(model, **arguments).last_hidden_state
     return output_of(states if ends is None else _pooled(states, ends, model.row_embedding))
 
 
 def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec) -> Tensor:
-    if head.pooling == "last_token":
+    if head.pooling == "cls":
+        pooled = states[:, 0]
+    elif head.pooling == "last_token":
         pooled = states[torch.arange(len(ends), device=ends.device), ends]
     else:
         # A row of padding has no tokens: it gets its first state, and no weight in the loss.

@@ -27,7 +27,7 @@ from train_loop.model.families.causal.build import (
 )
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.config_faults import stated
-from train_loop.model.families.causal.embeddings import check_pooling, embedding_of, write_sentence_configs
+from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
 from train_loop.model.families.causal.export import write_configs
 from train_loop.model.families.causal.heads import (
     check_labels,
@@ -80,6 +80,7 @@ class Causal(Family):
         check_pooling(model)
         accept_masks(model)
         read_at_ends(model)
+        embed_rows(model)
         return self.anatomy(model)
 
     def anatomy(self, model: PreTrainedModel) -> Anatomy:
@@ -177,10 +178,10 @@ class Causal(Family):
 
     def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return masks or bounds of documents, longrope's lengths, and ends for heads that pool."""
+        ends = {"ends": columns["length"] - 1} if pools(model) or embedding_of(model) is not None else {}
         if takes_only_tokens(model):
-            return {"ends": columns["length"] - 1} if pools(model) else {}
+            return ends
         positions = columns["position_ids"]
-        ends = {"ends": columns["length"] - 1} if pools(model) else {}
         return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"]) | ends
 
     def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:

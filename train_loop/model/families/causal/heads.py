@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.build import base_of, config_of, output_of, token_head_of
-from train_loop.model.families.causal.embeddings import embed, embedding_of
 
 _OF_ROWS, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 """Ends of the names of classes with a head of labels, also after FSDP2 has changed them."""
@@ -18,12 +17,12 @@ _TOLERANCE = 1e-4
 
 
 def read_at_ends(model: Any) -> None:
-    """Make a model give one result per row in this loop, in place; other models stay. Heads read the last token.
+    """Make a head of rows read each row's last token, in place; other models stay.
 
     transformers would read the last token that is not `pad_token_id`, which may be one of the text.
     """
     if pools(model):
-        model.forward = MethodType(_scores if embedding_of(model) is None else embed, model)
+        model.forward = MethodType(_scores, model)
 
 
 def _scores(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
@@ -63,7 +62,7 @@ def check_scores(difference: float, model: Any) -> None:
 
 def pools(model: nn.Module) -> bool:
     """Return whether a model gives one result per row."""
-    return embedding_of(model) is not None or type(model).__name__.endswith(_OF_ROWS)
+    return type(model).__name__.endswith(_OF_ROWS)
 
 
 def has_labels(model: nn.Module) -> bool:
