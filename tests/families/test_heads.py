@@ -18,7 +18,7 @@ from tests.families.test_table import LIBRARY
 from tests.support.ranks.ranks import ranks_of_any_number
 
 KINDS = (
-    "gpt2",  # a forward pass of its own
+    "gpt2",  # another forward pass than the generic one
     "ctrl",  # neither positions nor masks as arguments
     "modernbert-decoder",  # more layers before the scores
     "bert",  # an encoder whose head reads a pooler

@@ -79,7 +79,7 @@ def head_of(model: Any) -> nn.Module | None:
 
 
 def _after_layers(model: Any) -> list[nn.Module]:
-    """Return the modules between the layers and the scores, in order: models may state the linear map before others."""
+    """Return the modules between the layers and the scores. Some models state the linear map before the others."""
     base, _ = base_of(model)
     own = [one for one in model.children() if one is not base]
     return sorted(own, key=lambda one: isinstance(one, nn.Linear))
