@@ -2,7 +2,6 @@
 
 import errno
 import math
-import os
 import shutil
 import socket
 import uuid
@@ -37,7 +36,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
         work.mkdir()
         try:
             _remove_leftovers(work, own=f"{folder.name}.tmp-{socket.gethostname()}-" if locked else None)
-            with _folder_named(work):
+            with _naming(folder.parent):
                 build(work)
             sync(work)
             _commit(work, folder, is_whole)
@@ -46,14 +45,14 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
 
 
 @contextmanager
-def _folder_named(folder: Path) -> Iterator[None]:
-    """Name the folder in errors of storage that name no file, such as those of a full disk."""
+def _naming(folder: Path) -> Iterator[None]:
+    """Name a folder in errors of storage that name no file, such as those of a full disk."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), str(folder)) from error
+        if error.errno is not None and error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 @contextmanager
