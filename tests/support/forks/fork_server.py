@@ -5,6 +5,7 @@ the object with `argv`, `environment` and `folder`. Each byte that follows is a 
 of the connection is SIGKILL. The server answers with the id of the process, and at its end with its exit code.
 """
 
+import atexit
 import json
 import os
 import selectors
@@ -37,13 +38,10 @@ def fork_server(module: str) -> str:
         env={**foreign, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    _servers.append(server)
+    # Close its standard input, and wait for its end.
+    atexit.register(server.__exit__, None, None, None)
     assert server.stdout is not None
     return server.stdout.readline().decode().rstrip()
-
-
-_servers: list["subprocess.Popen[bytes]"] = []
-"""The servers of this process: as long as it runs, their standard inputs are open."""
 
 
 def serve_forks(modules: Iterable[str]) -> dict[str, Any] | None:
