@@ -37,6 +37,7 @@ TRUSTED = {
     "train_loop/ray_train/dashboards.py:main",
     "train_loop/ray_train/raylet.py:worker_group_environment",
     "train_loop/run_dir/formats.py:sealed",
+    "trainshed/cli/commands/check_model.py:_checked",
     # Columns of the database that the service writes after it has checked their content.
     "service/adapters/sql/access.py:_key",
     "service/adapters/sql/access.py:_to_entry",
