@@ -147,7 +147,7 @@ def test_transformers_computes_the_same_logits_from_an_export(trained: Trained) 
         assert torch.equal(exported.eval()(ids).logits, plain.eval()(ids).logits)
 
 
-@pytest.mark.parametrize(("family", "objective"), COUNTED, ids=", ".join)
+@pytest.mark.parametrize(("family", "objective"), COUNTED)
 def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
     kind = kind_of(family, objective, rows)
     shape, problems = check_model(default_job(kind, world=2), may_read())
@@ -161,7 +161,7 @@ def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ran
     assert found.peak == pytest.approx(total, rel=0.1)
 
 
-@pytest.mark.parametrize(("family", "objective"), COUNTED, ids=", ".join)
+@pytest.mark.parametrize(("family", "objective"), COUNTED)
 def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows: Path) -> None:
     """The formula counts every parameter as a part of a matrix product, and so also tables that are only read."""
     model = default_job(kind_of(family, objective, rows), world=1).model

@@ -68,13 +68,13 @@ class OldVersion:
 
 
 def unpack(name: str, folder: Path) -> dict[str, Any]:
-    """Unpack an archive and change the paths of its home. Return how it was made."""
+    """Unpack an archive and change the paths of its home, also in what it tells. Return how it was made."""
     with tarfile.open(Path(make.__file__).with_name(f"{name}.tar.gz")) as archive:
         archive.extractall(folder, filter="data")
     made: dict[str, Any] = json.loads((folder / "made.json").read_text())
     before, now = made["home"], str(folder / "home")
-    for file in (folder / "home").rglob("*"):
-        if file.suffix in _TEXTS and before in (text := file.read_text()):
+    for file in folder.rglob("*"):
+        if file.suffix in _TEXTS and file.name != "made.json" and before in (text := file.read_text()):
             file.write_text(text.replace(before, now))
     return made
 
