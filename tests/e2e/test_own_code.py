@@ -34,7 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
         service.stop()
 
 
-def test_kills_a_pause_and_a_changed_package_do_not_change_the_run(service: LiveService) -> None:
+def test_kills_and_a_pause_do_not_change_the_run_and_a_changed_package_is_refused(service: LiveService) -> None:
     folder = service.home / "data" / "own"
     folder.mkdir()
     write_example(folder, ZOO)
@@ -50,10 +50,13 @@ def test_kills_a_pause_and_a_changed_package_do_not_change_the_run(service: Live
     service.wait_for_step(job_id, 14)
     service.client.pause(job_id)
     service.wait_for_state(job_id, JobState.PAUSED)
-    (folder / ZOO / "zoo.py").write_text("raise RuntimeError\n")
+    # A resume at another size checks the spec again, and the package with it.
+    (folder / ZOO / "another.py").write_text("")
+    with pytest.raises(ApiError, match=r"/code/sha256: .* has the SHA-256 .* now, and not"):
+        service.client.resume(job_id, scaling=ScalingSpec(num_workers=1))
+    (folder / ZOO / "another.py").unlink()
     service.client.resume(job_id, scaling=ScalingSpec(num_workers=1))
     service.wait_for_state(job_id, JobState.SUCCEEDED)
-    assert [one["message"] for one in service.events(job_id, "warning") if "zoo has changed" in one["message"]] != []
     found = {line["step"]: line for line in service.metrics(job_id)}
     losses, evaluation, _ = plain_loop(folder, ZOO, [found[step] for step in range(1, STEPS + 1)], raw)
     for line in service.metrics(job_id):
