@@ -89,7 +89,7 @@ def test_shell_completes_ids(jobs: list[str]) -> None:
     assert complete("webhooks", "test", "ho").stdout.split() == ["hook-0001"]
     assert complete("ps", "--state", "pau").stdout.split() == ["PAUSING", "PAUSED"]
     command = [sys.executable, "-c", "from trainshed.cli.main import app; app(prog_name='trainshed')"]
-    done = subprocess.run(command, env=os.environ | tab("chec"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | tab("checkp"), capture_output=True, text=True, timeout=60)
     assert (done.stdout.split(), done.stderr) == (["checkpoints"], "")
 
 
