@@ -11,12 +11,13 @@ import psutil
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 
 from tests.support.ranks.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
 from train_loop.ray_train.prestart import Standby, start_ahead
+from train_loop.ray_train.trainer import Trainer
 from train_loop.spec import ScalingSpec
 from train_loop.system import ray_env
 from train_loop.system.ray_env import Environment, task_environment, worker_environment
@@ -125,7 +126,8 @@ def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.Mo
     environment = worker_environment(cpus=1)
     start_ahead(scaling(2), environment)
     ahead = wait_for(lambda: found if len(found := spares()) == 2 else None, "a process for each worker")
-    TorchTrainer(
+    # Ray's own trainer may remove the workers' placement group while its list of actors lacks the controller.
+    Trainer(
         write_pid,
         train_loop_config={"folder": str(tmp_path)},
         torch_config=TorchConfig(backend="gloo"),
