@@ -13,34 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import forget_meshes, mesh_of
+from tests.support.ranks.first_step import step_and_evaluation
 from tests.support.ranks.ranks import ranks_of_any_number, ranks_to_kill
 from tests.support.ranks.torchrun import load_tensors
 from tests.support.waiting import wait_for
 from train_loop import train
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.manifest import newest_verified
-from train_loop.conformance.measure import whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.prepare.pointer import pin
-from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
-from train_loop.loop.batch import micro_batches, share_rows
-from train_loop.loop.build import build_objective
-from train_loop.loop.evaluate import Evaluation, evaluate
-from train_loop.loop.reduction import PlainReduction
+from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.session import Session
-from train_loop.loop.step import accumulate
 from train_loop.model.build import materialise
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.model.folder import model_shape
-from train_loop.parallel.build import build_sharded
-from train_loop.plan import MeshPlan, plan_job
+from train_loop.plan import MeshPlan
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec
 
@@ -101,34 +92,6 @@ def job_of(data: Path, head: str, world: int, **parts: dict[str, Any]) -> JobSpe
         "scaling": {"num_workers": world},
     }
     return spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base | parts})
-
-
-def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Tensor], Evaluation]:
-    """Return the loss and gradients of the first step, and an evaluation."""
-    forget_meshes()
-    mesh, dataset = mesh_of(job), find_dataset(job, folder)
-    sharded, plan = build_sharded(job, mesh), plan_job(job, model_shape(job.model))
-    objective, reduction = build_objective(sharded, job, plan, dataset), PlainReduction(sharded.model, mesh)
-    count = ROWS // mesh.plan.dp
-    rows = read_rows(dataset, np.arange(mesh.data_rank * count, (mesh.data_rank + 1) * count))
-    batch = share_rows(rows if mesh.sequence_rank == 0 else None, count=count, dataset=dataset, mesh=mesh)
-    share = objective.divisor(batch)
-    assert share is not None
-    total = share * (mesh.sequence_rank == 0)
-    dist.all_reduce(total)
-    sums = accumulate(
-        objective,
-        micro_batches(batch, job.training.per_device_train_batch_size, sharded.anatomy, mesh),
-        total.item(),
-        reduction=reduction,
-        scaler=GradScaler(enabled=False),
-    )
-    gradients = {name: whole(one.grad) for name, one in sharded.model.named_parameters()}
-    of_eval = evaluation_spec(job, dataset)
-    assert of_eval is not None
-    found = evaluate(objective, find_dataset(of_eval, folder), reduction, per_device=2)
-    assert isinstance(found, Evaluation)
-    return sums.loss.item(), gradients, found
 
 
 def its_model(job: JobSpec) -> Any:

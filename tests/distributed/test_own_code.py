@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_tensors
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.code.use import keep_code, with_own_code
+from train_loop.conformance.probes import ask_after
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
@@ -49,21 +49,11 @@ def train_once(job: JobSpec, place: Path, cache: Path, *, steps: int | None = No
         keep_code(job, run_dir, lambda warning: None)
     dist.barrier()
     spec = with_own_code(job, run_dir)
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream, stop_requested=_after(steps))
+    session = Session(
+        dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream, stop_requested=ask_after(steps)
+    )
     data = find_dataset(spec, cache)
     train(spec, session, data, data)
-
-
-def _after(steps: int | None) -> Callable[[], bool]:
-    """Return a function that asks for a pause before a step."""
-    calls = 0
-
-    def stop_requested() -> bool:
-        nonlocal calls
-        calls += 1
-        return steps is not None and calls > steps
-
-    return stop_requested
 
 
 @pytest.fixture(scope="module")

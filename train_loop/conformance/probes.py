@@ -205,14 +205,14 @@ def train_run(job: JobSpec, folder: Path, stop_after: int | None = None) -> None
     dataset = find_dataset(spec, folder)
     if dist.get_rank() == 0:
         pin(dataset, run_dir.data)
-    stop = _after(stop_after)
+    stop = ask_after(stop_after)
     train(
         spec, Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream, stop_requested=stop), dataset
     )
 
 
-def _after(steps: int | None) -> Callable[[], bool]:
-    """Return a function that asks for a pause before a step; it is called before each."""
+def ask_after(steps: int | None) -> Callable[[], bool]:
+    """Return a function that asks for a pause after some steps; the loop calls it before each step."""
     calls = 0
 
     def stop_requested() -> bool:

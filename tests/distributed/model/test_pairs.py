@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from tests.distributed.test_heads import CONFIG, LENGTH, ROWS, STEPS, run, step_and_evaluation
+from tests.distributed.test_heads import CONFIG, LENGTH, ROWS, STEPS, run
 from tests.support.builders.datasets import prepare_tokens
 from tests.support.builders.families import small
 from tests.support.builders.specs import spec
+from tests.support.ranks.first_step import step_and_evaluation
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.model.build import materialise
