@@ -24,7 +24,7 @@ from train_loop.spec import parse
 LINEAR = "self.last = nn.Linear(width, 1)"
 FORWARD = "return self.last(self.first(x).tanh())"
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
-    # what is replaced, the guarantee that does not hold, a part of its remedy or figure
+    # the replaced texts, the guarantee that does not hold, a part of its remedy or figure
     "mean": ({'reduction="sum"': 'reduction="mean"'}, ACCUMULATED, "the loss is a mean and not a sum"),
     "count of batches": (
         {'reduction="sum"), len(batch["y"])': 'reduction="mean"), 1'},

@@ -63,7 +63,7 @@ def resized_job(folder: Path, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def resized(folder: Path, call: Call) -> Path:
-    """Return a run of two ranks that goes on with HSDP 2 x 2."""
+    """Return a run of two ranks that continues with HSDP 2 x 2."""
     for world, steps in ((2, 4), (4, None)):
         call(world, train_here, resized_job(folder, world), folder / "resized", steps)
     return folder / "resized"

@@ -42,7 +42,7 @@ class Resumed:
 
     @property
     def exact(self) -> bool:
-        """Whether this machine computes the same bits as that of the fixture."""
+        """True if this machine computes the same bits as that of the fixture."""
         return (self.made["torch"], self.made["machine"]) == (torch.__version__, platform.machine())
 
 

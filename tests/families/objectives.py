@@ -21,7 +21,7 @@ from train_loop.data.dataset import IGNORE
 
 CLASSES = 3
 OWN = "own module"
-"""The family of a user's package, which is no name of transformers."""
+"""The family of a user's package, which transformers does not have."""
 
 
 class Objective(NamedTuple):

@@ -116,7 +116,7 @@ def _write(package: Package, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         path.chmod(0o444)
-    # Code that wrote beside its modules would change those of other attempts.
+    # Code that wrote into its folder would change the modules of other attempts.
     for place in _folders(folder):
         place.chmod(0o555)
 

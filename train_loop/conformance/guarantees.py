@@ -61,7 +61,7 @@ class Toy:
         return toy_job(self.spec, mesh, self.rows)
 
     def accepted(self) -> Finding:
-        """Check that the model is built, and that batch and loss return what they should."""
+        """Check that the model is built, and that batch and loss return the right forms."""
         count = self.call(1, examine, self.job(ToyMesh()))
         if count > MOST_PARAMETERS:
             raise UserError(

@@ -67,7 +67,7 @@ class Built(NamedTuple):
     objective: Objective
 
     def batches(self, real: int = REAL) -> Iterable[MicroBatch]:
-        """Return this rank's micro-batches of a step with so many samples."""
+        """Return this rank's micro-batches of a step with `real` samples."""
         batch = rows_of_rank(self.dataset, self.mesh, real=real, count=BATCH)
         size = self.job.training.per_device_train_batch_size
         return list(micro_batches(batch, size, self.sharded.anatomy, self.mesh))
@@ -120,7 +120,7 @@ def _drawn(job: JobSpec) -> dict[str, Tensor]:
 
 
 class OneRank(NamedTuple):
-    """What steps on one rank show."""
+    """Results of steps on one rank."""
 
     other_bits: str | None
     """A value that two training steps with one seed have with other bits; None if there is none."""
@@ -129,7 +129,7 @@ class OneRank(NamedTuple):
     whole: Step
     accumulated: Step
     fault: str | None
-    """What is wrong with the sum or the count of the loss; None if nothing was found."""
+    """Fault of the sum or the count of the loss; None if nothing was found."""
 
 
 def compare_steps(job: JobSpec, accumulated: JobSpec) -> OneRank:
@@ -156,7 +156,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 @torch.no_grad()
 def _fault(objective: Objective, whole: Iterable[MicroBatch], parts: Iterable[MicroBatch]) -> str | None:
-    """Return what is wrong if a micro-batch's sum or count is not that of its parts."""
+    """Return the fault if a micro-batch's sum or count is not that of its parts."""
     (one,), two = ([_sum_and_count(objective, batch) for batch in batches] for batches in (whole, parts))
     totals, counts = zip(*two, strict=True)
     if abs(sum(counts) - one[1]) > 1e-6 * abs(one[1]):

@@ -1,4 +1,4 @@
-"""Functions on real gloo ranks of this machine, each in a process of its own."""
+"""Functions on real gloo ranks of this machine, each in a separate process."""
 
 import os
 import tempfile
@@ -45,7 +45,7 @@ def call_on_ranks(
 def start_ranks(
     function: Callable[..., None], world: int, arguments: tuple[Any, ...], *, preload: Sequence[str]
 ) -> Any:
-    """Fork processes that call `function(rank, *arguments)` from one that has already imported some modules."""
+    """Fork processes that call `function(rank, *arguments)` from a process that has already imported some modules."""
     set_forkserver_preload([*preload])
     return start_processes(function, arguments, nprocs=world, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
 

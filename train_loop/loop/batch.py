@@ -152,7 +152,7 @@ def _slice(values: Any, column: Column, mesh: Mesh) -> Any:
 
 
 def _split(values: Any, size: int, sequences: int) -> Sequence[Any]:
-    """Return the values of each micro-batch, in which each sequence of a sample is a row of its own."""
+    """Return the values of each micro-batch, in which each sequence of a sample is a separate row."""
     if isinstance(values, Tensor):
         return torch.split(values if sequences == 1 else values.flatten(0, 1), size * sequences)
     return [values[start : start + size] for start in range(0, len(values), size)]

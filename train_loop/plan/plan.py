@@ -88,7 +88,7 @@ def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
 def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
     sp, length = spec.strategy.ulysses_size, spec.data.sequence_length
     if spec.code is not None:
-        # Only its batches and its model show what can be split.
+        # Only its batches and its model show which axes can be split.
         return []
     found = []
     if shape.heads % sp:

@@ -157,7 +157,7 @@ class ModelShape:
     whole_scores: bool = False
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
     kept: KeptBytes | None = None
-    """What the model keeps for backward; None if the formula for a language model of a known family is right."""
+    """Bytes that the model keeps for backward; None if the formula for a language model of a known family is right."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":

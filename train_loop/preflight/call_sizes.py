@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers = weakref.WeakKeyDictionary[Any, int]()
         """Number of each living storage."""
         self._changes = list[tuple[int, int]]()
-        """Number of a storage and the bytes that begin or end, in order."""
+        """Numbers of storages with the bytes that begin or end, by time."""
         self._gradients, self._root = set[int](), set[int]()
         self._in_units = {id(parameter) for unit in call.units for parameter in unit.parameters()}
         for number, parameter in enumerate(call.model.parameters()):

@@ -120,7 +120,7 @@ class LabelHeadSpec(SpecModel):
 
     @property
     def pools(self) -> bool:
-        """Whether it gives values for a row, usually from its last token, and not for each token."""
+        """True if it gives values for a row, usually from its last token, and not for each token."""
         return self.token_classification is None
 
 

@@ -71,7 +71,7 @@ class JobSpec(SpecModel):
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether a tokenizer is trained on the data, because the spec names none."""
+        """True if a tokenizer is trained on the data, because the spec names none."""
         return self.data.reads_text and self.model.tokenizer is None and self.model.path is None
 
     @property

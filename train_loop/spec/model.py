@@ -72,7 +72,7 @@ class ModelSpec(SpecModel):
 
     @property
     def has_source(self) -> bool:
-        """Whether the model comes from a folder or a config; else it is that of own code."""
+        """True if the model comes from a folder or a config; else it is that of own code."""
         return self.path is not None or self.config is not None
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class ModelSpec(SpecModel):
 
     @property
     def ends_text(self) -> bool:
-        """Whether EOS follows text; heads of labels and masked ones read text as transformers' tokenizers write it."""
+        """True if EOS follows text; heads of labels and masked ones read text as transformers' tokenizers write it."""
         head = self.label_head
         return self.masked is None and (head is None or head.reward is not None)
 

@@ -36,7 +36,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def reset_parameters(self) -> None:
-        """Set the tensors that no layer of torch.nn has; those have rules of their own."""
+        """Set the tensors that are not in a layer of torch.nn; each such layer has its rule."""
         nn.init.trunc_normal_(self.class_token, std=0.02)
         nn.init.trunc_normal_(self.positions, std=0.02)
 

@@ -90,7 +90,7 @@ def reported_failure(outcome: Outcome) -> Reason:
     code, message = code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason"
     if code is Code.HUNG:
         return Reason(code, message, HANG_REMEDY)
-    # What the user must fix has its remedy in the message.
+    # The message of a fault that the user must fix has its remedy.
     return Reason(code, message, storage_remedy(message) if outcome.retryable else None)
 
 

@@ -19,7 +19,7 @@ from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
 
 _OWN_END_SECONDS = 5.0
-"""Seconds that a driver without workers has to end by itself."""
+"""Seconds in which a driver without workers must end before it is killed."""
 
 
 def wanted_stop(stop_request: StopRequest, attempt: Attempt) -> Stop:

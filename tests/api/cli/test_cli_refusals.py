@@ -1,4 +1,4 @@
-"""What the `trainshed` command says about wrong input, options and settings."""
+"""Messages of the `trainshed` command about wrong input, options and settings."""
 
 import json
 import re

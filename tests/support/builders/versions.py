@@ -68,7 +68,7 @@ class OldVersion:
 
 
 def unpack(name: str, folder: Path) -> dict[str, Any]:
-    """Unpack an archive and change the paths of its home, also in what it tells. Return how it was made."""
+    """Unpack an archive and change the paths of its home, also in its answers. Return how it was made."""
     with tarfile.open(Path(make.__file__).with_name(f"{name}.tar.gz")) as archive:
         archive.extractall(folder, filter="data")
     made: dict[str, Any] = json.loads((folder / "made.json").read_text())

@@ -13,7 +13,7 @@ from train_loop.spec import SpecError, parse_text
 
 _REFUSED = itertools.count()
 _NTH = 1 if os.environ.get("MORE") else 10
-"""Of the thousands of specs that the service's parser refuses here, every n-th is sent. All others are sent."""
+"""Every n-th spec that the service's parser refuses here is sent, and all specs that it accepts."""
 _STARTS_A_PROCESS = ("get /jobs/{job_id}/checkpoints/{step}/digests", "post /jobs/{job_id}/checkpoints/{step}/verify")
 
 

@@ -70,7 +70,7 @@ def served(home: Path, *, files: int = 0, real: bool = False, **settings: Any) -
 
 
 def ended(environment: dict[str, str]) -> tuple[int, str]:
-    """Start a service that ends by itself; return its exit code and its errors."""
+    """Start a service that ends at once; return its exit code and its errors."""
     with TemporaryFile("w+") as errors, ForkedService(environment, errors) as process:
         code = process.wait(timeout=120.0)
         errors.seek(0)

@@ -56,7 +56,7 @@ class Examination:
     whole_scores: bool = False
     """True if attention computes whole matrices of scores."""
     kept: Callable[[Sequence[nn.Module]], KeptBytes | None] = lambda layers: None
-    """Count what a call keeps for backward, given the model's layers; None if it cannot be counted."""
+    """Count the bytes that a call keeps for backward, given the model's layers; None if it cannot be counted."""
 
 
 class StoredNames(NamedTuple):

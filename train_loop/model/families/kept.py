@@ -15,7 +15,7 @@ from train_loop.plan import KeptBytes
 def count_kept(
     model: nn.Module, every: Sequence[nn.Module], call: Callable[[], Tensor], *, tokens: int, each: bool
 ) -> KeptBytes:
-    """Count what a call of a model on meta keeps, by token; `call` returns logits and has one row of `tokens`.
+    """Count the bytes that a call on meta keeps, by token; `call` returns logits and has one row of `tokens`.
 
     Matrices of tokens by tokens, such as masks and scores, are left out: they do not grow with the tokens alone. Unless
     `each` layer is called, layers with parameters of the same shapes count as the first of them, and compute nothing.
@@ -75,7 +75,7 @@ class _Count:
         return tensor
 
     def bytes_of(self, layer: nn.Module | None, *, without: int) -> int:
-        """Return the bytes that a layer keeps beside its inputs, but not those of logits, which are `without` wide."""
+        """Return the bytes that a layer keeps besides its inputs, but not those of logits, which are `without` wide."""
         kept = (tensor for place, tensor in self._kept[layer].items() if place > 0)
         return sum(one.untyped_storage().nbytes() for one in kept if layer is not None or one.shape[-1:] != (without,))
 

@@ -89,14 +89,14 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
             GEMMA_3,
             "one of its parts, with others such as vision or audio; train that part alone: model_type=gemma3_text",
         ),
-        # Its defaults break rules of its own class.
+        # Its defaults break rules of its class.
         ({"model_type": "dots3_note"}, "has a language model as one of its parts, with others such as vision or audio"),
         (BYTES, "not supported yet: model_type=blt, whose layers see patches of bytes"),
         (
             small("bart") | {"decoder_layerdrop": 0.1},
             "ranks would wait for each other; set decoder_layerdrop: 0.0 in the",
         ),
-        (small("llama") | {"attention_dropout": 1.5}, "attention_dropout=1.5 is no probability"),
+        (small("llama") | {"attention_dropout": 1.5}, "attention_dropout=1.5 is not a probability"),
         (
             small("llama") | {"return_dict": False},
             "return_dict=False does not fit this loop's call of LlamaForCausalLM",

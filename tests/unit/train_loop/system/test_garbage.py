@@ -11,7 +11,7 @@ from train_loop.system.gc import EVERY_STEPS, collect_garbage, no_garbage_collec
 
 @pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
-    """Let a test begin as a process does; the suite has frozen what it imported."""
+    """Let a test begin as a process does; the suite has frozen its imports."""
     gc.unfreeze()
     yield
     gc.freeze()

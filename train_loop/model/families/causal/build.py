@@ -190,7 +190,7 @@ def _check_alone(kind: str, config: PretrainedConfig | None) -> None:
 
 
 def _dense_text(config: PretrainedConfig | None) -> str | None:
-    """Return the advice to train the text part of a config; None if that is no model of its own, or sparse."""
+    """Return the advice to train the text part of a config; None if that is not a separate model, or sparse."""
     text: Any = getattr(config, "text_config", None)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", None))
     if name is None or _has_experts(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text):

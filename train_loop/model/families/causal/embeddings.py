@@ -61,7 +61,7 @@ def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec) -> Tensor:
 
 
 def write_sentence_configs(model: Any, folder: Path, head: EmbeddingSpec) -> None:
-    """Write the files beside an exported model by which sentence-transformers embeds texts as the run did."""
+    """Write the files of sentence-transformers into an export, so that it embeds texts as the run did."""
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if head.normalize else [])]
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -134,7 +134,7 @@ def _keep_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 def kept_for_backward(
     anatomy: Anatomy, dtype: torch.dtype, sequence_length: int, layers: Sequence[nn.Module]
 ) -> KeptBytes | None:
-    """Count what a call of a model keeps for backward; None if it cannot be called on meta."""
+    """Count the bytes that a call of a model keeps for backward; None if it cannot be called on meta."""
     names = {module: name for name, module in anatomy.model.named_modules()}
     tokens = min(sequence_length, _COUNTED) - 1
 
@@ -147,7 +147,7 @@ def kept_for_backward(
                 model, copied, lambda: anatomy.family.call(model, columns, arguments), tokens=tokens, each=each
             )
 
-    for each in (False, True):  # some layers need what earlier ones have computed beside their output
+    for each in (False, True):  # some layers need more of earlier ones than their output
         with suppress(Exception):  # errors of a forward pass have no common class
             return count(each=each)
     return None

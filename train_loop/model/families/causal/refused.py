@@ -60,7 +60,7 @@ def check_fields(name: str, config: Any) -> None:
     """Raise ModelError for a field with which the model called `name` cannot be called, or has no dropout."""
     for field, value in config.to_dict().items():
         if "dropout" in field and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise ModelError(f"{field}={value} is no probability; correct it in the model's config")
+            raise ModelError(f"{field}={value} is not a probability; correct it in the model's config")
         if field in _TO_LEAVE_OUT and value is not None and value != _TO_LEAVE_OUT[field]:
             raise ModelError(
                 f"{field}={value} does not fit this loop's call of {name}; remove it from the model's config"
