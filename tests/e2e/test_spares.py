@@ -3,21 +3,21 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from tests.support.ranks.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
 from train_loop.ray_train.prestart import Standby, start_ahead
-from train_loop.ray_train.trainer import Trainer
 from train_loop.spec import ScalingSpec
 from train_loop.system import ray_env
 from train_loop.system.ray_env import Environment, task_environment, worker_environment
@@ -76,6 +76,15 @@ def write_pid(config: dict[str, str]) -> None:
     Path(config["folder"], str(os.getpid())).touch()
 
 
+def without_cleaner(trainer: Any) -> Callable[[Any], list[Any]]:
+    """Return the trainer's default callbacks but one, which may remove a placement group that is in use.
+
+    It does so while Ray's list of actors lacks the new controller.
+    """
+    default = trainer._create_default_callbacks
+    return lambda self: [one for one in default(self) if type(one).__name__ != "PlacementGroupCleanerCallback"]
+
+
 def spares() -> list[int]:
     """Return the unassigned processes that have reached their largest import."""
     found = []
@@ -123,11 +132,12 @@ def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.Mo
     for module in (ray_env, prestart):
         monkeypatch.setattr(module, "AHEAD_SECONDS", 60.0)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    # As in our trainer. Workers import this file, and the module of that trainer would disturb a spare's own imports.
+    monkeypatch.setattr(TorchTrainer, "_create_default_callbacks", without_cleaner(TorchTrainer))
     environment = worker_environment(cpus=1)
     start_ahead(scaling(2), environment)
     ahead = wait_for(lambda: found if len(found := spares()) == 2 else None, "a process for each worker")
-    # Ray's own trainer may remove the workers' placement group while its list of actors lacks the controller.
-    Trainer(
+    TorchTrainer(
         write_pid,
         train_loop_config={"folder": str(tmp_path)},
         torch_config=TorchConfig(backend="gloo"),

@@ -289,7 +289,9 @@ def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None
 
 
 def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCluster) -> None:
-    planned = cluster.client.plan(yaml.safe_dump(host_job(cluster.lab.shared))).nodes
+    job = yaml.safe_dump(host_job(cluster.lab.shared))
+    # The host of the test before may not have joined again.
+    planned = wait_for(lambda: cluster.client.plan(job).nodes, "a plan with room for all ranks")
     job_id = cluster.submit(training={"max_steps": 12})
     cluster.wait_for_state(job_id, JobState.SUCCEEDED)
     ranks = defaultdict[Host, list[int]](list)
