@@ -15,8 +15,8 @@ from train_loop.system.ray_env import AHEAD_VARIABLE
 
 _TAKEN_WITHIN = 2.0
 """Seconds within which Ray assigns a process that it started for an actor."""
-_ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
-"""Module of Ray Train's worker class."""
+_ACTOR_MODULES = "ray.train.v2._internal.execution.worker_group.worker", "torch"
+"""Modules that another thread imports first once Ray assigns the process: that of Ray Train's worker, and torch."""
 _getting_ready: list[threading.Thread] = []
 """Import thread of this process, if it is a prestarted one."""
 _taken = threading.Event()
@@ -45,11 +45,11 @@ def wait_until_ready() -> None:
 def _import_unless_taken() -> None:
     if time.time() > float(os.environ[AHEAD_VARIABLE]) and _is_taken():
         return
-    # First the module that Ray imports for the actor in another thread: both then start with the same import lock, and
-    # one thread waits for the other. Otherwise this import can fail midway and leave `ray.train` incomplete.
+    # Both threads then take the import locks in the same order, and one waits for the other. `torch.distributed` here
+    # before `torch` there would be a deadlock. Python ends it with an error, which leaves incomplete modules.
     with no_automatic_collection():
-        importlib.import_module(_ACTOR_MODULE)
-        importlib.import_module("train_loop.ray_train.worker")
+        for module in (*_ACTOR_MODULES, "train_loop.ray_train.worker"):
+            importlib.import_module(module)
 
 
 def _is_taken() -> bool:

@@ -15,12 +15,33 @@ import importlib, os, sys, threading, time
 os.environ["TRAINSHED_AHEAD_UNTIL"] = str(time.time() + 600)
 from train_loop.ray_train import warm_up
 
+
+begun = threading.Event()
+
+
+def begin_torch_together(event, arguments):
+    # If neither has torch, the thread of the actor begins with it, and goes on once the other thread waits for it.
+    if event != "import":
+        return
+    if threading.current_thread() is threading.main_thread():
+        if arguments[0] == "torch":
+            begun.set()
+        elif arguments[0] == "torch.torch_version":
+            time.sleep(0.5)
+    elif arguments[0] == "torch.distributed" and "torch" not in sys.modules:
+        begun.wait(20)
+
+
+sys.addaudithook(begin_torch_together)
 failed = []
 threading.excepthook = lambda found: failed.append(found.exc_value)
 warm_up.get_ready()
 while "ray.train" not in sys.modules:
     time.sleep(0.001)
 importlib.import_module("ray.train.v2._internal.execution.worker_group.worker")
+# What Ray unpickles for the worker: the settings of the run and of its process group.
+importlib.import_module("train_loop.ray_train.callbacks")
+importlib.import_module("train_loop.ray_train.rank_setup")
 warm_up.wait_until_ready()
 import ray.train
 assert not failed, failed
