@@ -307,7 +307,7 @@ def after_head(program: Program, settled: float) -> tuple[float, dict[str, Any]]
     before = the_moment(program, settled)
     hit = time.time()
     program.cluster.head.run("pkill", "-9", "-f", "gcs_server")
-    wait_for(lambda: len(program.cluster.alive()) < NODES, "the loss of the head", seconds=LIMIT)
+    wait_for(lambda: len(program.cluster.listed()) < NODES, "the loss of the head", seconds=LIMIT)
     program.cluster.wait_for_nodes(NODES, seconds=LIMIT)
     back = time.time()
     program.nodes_are_back()

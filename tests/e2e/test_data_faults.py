@@ -22,7 +22,7 @@ from ray._private.internal_api import memory_summary
 from tests.support.builders.specs import raw_spec, spec
 from tests.support.ranks.own_ray import own_ray
 from tests.support.servers.s3 import S3Server, s3_server
-from tests.support.waiting import wait_for
+from tests.support.waiting import running, wait_for
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare.cache import find_dataset
@@ -127,7 +127,8 @@ def test_killed_preparation_leaves_nothing_readable(
     before = s3.refused
     process = prepare_alone(tmp_path / "spec.json", tmp_path / "_cache", address)
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("preparing")
+    # Ray may warn of a slow machine.
+    assert any(line.startswith("preparing") for line in process.stderr), "it ended without preparing anything"
     with s3.refuse():
         wait_for(lambda: s3.refused > before or process.poll() is not None, "a read that is waiting")
         process.kill()
@@ -189,7 +190,7 @@ def test_slow_and_killed_data_worker_costs_no_sample(s3: S3Server, numbered: Dat
         wait_for(lambda: s3.refused > before, "a Data worker that waits for storage")
         (victim, *_) = wait_for(reading_workers, "a Data worker that reads")
         victim.kill()
-        wait_for(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "its death")
+        wait_for(lambda: not running([victim]), "its death")
         assert not any(future.done() for future in futures)
     assert_exact(plan, futures)
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.cluster_utils import Cluster
 
 from service.domain.jobs.job import JobState
 from tests.support.clients.command import run
 from tests.support.ranks.own_ray import own_cluster
-from tests.support.servers.live import LiveService
+from tests.support.servers.live import LiveService, small_job
 from tests.support.servers.worker_forks import SLOW, TRAINING, worker_forks
-from tests.support.waiting import wait_for
+from tests.support.waiting import SERVICE_PAUSE, wait_for
 from train_loop.checkpoint.manifest import newest_verified
 
 STEPS = 4000
@@ -71,6 +72,10 @@ def test_elastic_job_shrinks_and_grows_with_the_cluster_and_keeps_its_bits(
 ) -> None:
     first, _ = (cluster.add_node(num_cpus=1, resources={"place": 1}) for _ in range(2))
     cluster.wait_for_nodes()
+    # The service's list of nodes may be older, and the job would start with fewer workers.
+    whole = {"num_workers": 2, "resources_per_worker": {"CPU": 0.5, "place": 1}}
+    spec = yaml.safe_dump(small_job(service.home, strategy={"ulysses_size": 1}, scaling=whole))
+    wait_for(lambda: service.client.plan(spec).nodes, "room for two workers", pause=SERVICE_PAUSE)
     # Slow steps, because the other job repeats all of them.
     job_id = submit(service, workers={"min": 1, "max": 4}, steps=STEPS, **{SLOW: TRAINING})
     assert service.client.job(job_id).sizes == (1, 2, 4), "expected no size 3: the reduction tree has powers of two"

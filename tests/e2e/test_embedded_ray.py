@@ -27,7 +27,7 @@ from service.domain.jobs.observation import SubmissionStatus
 from service.errors import ClusterError
 from service.ports import SubmitRequest
 from tests.support.builders.specs import raw_spec
-from tests.support.waiting import wait_for
+from tests.support.waiting import running, wait_for
 from train_loop.system.private_folder import parent_folder
 
 CPUS = 2
@@ -114,25 +114,37 @@ def listeners(head: RayHead) -> set[tuple[str, int]]:
 
 def speaks_grpc_without_tls(port: int) -> bool:
     """Return whether a port answers the start of HTTP/2 with its settings: then it would also send plain calls."""
-    with socket.create_connection(("127.0.0.1", port), timeout=2) as connection, suppress(OSError):
+    # The process may have ended meanwhile.
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         return connection.recv(9)[3:4] == b"\4"
     return False
 
 
+def answer_to(url: str, headers: dict[str, str] | None) -> int:
+    """Return the status code with which a dashboard answers a request with these headers."""
+    return httpx.get(f"{url}/api/version", headers=headers, timeout=60).status_code
+
+
 def holders_of_secrets(head: RayHead) -> list[str]:
     """Return the names of a head's processes whose environment holds a secret of the service."""
-    found = {process: Path(f"/proc/{process.pid}/environ").read_bytes() for process in processes(head)}
-    return [process.name() for process, environ in found.items() if b"of-the-service" in environ]
+    found = []
+    for process in processes(head):
+        with suppress(psutil.NoSuchProcess, OSError):  # some of Ray's processes end soon
+            if b"of-the-service" in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(process.name())
+    return found
 
 
 def assert_closed_to_others(head: RayHead) -> None:
     """Check that another user cannot access any of Ray's files; if run as root, try it as such a user."""
-    paths = [head.temp_dir, *(str(path) for path in Path(head.temp_dir).rglob("*"))]
-    assert any(path.endswith("/sockets/dash_JobHead") for path in paths)
+    folder = Path(head.temp_dir)
+    wait_for(lambda: list(folder.glob("*/*/sockets/dash_JobHead")), "the socket of the jobs")
+    # Unlike rglob, os.walk ignores folders that vanish.
+    paths = [os.path.join(root, name) for root, folders, files in os.walk(folder) for name in folders + files]
     assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700
     if os.geteuid() == 0:
-        command = ["/bin/sh", "-c", REACHABLE, "sh", *paths[1:]]
+        command = ["/bin/sh", "-c", REACHABLE, "sh", *paths]
         result = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=True)
         assert result.stdout == b"done\n"
 
@@ -141,7 +153,7 @@ def assert_limited(head: RayHead) -> None:
     """Check that every process of Ray has a memory limit, and that the kernel kills workers before all others."""
     scores, drivers = dict[int, int](), set[int]()
     for process in processes(head):
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # some of Ray's processes end soon
+        with suppress(psutil.NoSuchProcess, OSError):  # some of Ray's processes end soon
             command, (soft, hard) = process.cmdline(), process.rlimit(psutil.RLIMIT_DATA)
             score = int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
             # The driver and its supervisor; Ray starts them as it starts ranks and tasks.
@@ -162,7 +174,7 @@ def assert_stop_leaves_nothing(ray: EmbeddedRay, jobs: RayJobs, home: Path) -> N
     family = processes(head)
     ray.stop()
     assert len(family) > 5
-    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert running(family) == []
     assert not Path(head.temp_dir).exists()
     assert read_head(home / "ray.json") is None
     assert jobs.status("job-1-1") is SubmissionStatus.UNKNOWN
@@ -172,7 +184,7 @@ def assert_takes_over(ray: EmbeddedRay, jobs: RayJobs, left: RayHead) -> None:
     """Check that jobs of a head that another service has left keep running, closed to other users."""
     assert holders_of_secrets(left) == []
     assert wait_for(jobs.capacity).total["CPU"] == CPUS
-    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
+    wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.MISSING, "a Ray that has no such job")
     jobs.submit(launch(1))
     jobs.submit(launch(1))
     with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
@@ -204,7 +216,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     ray.start()
     address = wait_for(ray.address, what="the head of the killed service")
     assert (recorded(tmp_path), address.url) == (left, left.dashboard_url)
-    assert httpx.get(f"{address.url}/api/version").status_code == 401
+    assert answer_to(address.url, None) == 401
     jobs = RayJobs(ray.address, python=driver)
     assert_takes_over(ray, jobs, left)
 
@@ -212,14 +224,14 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     family = processes(left)
     os.kill(left.pid, signal.SIGKILL)
     wait_for(lambda: ray.address() not in (None, address), what="another head")
-    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
-    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.MISSING, "a Ray that has no such job")
+    assert running(family) == []
 
     # The token of the dead head is useless.
     before = ray.address()
     assert before is not None
-    assert httpx.get(f"{before.url}/api/version", headers=address.headers).status_code == 403
-    assert httpx.get(f"{before.url}/api/version", headers=before.headers).status_code == 200
+    assert answer_to(before.url, address.headers) == 403
+    assert answer_to(before.url, before.headers) == 200
 
     # Replacement if other users can enter its folder.
     Path(recorded(tmp_path).temp_dir).chmod(0o711)

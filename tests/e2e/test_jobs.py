@@ -19,6 +19,7 @@ from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.session import RayAddress
 from service.api.schemas import ExaminationOut, ReasonOut
+from service.domain.doctor.finding import Verdict
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
 from tests.support.builders.folders import write_tokenizer
@@ -62,15 +63,17 @@ def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def reference(service: LiveService) -> str:
     """Return a job that nothing disturbed but kills of its service: at once, while it started and while it ran."""
     job_id = service.submit(labels={"team": "tests"})
+    # On a slow machine, it would end before the service is back.
+    service.hold(job_id, 5)
     service.kill()
     service.start(quick=True)
-    # On a slow machine, the job may train before the service is back.
     service.wait_for_state(job_id, JobState.STARTING, JobState.RUNNING)
     service.kill()
     service.start(quick=True)
     service.wait_for_state(job_id, JobState.RUNNING)
     service.kill()
     service.start()
+    service.hold(job_id, None)
     service.wait_for_state(job_id, JobState.SUCCEEDED)
     return job_id
 
@@ -79,9 +82,9 @@ def test_doctor_finds_no_faults_and_leaves_nothing(service: LiveService) -> None
     (service.home / "data").mkdir(exist_ok=True)
     # Embedded Ray takes some seconds to start.
     found = wait_for(lambda: well(service.client.doctor()), "a healthy service", seconds=240)
-    assert {one.verdict.value for one in found.findings if one.check != "data_cpus"} == {"ok"}, found
     assert {one.check for one in found.findings} >= {"storage.shared", "clock", "versions"}
-    assert list((service.home / "runs").glob("_doctor*")) == []
+    # An earlier check may have been given up.
+    wait_for(lambda: not list((service.home / "runs").glob("_doctor*")), "a clean folder")
     head = read_head(service.home / "ray.json")
     assert head is not None
     stranger = RayAddress(head.dashboard_url or "", "not-the-token")
@@ -89,7 +92,8 @@ def test_doctor_finds_no_faults_and_leaves_nothing(service: LiveService) -> None
 
 
 def well(found: ExaminationOut) -> ExaminationOut | None:
-    return found if found.ok else None
+    verdicts = {one.verdict for one in found.findings if one.check != "data_cpus"}
+    return found if verdicts == {Verdict.OK} else None
 
 
 def assert_whole(service: LiveService, job_id: str, reference: str) -> None:
@@ -216,6 +220,8 @@ def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, r
     chance, job_id = random.Random(7), service.submit()
 
     def workers_at(step: int) -> list[psutil.Process]:
+        # Without it, the job could go on and end before the kill.
+        service.hold(job_id, step)
         service.wait_for_step(job_id, step)
         newest = service.events(job_id, "training_started")[-1]
         workers = [psutil.Process(worker["pid"]) for worker in newest["workers"]]
@@ -223,16 +229,19 @@ def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, r
         assert {ip for worker in workers for ip in listen_addresses(worker)} == {"127.0.0.1"}
         return workers
 
+    def wait_for_start(number: int) -> None:
+        wait_for(lambda: service.events(job_id, "training_started")[number - 1 :], f"start {number}")
+        service.wait_for_state(job_id, JobState.RUNNING)
+
     chance.choice(workers_at(chance.randint(13, 17))).kill()
-    service.wait_for_state(job_id, JobState.RECOVERING)
-    service.wait_for_state(job_id, JobState.RUNNING)
+    wait_for_start(2)
     for worker in workers_at(chance.randint(23, 27)):
         worker.kill()
-    service.wait_for_state(job_id, JobState.RECOVERING)
-    service.wait_for_state(job_id, JobState.RUNNING)
+    wait_for_start(3)
     assert service.client.job(job_id).attempt == 1
     workers_at(chance.randint(33, 36))
     service.driver(job_id).kill()
+    service.hold(job_id, None)
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     assert [attempt.result for attempt in job.attempts] == ["failed", "succeeded"]
     starts = service.events(job_id, "training_started")
@@ -252,15 +261,18 @@ def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> No
         found = wait_for(lambda: service.events(job_id, name)[number - 1 :], f"{name} {number}", seconds=120)
         return found[0]
 
-    def wait_for_steps(*, until: float) -> None:
-        wait_for(lambda: [line for line in service.metrics(job_id) if line["time"] > until], "a later step")
+    def wait_for_beats(rank: psutil.Process, number: int) -> None:
+        """Wait until the rank's heartbeat process has looked again which group the rank is in. It sleeps between."""
+        (sender,) = wait_for(lambda: [one for one in rank.children() if one.name() == "heartbeat"], "its heartbeats")
+        before = sender.num_ctx_switches().voluntary
+        wait_for(lambda: sender.num_ctx_switches().voluntary >= before + number, "heartbeats")
 
     try:
         for start in (1, 2):
             with memory_group() as group:
-                group.add(wait_for_event("training_started", start)["workers"][1]["pid"])
-                # The heartbeat process checks once a second which group its rank is in.
-                wait_for_steps(until=time.time() + 2.5)
+                rank = psutil.Process(wait_for_event("training_started", start)["workers"][1]["pid"])
+                group.add(rank.pid)
+                wait_for_beats(rank, 3)
                 group.allow(2**16)
                 wait_for_event("out_of_memory", start)
                 wait_for_event("workers_lost", start)
@@ -291,16 +303,18 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
         scaling=alone,
     )
     other = service.submit(training={"max_steps": 2}, strategy={"ulysses_size": 1}, scaling=alone)
-    waits = service.client.job(other).reason
+    seen = list[ReasonOut]()
     while not (job := service.client.job(job_id)).state.terminal:
-        assert httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
-        waits = service.client.job(other).reason or waits
+        assert httpx.get(f"{service.url}/healthz", timeout=30).status_code == 200
+        seen += [reason] if (reason := service.client.job(other).reason) is not None else []
         assert not service.client.job(other).attempts or service.client.job(job_id).state.terminal
         time.sleep(0.2)
-    assert waits is not None
-    assert waits.code == "capacity"
-    assert waits.message.startswith("next in the queue; waits for "), waits
-    assert waits.message.endswith(" of memory (2.9 GiB of the cluster's 3.0 GiB are reserved)"), waits
+    waits = [one.message for one in seen if one.code == "capacity"]
+    assert any(
+        one.startswith("next in the queue; waits for ")
+        and one.endswith(" of memory (2.9 GiB of the cluster's 3.0 GiB are reserved)")
+        for one in waits
+    ), seen
     assert job.reason is not None
     assert (job.state, job.reason.code) == (JobState.FAILED, "out_of_memory"), service.debug_report(job_id)
     assert "ran out of host memory" in job.reason.message
@@ -315,8 +329,11 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
 
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
     job_id = service.submit()
+    service.hold(job_id, 3)
     service.wait_for_step(job_id, 3)
     service.client.pause(job_id)
+    wait_for(lambda: service.run_dir(job_id).stop(attempt=1), "the request in the run directory")
+    service.hold(job_id, None)
     paused = service.wait_for_state(job_id, JobState.PAUSED)
     wait_for(lambda: not processes_of(job_id), "the driver's end")
     done = service.metrics(job_id)[-1]["step"]

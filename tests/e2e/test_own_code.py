@@ -12,6 +12,7 @@ import yaml
 from service.domain.jobs.job import JobState
 from tests.support.own_code import MODEL, ZOO, example_job, own_spec, plain_loop, write_example
 from tests.support.servers.live import LiveService
+from tests.support.waiting import wait_for
 from train_loop.spec import ScalingSpec
 from trainshed import ApiError
 
@@ -44,7 +45,7 @@ def test_kills_and_a_pause_do_not_change_the_run_and_a_changed_package_is_refuse
     job_id = service.client.submit(yaml.safe_dump(raw)).id
     service.wait_for_step(job_id, 5)
     psutil.Process(service.events(job_id, "training_started")[-1]["workers"][1]["pid"]).kill()
-    service.wait_for_state(job_id, JobState.RECOVERING)
+    wait_for(lambda: service.events(job_id, "workers_lost"), "the loss")
     service.wait_for_step(job_id, 10)
     service.driver(job_id).kill()
     service.wait_for_step(job_id, 14)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig, get_context
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
@@ -22,6 +22,7 @@ from tests.support.waiting import wait_for
 from train_loop.plan import lay_out, splits
 from train_loop.ray_train import raylet
 from train_loop.ray_train.placement import Nodes, Placement
+from train_loop.ray_train.trainer import Trainer
 from train_loop.spec import ScalingSpec
 
 SIZES = (1, 2, 3, 4)
@@ -61,7 +62,7 @@ def place(workers: int, strategy: Any, sizes: Sequence[int], group: int) -> list
     SomeNodes(scaling, sizes, group=group).before_worker_group_start(context)
     handle = WorkerGroup._create_placement_group(TRAIN, TRAIN.scaling_config, context)
     try:
-        assert handle.wait(10)
+        assert handle.wait(60)
         found = ray.util.placement_group_table(handle.placement_group)["bundles_to_node_id"]
         placed = [Worker(None, metadata(found[bundle]), {"CPU": 1}) for bundle in range(workers)]
         ranked = WorkerGroup._assign_worker_ranks(placed)
@@ -136,7 +137,7 @@ def test_worker_group_is_placed_again_after_its_node_has_left(tmp_path: Path, mo
 
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1")
     scaling = ScalingSpec(num_workers=4, placement_strategy="SPREAD")
-    TorchTrainer(
+    Trainer(
         work,
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=4, placement_strategy="SPREAD", resources_per_worker={"CPU": 1}),

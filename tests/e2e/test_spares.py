@@ -1,28 +1,26 @@
 """Spare processes on real Ray: only a restarted worker takes one, with its imports done."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 
 from tests.support.ranks.own_ray import own_ray
+from tests.support.ranks.spare_worker import Worker, spare_environment
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
 from train_loop.ray_train.prestart import Standby, start_ahead
+from train_loop.ray_train.trainer import Trainer
 from train_loop.spec import ScalingSpec
 from train_loop.system import ray_env
-from train_loop.system.ray_env import Environment, task_environment, worker_environment
-
-SLOWEST_IMPORT = "train_loop.ray_train.worker"
+from train_loop.system.ray_env import Environment, worker_environment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,33 +35,6 @@ def cluster() -> Iterator[None]:
             yield
 
 
-class Worker:
-    """An actor that may take a spare, as Ray Train's workers are."""
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def is_ready(self) -> bool:
-        return SLOWEST_IMPORT in sys.modules
-
-    def threads(self) -> int:
-        import torch  # noqa: PLC0415 - a spare has it, and a process that was taken at once has not
-
-        return torch.get_num_threads()
-
-    def task(self) -> int:
-        """Return the process of a separate task."""
-        task = ray.remote(num_cpus=0.1, runtime_env=task_environment())(lambda: os.getpid())
-        return int(ray.get(task.remote()))
-
-    def request_spares(self) -> None:
-        prestart._WORTH_IT = 0.0
-        spares = Standby(1)
-        spares.keep()
-        # Once is enough.
-        spares.keep()
-
-
 def start(environment: Environment) -> "ray.actor.ActorHandle":
     return ray.remote(num_cpus=0.1, runtime_env=environment)(Worker).remote()
 
@@ -72,43 +43,30 @@ def scaling(workers: int, *, cpus: float = 0.1) -> ScalingSpec:
     return ScalingSpec(num_workers=workers, resources_per_worker={"CPU": cpus})
 
 
-def write_pid(config: dict[str, str]) -> None:
-    Path(config["folder"], str(os.getpid())).touch()
-
-
-def without_cleaner(trainer: Any) -> Callable[[Any], list[Any]]:
-    """Return the trainer's default callbacks but one, which may remove a placement group that is in use.
-
-    It does so while Ray's list of actors lacks the new controller.
-    """
-    default = trainer._create_default_callbacks
-    return lambda self: [one for one in default(self) if type(one).__name__ != "PlacementGroupCleanerCallback"]
-
-
-def spares() -> list[int]:
-    """Return the unassigned processes that have reached their largest import."""
+def spares(folder: Path) -> list[int]:
+    """Return the unassigned processes that have done their imports."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):
-            if process.name() == "ray::IDLE" and "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text():
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == "ray::IDLE" and (folder / str(process.pid)).exists():
                 found.append(process.pid)
     return found
 
 
-def test_restarted_worker_takes_its_spare_and_a_task_does_not() -> None:
-    environment = worker_environment(cpus=1)
+def test_restarted_worker_takes_its_spare_and_a_task_does_not(tmp_path: Path) -> None:
+    environment = spare_environment(tmp_path)
     first = start(environment)
     assert not ray.get(first.is_ready.remote()), "expected no imports in a process taken at once"
     ray.get(first.request_spares.remote())
-    (kept,) = wait_for(spares, "a spare with its imports")
+    (kept,) = wait_for(lambda: spares(tmp_path), "a spare with its imports")
     assert ray.get(first.task.remote()) != kept
     threads = ray.get(first.threads.remote())
     ray.kill(first)
     second = start(environment)
     assert ray.get(second.pid.remote()) == kept
-    wait_for(lambda: ray.get(second.is_ready.remote()), "the rest of its imports")
+    assert ray.get(second.is_ready.remote())
     assert ray.get(second.threads.remote()) == threads == 1
-    assert spares() == []
+    assert spares(tmp_path) == []
 
 
 def test_only_an_older_run_requests_spares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,22 +87,25 @@ def test_missing_prestart_call_only_warns(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_workers_take_the_processes_started_by_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (ray_env, prestart):
-        monkeypatch.setattr(module, "AHEAD_SECONDS", 60.0)
+    # On a slow machine, the processes would be late, or exit before they are taken.
+    for module, name in ((ray_env, "AHEAD_SECONDS"), (prestart, "AHEAD_SECONDS"), (prestart, "_KEPT_AHEAD")):
+        monkeypatch.setattr(module, name, 600)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
-    # As in our trainer. Workers import this file, and the module of that trainer would disturb a spare's own imports.
-    monkeypatch.setattr(TorchTrainer, "_create_default_callbacks", without_cleaner(TorchTrainer))
-    environment = worker_environment(cpus=1)
+    environment, ranks = spare_environment(tmp_path), tmp_path / "ranks"
+    ranks.mkdir()
+
+    def work() -> None:
+        (ranks / str(os.getpid())).touch()
+
     start_ahead(scaling(2), environment)
-    ahead = wait_for(lambda: found if len(found := spares()) == 2 else None, "a process for each worker")
-    TorchTrainer(
-        write_pid,
-        train_loop_config={"folder": str(tmp_path)},
+    ahead = wait_for(lambda: found if len(found := spares(tmp_path)) == 2 else None, "a process for each worker")
+    Trainer(
+        work,
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1}),
         run_config=RunConfig(storage_path=str(tmp_path / "ray"), worker_runtime_env=environment),
     ).fit()
-    assert sorted(int(file.name) for file in tmp_path.glob("[0-9]*")) == sorted(ahead)
+    assert sorted(int(file.name) for file in ranks.iterdir()) == sorted(ahead)
 
 
 def test_nothing_is_prestarted_without_capacity(monkeypatch: pytest.MonkeyPatch) -> None:

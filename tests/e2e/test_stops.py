@@ -118,8 +118,7 @@ def evaluating(service: LiveService) -> Iterator[str]:
     job_id = service.submit(
         labels={SLOW: EVALUATING}, data={"eval": {"path": path.as_uri()}}, training=LONG | {"eval_steps": 1}
     )
-    event(service, job_id, "training_started")
-    time.sleep(1.0)
+    wait_for((service.run_dir(job_id).root / EVALUATING).exists, "an evaluation")
     yield job_id
 
 

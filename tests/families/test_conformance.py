@@ -94,7 +94,7 @@ def train(call_ranks: CallRanks, kind: Kind, leg: Leg, run: Path, attempt: int) 
         call_ranks(leg.case.world, train_leg, kind, leg, run, attempt)
         return
     with ranks_to_kill(leg.case.world, train_leg, kind, leg, run, attempt) as ranks:
-        ranks[0].join(timeout=60)
+        ranks[0].join(timeout=240)
         assert ranks[0].exitcode == -signal.SIGKILL
 
 

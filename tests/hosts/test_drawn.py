@@ -64,7 +64,7 @@ def test_every_sample_is_trained_despite_random_host_faults(cluster: HostCluster
         best = cluster.newest_step(job_id)
         fault(cluster, job_id, draw)
         cluster.wait_for_step(job_id, best + 20, seconds=240)
-        cluster.wait_for_nodes(3, seconds=120)
+        cluster.wait_for_nodes(3)
     cluster.client.cancel(job_id)
     cluster.wait_for_state(job_id, JobState.CANCELLED)
     audit = cluster.client.audit_job(job_id)

@@ -8,7 +8,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.api.schemas import JobOut
+from service.api.schemas import FindingOut, JobOut
 from service.domain.doctor.finding import Verdict
 from service.domain.jobs.job import JobState
 from tests.support.hosts.host_cluster import HostCluster, host_cluster
@@ -54,12 +53,18 @@ def test_doctor_names_two_hosts_that_cannot_communicate(cluster: HostCluster) ->
     one, other = cluster.nodes[1:]
     one.block(other)
     try:
-        (network,) = [found for found in cluster.client.doctor().findings if found.check == "network"]
+        network = wait_for(lambda: checked_network(cluster), "a check of the network")
     finally:
         one.unblock(other)
     assert network.verdict is Verdict.FAILED
     assert f"{one.address} and {other.address}" in network.seen
     assert cluster.nodes[0].address not in network.seen
+
+
+def checked_network(cluster: HostCluster) -> FindingOut | None:
+    """Return the doctor's finding on the network; None if too little time was left for it."""
+    (network,) = [found for found in cluster.client.doctor().findings if found.check == "network"]
+    return None if network.verdict is Verdict.SKIPPED else network
 
 
 def test_job_starts_on_hosts_with_any_name_resolution(cluster: HostCluster, job_id: str) -> None:
@@ -70,12 +75,14 @@ def test_job_starts_on_hosts_with_any_name_resolution(cluster: HostCluster, job_
 
 def test_killed_rank_is_reported_with_host_and_signal(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[2]
+    error = f"rank 2 on {host.name} was killed by signal 9 (SIGKILL)"
     cluster.kill_rank(job_id, 2)
+    # First, because the reason clears once the next group trains.
+    wait_for(lambda: error in reason_of(cluster, job_id), "the loss as the job's reason")
     loss = lost_after(cluster, job_id, epoch)
     assert (loss["ranks"], loss["hosts"], loss["cause"]) == ([2], [host.name], "killed")
-    assert loss["error"] == f"rank 2 on {host.name} was killed by signal 9 (SIGKILL)"
+    assert loss["error"] == error
     assert "survivors" not in loss or " reported: " in str(loss["survivors"])
-    assert str(loss["error"]) in reason_of(cluster, job_id)
     cluster.wait_for_newer_group(job_id, epoch)
     assert wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear")
 
@@ -90,15 +97,13 @@ def test_stopped_rank_is_reported_by_waiting_ranks(cluster: HostCluster, job_id:
         assert cluster.client.job(job_id).state is JobState.RUNNING
     finally:
         cluster.kill_rank(job_id, 3, "CONT")
-    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
+    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear")
     assert cluster.epoch_of(job_id) == epoch
 
 
 def test_host_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
-    host.freeze()
-    time.sleep(5)
-    host.thaw()
+    host.freeze_for(5)
     newest = cluster.newest_step(job_id)
     cluster.wait_for_step(job_id, newest + 5)
     assert cluster.epoch_of(job_id) == epoch
@@ -115,7 +120,7 @@ def test_disconnected_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(clu
     cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
     # Storage stays connected: the ranks there see the newer group within five seconds.
-    wait_for(lambda: not any(alive(host, pid) for pid in pids), "the end of the superseded ranks", seconds=10)
+    wait_for(lambda: not any(alive(host, pid) for pid in pids), "the end of the superseded ranks", seconds=20)
     host.heal()
     # Its unit may be about to connect: TCP tries again after up to half a minute, and the node then starts.
     cluster.wait_for_nodes(3)
@@ -126,19 +131,15 @@ def test_disconnected_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(clu
 
 def lost_at(cluster: HostCluster, job_id: str, host: Host) -> float:
     """Return the Unix time of the job's newest host loss, which must be of this host."""
-    (*_, lost) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host", seconds=30)
+    (*_, lost) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host")
     assert lost["host"] == host.name
     return float(lost["time"])
 
 
 def reason_of(cluster: HostCluster, job_id: str) -> str:
-    """Wait for the job's reason and return it."""
-
-    def message() -> str | None:
-        reason = cluster.client.job(job_id).reason
-        return None if reason is None else reason.message
-
-    return wait_for(message, "a reason")
+    """Return the message of the job's reason, or an empty string."""
+    reason = cluster.client.job(job_id).reason
+    return "" if reason is None else reason.message
 
 
 def alive(host: Host, pid: int) -> bool:
@@ -159,12 +160,12 @@ def test_unmounted_storage_is_retried_and_nothing_is_written_to_its_mount_point(
     host, epoch = cluster.hosts_of(job_id)[0], cluster.epoch_of(job_id)
     before = cluster.newest_step(job_id)
     host.unmount()
-    message = wait_for(lambda: cluster.waits_for(job_id, "storage_unavailable"), "a reason", seconds=20)
+    message = wait_for(lambda: cluster.waits_for(job_id, "storage_unavailable"), "a reason")
     assert f"is unavailable on {host.name} since" in message
     assert host.run("ls", "-A", "/srv/trainshed").strip() == ""
     host.mount()
     cluster.wait_for_step(job_id, before + 15)
-    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
+    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear")
     assert cluster.epoch_of(job_id) == epoch
     steps = [line["step"] for line in cluster.metrics(job_id) if line["epoch"] == epoch]
     assert steps == list(range(steps[0], steps[-1] + 1)), "lines are missing"
@@ -181,12 +182,12 @@ def test_storage_outage_of_service_and_driver_causes_no_restart(cluster: HostClu
         return job if job.reason is not None and job.reason.code == "storage_unavailable" else None
 
     cluster.head.unmount()
-    job = wait_for(job_without_storage, "a reason", seconds=20)
+    job = wait_for(job_without_storage, "a reason")
     assert job.state is JobState.RUNNING
     assert job.progress.age_seconds is not None, "expected an answer from the database"
     assert cluster.head.run("ls", "-A", "/srv/trainshed").strip() == ""
     cluster.head.mount()
-    wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear", seconds=30)
+    wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear")
     cluster.wait_for_step(job_id, before + 15)
     assert cluster.epoch_of(job_id) == epoch
     assert len(cluster.client.job(job_id).attempts) == 1
@@ -204,7 +205,7 @@ def test_unresponsive_head_is_reported_while_training_continues(cluster: HostClu
         assert cluster.newest_step(job_id) > before
     finally:
         cluster.head.run("pkill", "-CONT", "-x", "gcs_server")
-    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
+    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear")
     cluster.wait_for_step(job_id, cluster.newest_step(job_id) + 5)
     assert cluster.epoch_of(job_id) == epoch
 
@@ -212,7 +213,7 @@ def test_unresponsive_head_is_reported_while_training_continues(cluster: HostClu
 def test_job_leaves_a_drained_host_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
     cluster.wait_for_nodes(3)
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
-    cluster.drain(host, seconds=60)
+    cluster.drain(host, seconds=180)
     cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
     (notice,) = cluster.events(job_id, "preemption_notice")
@@ -241,7 +242,7 @@ def test_job_without_capacity_reports_what_is_missing_and_is_cancelled_at_once(
         # The next tests need these hosts, and a job that has ended.
         cancelled_at = time.monotonic()
         cluster.client.cancel(job_id)
-        cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
+        cluster.wait_for_state(job_id, JobState.CANCELLED)
         seconds = time.monotonic() - cancelled_at
         for host in lost:
             host.start()
@@ -290,7 +291,7 @@ def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None
 
 def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCluster) -> None:
     job = yaml.safe_dump(host_job(cluster.lab.shared))
-    # The host of the test before may not have joined again.
+    # The service's list of nodes may be older.
     planned = wait_for(lambda: cluster.client.plan(job).nodes, "a plan with room for all ranks")
     job_id = cluster.submit(training={"max_steps": 12})
     cluster.wait_for_state(job_id, JobState.SUCCEEDED)
@@ -300,19 +301,20 @@ def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCl
     assert sorted(ranks.values()) == planned == [[0, 1], [2, 3]]
     assert len(cluster.events(job_id, "group_started")) == 1
     assert cluster.client.audit_job(job_id).clean
-    with suppress(TimeoutError):
-        wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing", seconds=30)
-    assert cluster.leftovers(job_id) == []
+    wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing")
 
 
 def test_elastic_job_that_can_never_shrink_is_reported_with_numbers(cluster: HostCluster) -> None:
-    scaling = {"num_workers": {"min": 4, "max": 8}, "resources_per_worker": {"CPU": 1}}
-    one = {"per_device_train_batch_size": 1}
-    job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, training=one, scaling=scaling)))
-    (warning,) = [one for one in job.warnings if "shrink" in one]
-    assert warning == (
+    warning = (
         "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU on "
         "the other nodes; ask for fewer or smaller workers, or add a node"
     )
+    scaling = {"num_workers": {"min": 4, "max": 8}, "resources_per_worker": {"CPU": 1}}
+    one = {"per_device_train_batch_size": 1}
+    raw = yaml.safe_dump(host_job(cluster.lab.shared, training=one, scaling=scaling))
+    # The hosts of earlier tests may not have joined again.
+    wait_for(lambda: warning in cluster.client.plan(raw).warnings, "a plan for three nodes")
+    job = cluster.client.submit(raw)
+    assert [one for one in job.warnings if "shrink" in one] == [warning]
     cluster.client.cancel(job.id)
     cluster.wait_for_state(job.id, JobState.CANCELLED)

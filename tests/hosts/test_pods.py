@@ -30,7 +30,7 @@ def pods(shared: Path) -> Iterator[PodSet]:
         for name in ("ray-head", "ray-worker-1", "ray-worker-2", "api"):
             pods[name].start()
         ready = f"http://{made.hosts['api'].address}:8000/readyz"
-        wait_for(partial(answer, made.hosts["test"], ready), "the service", seconds=120)
+        wait_for(partial(answer, made.hosts["test"], ready), "the service")
         yield pods
 
 
@@ -52,7 +52,7 @@ def test_probes_at_the_pod_address_succeed(pods: PodSet) -> None:
         check = api.container[probe]["httpGet"]
         (port,) = [one["containerPort"] for one in api.container["ports"] if one["name"] == check["port"]]
         url = f"http://{api.host.address}:{port}{check['path']}"
-        response = wait_for(partial(answer, pods["test"].host, url), url, seconds=60)
+        response = wait_for(partial(answer, pods["test"].host, url), url)
         assert json.loads(response)["status"] in ("ok", "ready")
 
 
@@ -74,7 +74,8 @@ def test_helm_test_job_succeeds(pods: PodSet, shared: Path) -> None:
 
 def test_every_port_of_a_pod_accepts_connections(pods: PodSet) -> None:
     ports = {f"{pod.name} {one['name']}": (pod, one) for pod in pods for one in pod.container.get("ports", [])}
-    assert [name for name, (pod, one) in ports.items() if not listens(pod.host, one["containerPort"])] == []
+    for name, (pod, one) in ports.items():
+        wait_for(partial(listens, pod.host, one["containerPort"]), name, pause=0.5)
 
 
 def listens(host: Host, port: int) -> bool:

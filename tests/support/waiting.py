@@ -2,10 +2,13 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+
+import psutil
 
 T = TypeVar("T")
 SERVICE_PAUSE = 0.2
@@ -16,7 +19,7 @@ _LONGEST = 400
 
 
 def wait_for(
-    condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 60.0, pause: float = 0.05
+    condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 120.0, pause: float = 0.05
 ) -> T:
     """Return the first truthy result of a condition. Raises TimeoutError that names the missing event."""
     deadline = time.monotonic() + seconds
@@ -29,6 +32,16 @@ def wait_for(
     if answer:
         return answer
     raise TimeoutError("\n  ".join([f"{what} did not come true within {seconds:g} s; last seen: {answer!r}", *seen]))
+
+
+def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that have not ended. They may end meanwhile."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def observed(condition: Callable[[], T]) -> tuple[T, list[str]]:

@@ -52,7 +52,7 @@ def test_up_doctor_and_down_work_and_can_be_repeated(environment: dict[str, str]
     assert first.returncode == 0, first.stderr
     up = json.loads(first.stdout)
     assert (up["started"], up["home"], up["log"]) == (True, str(home), str(home / "service.log"))
-    assert httpx.get(f"{up['url']}/readyz").json() == {"status": "ready"}
+    assert httpx.get(f"{up['url']}/readyz", timeout=60).json() == {"status": "ready"}
     assert os.getsid(up["pid"]) == up["pid"], "the service outlives the terminal"
 
     second = run(environment, "up")

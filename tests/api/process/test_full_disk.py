@@ -67,7 +67,7 @@ def test_full_disk_returns_507_and_logs_no_secret(small_disk: Path) -> None:
         keys = [key["name"] for key in service.client.get("/keys").json()["data"]]
         assert len(keys) == 1 + sum(status == 201 for status, _, _ in answers)
         (small_disk / "filler").unlink()
-        wait_for(lambda: service.trouble() is None, "a service that is ready again", seconds=10)
+        wait_for(lambda: service.trouble() is None, "a service that is ready again")
         assert _key(service, "again") == (201, None, False)
 
         with closing(sqlite3.connect(small_disk / "trainshed.db", isolation_level=None)) as other:
@@ -80,7 +80,7 @@ def test_full_disk_returns_507_and_logs_no_secret(small_disk: Path) -> None:
             assert set(refused) == {(503, "database_unreachable", True)}
             assert service.trouble() == "database_unreachable"
             assert len(service.client.get("/keys").json()["data"]) == len(keys) + 1
-        wait_for(lambda: service.trouble() is None, "a service that is ready again", seconds=10)
+        wait_for(lambda: service.trouble() is None, "a service that is ready again")
         log = service.log.read_text()
     assert "Traceback" not in log
     assert "whsec_" not in log

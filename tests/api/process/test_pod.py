@@ -66,7 +66,7 @@ def test_clients_of_trusted_proxies_have_separate_rates(pod: Served) -> None:
     url = str(pod.client.base_url)
 
     def unauthenticated_calls(proxy: str, clients: list[str]) -> list[int]:
-        with httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=proxy)) as client:
+        with httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=proxy), timeout=60) as client:
             return [client.get("/jobs", headers={"x-forwarded-for": one}).status_code for one in clients]
 
     assert unauthenticated_calls("127.0.0.7", ["192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.1"]) == [

@@ -105,7 +105,7 @@ def test_job_is_answered_with_its_age_and_its_files_return_503(
             assert answer.headers["retry-after"] == "5"
         # Each of the five calls takes at most two seconds for a read and two for the check of the root.
         assert time.monotonic() - began < 5 * 4
-    wait_for(lambda: client.get(f"/jobs/{job_id}/metrics").status_code == 200, "an answer", seconds=10)
+    wait_for(lambda: client.get(f"/jobs/{job_id}/metrics").status_code == 200, "an answer")
 
 
 def test_stream_stays_open_during_storage_errors_and_misses_nothing(
@@ -120,7 +120,7 @@ def test_stream_stays_open_during_storage_errors_and_misses_nothing(
     with serving(service.app()) as port:
         thread = threading.Thread(target=follow, args=(f"http://127.0.0.1:{port}",))
         thread.start()
-        wait_for(lambda: 7 in steps or None, "the first line", seconds=10)
+        wait_for(lambda: 7 in steps or None, "the first line")
         with s3.refuse():
             time.sleep(1.5)
         _train(service, job_id, 8, 9, 10)

@@ -60,7 +60,7 @@ def test_submit_alongside_ten_hostile_bodies_is_not_slowed(url: str) -> None:
                 begin = time.monotonic()
                 assert client.post("/jobs", content=spec_body()).status_code == 201
                 # 0.05 s is usual; with Python's YAML loader in the thread of all submits, it took 15 s.
-                assert time.monotonic() - begin < 5
+                assert time.monotonic() - begin < 10
             finally:
                 stop.set()
             for one in attacks:

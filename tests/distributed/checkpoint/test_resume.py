@@ -10,7 +10,9 @@ import torch
 from tests.support.builders.small_runs import events
 from tests.support.builders.specs import TINY, raw_spec
 from tests.support.ranks import torchrun
+from tests.support.ranks.hold import hold
 from tests.support.ranks.warm_runs import WarmRun, run
+from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import Fence, RunDir, read_lines
 
@@ -42,9 +44,14 @@ def uninterrupted(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def resumed(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "resumed"
+    run_dir.mkdir()
+    # It would save step 8 on a machine that is slow to kill it.
+    hold(run_dir, 6)
     process = WarmRun(spec, run_dir, 2)
     torchrun.wait_for_step(run_dir, 6)
+    wait_for(lambda: RunDir(run_dir).manifests(), "the checkpoint of step 4")
     process.kill()
+    hold(run_dir, None)
     run(spec, run_dir, 2)
     return run_dir
 

@@ -29,6 +29,9 @@ from tests.support.waiting import wait_for
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.manifest import newest_verified, verify
+from train_loop.data.dataset import Rows
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.plan import MeshPlan
 from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
 from train_loop.telemetry.logs import open_log
 
@@ -62,6 +65,19 @@ def train(folder: Path, run_dir: RunDir, mode: str, steps: int = STEPS) -> None:
     if "nfs" in run_dir.root.parts:
         act_like_nfs(run_dir.checkpoints, seed=dist.get_rank())
     run(folder / "d.parquet", folder, place={"run_dir": run_dir}, strategy={"async_save_ckpt": mode}, max_steps=steps)
+
+
+def train_into_outage(folder: Path, run_dir: RunDir, switch: Path) -> None:
+    """Train; storage refuses requests from the end of step 2 on."""
+
+    def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=1):
+            if step == 3 and rank == 0:
+                switch.touch()
+            yield rows
+
+    place = {"run_dir": run_dir, "open_stream": stream}
+    run(folder / "d.parquet", folder, place=place, strategy={"async_save_ckpt": "thread"}, max_steps=STEPS)
 
 
 def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
@@ -108,17 +124,17 @@ def test_run_killed_during_a_save_resumes_and_leaves_nothing(folder: Path, place
 
 
 def test_outage_delays_a_save_and_is_reported(folder: Path, server: S3Server) -> None:
-    run_dir = run_dir_on_s3("outage")
+    run_dir, before = run_dir_on_s3("outage"), server.refused
 
-    def be_out() -> None:
-        wait_for(lambda: any(line["step"] >= 2 for line in read_lines(run_dir.attempt(1).metrics)), "step 2")
-        refuse_for(server, 4)
+    def be_back() -> None:
+        wait_for(lambda: server.refused > before, "a request is refused")
+        time.sleep(4)
+        server.switch.unlink()
 
-    outage = threading.Thread(target=be_out)
+    outage = threading.Thread(target=be_back)
     outage.start()
-    on_ranks(2, train, folder, run_dir, "thread", STEPS)
+    on_ranks(2, train_into_outage, folder, run_dir, server.switch)
     outage.join()
-    assert server.refused
     (delayed, *_) = events(run_dir, "checkpoint_delayed")
     assert delayed["step"] == 3
     assert [event["step"] for event in events(run_dir, "checkpoint_committed")] == [3, 6]

@@ -63,15 +63,18 @@ def start(host: Host, container: Container) -> "subprocess.Popen[bytes]":
 
 
 def run(host: Host, container: Container, *, seconds: float = 60) -> str:
-    """Run a container to its end and return its output. Raises AssertionError if it fails."""
-    done = subprocess.run(
-        command_of(host, container),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=seconds,
-        check=False,
-        text=True,
-    )
+    """Run a container to its end and return its output. Raises AssertionError if it fails, or takes too long."""
+    try:
+        done = subprocess.run(
+            command_of(host, container),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+            text=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{host.name}: {container.name} did not end within {seconds:g} s") from error
     assert done.returncode == 0, f"{host.name}: {container.name} ended with {done.returncode}: {done.stdout}"
     return done.stdout

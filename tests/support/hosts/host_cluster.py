@@ -61,6 +61,8 @@ class HostCluster:
         self._client: Client | None = None
         self._submitted: list[str] = []
         self._dashboard_client: httpx.Client | None = None
+        self._former = set[str]()
+        """Ray's ids of the nodes that hosts had before their last start."""
 
     def start(self) -> None:
         """Start head, nodes and service, and wait until all nodes have joined."""
@@ -96,6 +98,7 @@ class HostCluster:
 
     def start_node(self, node: Host) -> None:
         """Start a node's unit."""
+        self._former |= {one["node_id"] for one in self.listed() if one["node_ip"] == node.address}
         self._configure(node)
         node.start_unit("trainshed-node", env=self._ray_variables, without=self._without)
 
@@ -140,15 +143,15 @@ class HostCluster:
         assert self._client is not None
         return self._client.api
 
-    def alive(self) -> list[str]:
-        """Return the names of the Ray nodes that the head lists as alive, without the head."""
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the Ray nodes that the head lists as alive, without the head; none if it does not answer."""
         try:
             answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100})
             answer.raise_for_status()
         except httpx.HTTPError:
             return []
         nodes = answer.json()["data"]["result"]["result"]
-        return sorted(node["node_name"] for node in nodes if node["state"] == "ALIVE" and not node["is_head_node"])
+        return [node for node in nodes if node["state"] == "ALIVE" and not node["is_head_node"]]
 
     @property
     def _dashboard(self) -> httpx.Client:
@@ -177,9 +180,14 @@ class HostCluster:
             "RAY_ADDRESS": f"{self.head.in_url}:6379",
         }
 
-    def wait_for_nodes(self, count: int, *, seconds: float = 120) -> None:
-        """Wait until this number of nodes is alive."""
-        wait_for(lambda: len(self.alive()) == count, f"{count} nodes", seconds=seconds)
+    def wait_for_nodes(self, count: int, *, seconds: float = 180) -> None:
+        """Wait until this number of nodes is alive. Ray may list a node for a minute after its host was killed."""
+
+        def there() -> bool:
+            found = {node["node_id"] for node in self.listed()}
+            return len(found) == count and not found & self._former
+
+        wait_for(there, f"{count} nodes", seconds=seconds)
 
     def submit(self, **parts: dict[str, Any]) -> str:
         """Submit a small job of four workers on two hosts and return its id."""
@@ -278,12 +286,9 @@ class HostCluster:
 
     def drain(self, host: Host, *, seconds: int) -> None:
         """Send Ray a notice that a host will be removed after some seconds, as a cloud does before a preemption."""
-        answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100}).json()
-        (node,) = [
-            one
-            for one in answer["data"]["result"]["result"]
-            if one["node_ip"] == host.address and one["state"] == "ALIVE"
-        ]
+        (node,) = wait_for(
+            lambda: [one for one in self.listed() if one["node_ip"] == host.address], f"the node on {host.name}"
+        )
         command = ["ray", "drain-node", "--address", f"{self.head.in_url}:6379", "--node-id", node["node_id"]]
         command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         self.ray(*command, "--deadline-remaining-seconds", str(seconds))

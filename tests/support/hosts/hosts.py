@@ -193,19 +193,24 @@ class Host:
 
     def freeze(self) -> None:
         """Stop all processes, as a paused virtual machine does."""
-        self._signal_all("STOP")
+        self._signal_all("kill -STOP -1")
+
+    def freeze_for(self, seconds: float) -> None:
+        """Stop all processes for some seconds, however slow this machine is to start the next process."""
+        self._signal_all(f"kill -STOP -1; sleep {seconds}; kill -CONT -1")
+        self.thaw()
 
     def thaw(self) -> None:
         """Resume all processes."""
-        self._signal_all("CONT")
+        self._signal_all("kill -CONT -1")
         # nsenter stops itself when its child is stopped.
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
 
-    def _signal_all(self, name: str) -> None:
+    def _signal_all(self, script: str) -> None:
         assert self._namespace is not None
-        # -1 is every process of the namespace except its first process and the sender.
-        command = [*self._namespace.enter("-p", "-m", "-r"), "kill", f"-{name}", "-1"]
+        # -1 is every process of the namespace except its first process and the sender, which is the shell.
+        command = [*self._namespace.enter("-p", "-m", "-r"), "sh", "-c", script]
         subprocess.run(command, check=False, timeout=30, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:

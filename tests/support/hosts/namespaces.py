@@ -32,7 +32,7 @@ class Namespace:
             # The host ends with the test, even if SIGKILL ends the test.
             preexec_fn=_die_with_parent,
         )
-        self.pid = wait_for(self._child, "the first process of a namespace", seconds=10)
+        self.pid = wait_for(self._child, "the first process of a namespace")
 
     def _child(self) -> int | None:
         file = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.ranks.hold import obey_holds
 from tests.support.waiting import wait_for
 from train_loop import run as program
 from train_loop.system.exit import leave
@@ -84,6 +85,7 @@ def _train(rank: int, environment: dict[str, str], log: Path, arguments: list[st
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())
     torch.set_num_threads(1)
+    obey_holds()
     sys.argv = arguments
     program.main()
     leave()

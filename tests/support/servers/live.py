@@ -14,6 +14,7 @@ from service.api.schemas import JobOut
 from service.config.address import ServiceAddress
 from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY, raw_spec
+from tests.support.ranks.hold import hold
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import SERVICE_PAUSE, wait_for
@@ -121,6 +122,10 @@ class LiveService:
             seconds=120,
             pause=SERVICE_PAUSE,
         )
+
+    def hold(self, job_id: str, step: int | None) -> None:
+        """Let the job train no step after this one until the next call; None lets it train to its end."""
+        hold(self.run_dir(job_id).root, step)
 
     def run_dir(self, job_id: str) -> RunDir:
         """Return the run directory of the job."""

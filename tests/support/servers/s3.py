@@ -74,11 +74,16 @@ class S3Server:
     @contextmanager
     def refuse(self) -> Iterator[None]:
         """Answer every request with 503 SlowDown for a while."""
-        _flag(self._folder).touch()
+        self.switch.touch()
         try:
             yield
         finally:
-            _flag(self._folder).unlink()
+            self.switch.unlink()
+
+    @property
+    def switch(self) -> Path:
+        """Return the file that makes the server refuse requests while it exists; any process may create it."""
+        return _flag(self._folder)
 
     @contextmanager
     def gone(self) -> Iterator[None]:

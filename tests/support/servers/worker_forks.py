@@ -17,6 +17,7 @@ import numpy as np
 
 from tests.support.forks.fork_server import fork_server, serve_forks
 from tests.support.forks.sitecustomize import FORKS_VARIABLE
+from tests.support.ranks.hold import obey_holds
 
 FORKS = Path(__file__).parents[1] / "forks"
 MODULES = (
@@ -36,7 +37,7 @@ MODULES = (
 """What workers and drivers import except Ray, which reads a process's own variables when it is imported."""
 _STEP_VARIABLE, _READING_VARIABLE = "TEST_STEP_SECONDS", "TEST_RANKS_READ"
 SLOW, LOADING, TRAINING, EVALUATING, SAVING = "slow", "loading", "training", "evaluating", "saving"
-"""Label of a job with a slow phase, and its values."""
+"""Label of a job with a slow phase, and its values. An evaluation leaves a file of this name in the run directory."""
 
 
 def worker_forks(*, link: Path | None = None, step_seconds: float = 0.0, ranks_read: bool = False) -> dict[str, str]:
@@ -59,16 +60,16 @@ def _slow_down_phases(step_seconds: float) -> None:
     train, evaluate = import_module("train_loop.train"), import_module("train_loop.loop.evaluate")
     saver = import_module("train_loop.checkpoint.save").Saver
     build_run, train_step, batches, write = train.build_run, train.train_step, evaluate._batches, saver._write
-    phase = ""
+    phase, run_dir = "", Path()
 
     def sleep_if(slow: str, seconds: float) -> None:
         time.sleep(seconds if phase == slow else 0.0)
 
-    def build(spec: Any, *arguments: Any) -> Any:
-        nonlocal phase
-        phase = spec.labels.get(SLOW, "")
+    def build(spec: Any, session: Any, *arguments: Any) -> Any:
+        nonlocal phase, run_dir
+        phase, run_dir = spec.labels.get(SLOW, ""), session.run_dir.root
         sleep_if(LOADING, 60.0)
-        return build_run(spec, *arguments)
+        return build_run(spec, session, *arguments)
 
     def slow_step(*arguments: Any, **named: Any) -> Any:
         time.sleep(step_seconds)
@@ -77,6 +78,8 @@ def _slow_down_phases(step_seconds: float) -> None:
 
     def slow_batches(*arguments: Any) -> Any:
         for batch in batches(*arguments):
+            if phase == EVALUATING:
+                (run_dir / EVALUATING).touch()
             sleep_if(EVALUATING, 0.5)
             yield batch
 
@@ -101,6 +104,7 @@ def main() -> None:
     assert "ray" not in sys.modules
     # The forks would all have the same state.
     np.random.seed()
+    obey_holds()
     _slow_down_phases(float(os.environ[_STEP_VARIABLE]))
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)

@@ -53,13 +53,13 @@ def test_breaker_after_a_timeout_fails_fast_until_the_cluster_answers() -> None:
     cluster.takes = None
     with pytest.raises(TimeoutError, match="no answer"):
         breaker.call(cluster.request)
-    began = time.monotonic()
+    before = len(cluster.timeouts)
     for _ in range(100):
-        with pytest.raises(ClusterSilentError, match="it has not answered for 0 s"):
+        with pytest.raises(ClusterSilentError, match=r"it has not answered for \d+ s"):
             breaker.call(cluster.request)
-    assert time.monotonic() - began < SHORT / 10
+    assert len(cluster.timeouts) - before < 10, "expected no requests but those of the probe"
     cluster.takes = 0.0
-    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer")
 
 
 @pytest.mark.usefixtures("short_times")
@@ -75,7 +75,7 @@ def test_probe_with_an_unexpected_answer_closes_the_breaker() -> None:
     with pytest.raises(TimeoutError):
         breaker.call(cluster.request)
     cluster.takes = 0.0
-    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer")
 
 
 @pytest.mark.usefixtures("short_times")
@@ -85,7 +85,7 @@ def test_breaker_after_a_late_answer_uses_the_long_timeout() -> None:
     cluster.takes = 2 * SHORT / 10
     with pytest.raises(TimeoutError):
         breaker.call(cluster.request)
-    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer")
     assert (cluster.timeouts[0], cluster.timeouts[-1]) == (SHORT / 10, LONG / 10)
 
 

@@ -64,11 +64,11 @@ def counter() -> Iterator[Counter]:
 def test_datagrams_of_strangers_delay_neither_ticks_nor_heartbeats(counter: Counter) -> None:
     target = counter.listener.target
     with flood(target, [*HOSTILE, encode(BEAT, target.token), encode(BEAT, "guess")]):
-        wait_for(lambda: counter.ticks >= 4 and counter.beats >= 10, "ticks and heartbeats", seconds=5)
+        wait_for(lambda: counter.ticks >= 4 and counter.beats >= 10, "ticks and heartbeats", seconds=20)
 
 
 def test_error_in_a_handler_does_not_stop_the_ticks(counter: Counter) -> None:
     counter.fails = True
     target = counter.listener.target
     with flood(target, [encode(BEAT, target.token)]):
-        wait_for(lambda: counter.ticks >= 3, "ticks", seconds=5)
+        wait_for(lambda: counter.ticks >= 3, "ticks", seconds=20)
