@@ -45,8 +45,8 @@ def wait_until_ready() -> None:
 def _import_unless_taken() -> None:
     if time.time() > float(os.environ[AHEAD_VARIABLE]) and _is_taken():
         return
-    # Both threads then take the import locks in the same order, and one waits for the other. `torch.distributed` here
-    # before `torch` there would be a deadlock. Python ends it with an error, which leaves incomplete modules.
+    # One thread then waits for the whole module of the other. An import of a part, as of `torch.distributed`, does not
+    # wait for its package: it would fail midway, and leave an incomplete `torch` or `ray.train`.
     with no_automatic_collection():
         for module in (*_ACTOR_MODULES, "train_loop.ray_train.worker"):
             importlib.import_module(module)
