@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -106,6 +107,8 @@ def advised(family: str, reason: str, settings: Settings) -> Settings:
 def differences(family: str, names: Sequence[str], settings: Settings) -> dict[str, float]:
     """Return the largest relative difference of each case, on the existing ranks."""
     torch.set_num_threads(1)
+    # FSDP2 warns of outputs that are views, whose hooks an operation in place would lose.
+    warnings.filterwarnings("error", "FSDP2-wrapped module")
     forget_meshes()
     return {name: difference(family, CASES[name], settings) for name in names}
 

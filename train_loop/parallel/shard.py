@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
@@ -23,6 +24,8 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec) -> None:
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
 
     def shard(unit: list[nn.Module], mixed: MixedPrecisionPolicy) -> None:
+        for one in unit:
+            one.forward = partial(_without_views, one.forward)
         # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
         reshard = strategy.reshard_after_forward
@@ -50,6 +53,34 @@ def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     # A factor selects PREMUL_SUM, which gloo rejects and NCCL zeroes in bf16 (pytorch#190747).
     unit.set_force_sum_reduction_for_comms(True)
+
+
+def _without_views(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Return a unit's output without views of other tensors.
+
+    FSDP2 gathers the unit for backward by a hook on its output. If that is a view, such as the logits of a head with a
+    bias, an operation in place would lose the hook: gradients could then be wrong.
+    """
+    output = forward(*inputs, **named)
+    if not any(map(_is_view, tree_leaves(output))):
+        return output
+    return tree_map_only(Tensor, lambda one: _NoView.apply(one) if _is_view(one) else one, output)  # type: ignore[no-untyped-call]
+
+
+def _is_view(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.requires_grad and one._is_view()
+
+
+class _NoView(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that autograd does not count as a view."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def apply_prefetch(layers: Sequence[FSDPModule], *, forward: int, backward: int) -> None:

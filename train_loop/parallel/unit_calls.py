@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 
 from train_loop.errors import ModelError, UserError
 from train_loop.parallel.mesh import Mesh
@@ -42,8 +41,6 @@ class UnitCalls:
             unit = model.get_submodule(name)
             unit.register_forward_pre_hook(partial(self._before_gather, number), prepend=True)
             unit.register_forward_pre_hook(partial(self._called, number, name))
-            # Before FSDP2's, which sets a hook on the result: an operation in place would lose it, if this is a view.
-            unit.register_forward_hook(_without_views, prepend=True)
 
     def begin_step(self) -> None:
         """Forget the calls of a step that did not end, and those of evaluations."""
@@ -155,10 +152,6 @@ def _reduce_unused(model: FSDPModule) -> None:
             "set num_workers: 1"
         )
     model.set_reduce_scatter_unused_params(True)
-
-
-def _without_views(unit: nn.Module, inputs: object, output: Any) -> Any:
-    return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() and one.requires_grad else one, output)
 
 
 REMEDY_OF_CALLS = (

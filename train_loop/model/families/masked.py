@@ -21,7 +21,7 @@ from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.probe import kept_for_backward
-from train_loop.model.families.causal.refused import check_fields
+from train_loop.model.families.causal.refused import check_fields, check_padding_token
 from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.model.families.family import Attention, Examination, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
@@ -81,17 +81,8 @@ class Masked(Causal):
                     "a model with more"
                 )
 
-        def check_padding_token() -> None:
-            # RoBERTa and its kind give this token neither a position nor a trained vector.
-            token = getattr(anatomy.embeddings, "padding_idx", None)
-            if spec.trains_tokenizer and token:
-                raise ModelError(
-                    f"pad_token_id={token} of {name} is a token of text in a tokenizer that is trained on the data; "
-                    "set pad_token_id: 0, or name the model's own tokenizer in model.tokenizer"
-                )
-
         settings = (
-            SettingCheck("/model/config", check_padding_token),
+            SettingCheck("/model/config", lambda: check_padding_token(anatomy, spec)),
             SettingCheck("/data/packing", lambda: _check_packing(spec, name)),
             SettingCheck("/strategy/ulysses_size", lambda: _check_slices(spec, name)),
             SettingCheck("/training/chunked_loss", check_head),

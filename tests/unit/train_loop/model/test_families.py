@@ -12,8 +12,10 @@ from train_loop.spec import parse
 ENCODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | {
     "intermediate_size": 48
 }
-LAYER_OF = {"openai-gpt": ["Block"], "roformer": ["RoFormerLayer"]}
-LAYERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
+LAYER_OF = {"openai-gpt": ["Block"], "roformer": ["RoFormerLayer"], "bert": ["BertLayer"]} | {
+    "roberta": ["RobertaLayer"],
+    "camembert": ["CamembertLayer"],
+}
 
 
 @pytest.mark.parametrize(
@@ -21,8 +23,16 @@ LAYERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
     [
         ({"model_type": "bert"}, "/model/config", "set is_decoder: true in the model's config"),
         ({"model_type": "bert", "is_decoder": True}, None, ""),
-        # Positions of RoBERTa begin at padding_idx + 1.
-        ({"model_type": "roberta", "is_decoder": True}, "/model/config", "positions from padding_idx + 1"),
+        ({"model_type": "roberta"}, "/model/config", "set is_decoder: true in the model's config"),
+        ({"model_type": "roberta", "is_decoder": True, "pad_token_id": 0, "max_position_embeddings": 513}, None, ""),
+        ({"model_type": "roberta", "is_decoder": True}, "/model/config", "pad_token_id=1 of RobertaForCausalLM is a"),
+        # One of its 512 positions is that of padding.
+        (
+            {"model_type": "camembert", "is_decoder": True, "pad_token_id": 0, "max_position_embeddings": 512},
+            "/data/sequence_length",
+            "sequence_length=512 is more than the 511 positions of CamembertForCausalLM",
+        ),
+        ({"model_type": "xmod", "is_decoder": True}, "/model/config", 'set default_language: "en_XX"'),
         (
             {"model_type": "gemma3_text", "head_dim": 8, "use_bidirectional_attention": True},
             "/model/config",
@@ -33,8 +43,9 @@ LAYERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
 def test_models_that_do_not_fit_causal_training_are_rejected(
     config: dict[str, Any], pointer: str | None, message: str
 ) -> None:
-    strategy = LAYERS if config["model_type"] == "bert" else {}
-    raw = raw_spec(model={"config": ENCODER | config}, strategy=strategy)
+    layers = LAYER_OF.get(config["model_type"], [])
+    strategy = {"wrap_policy": {"transformer_layer_cls_to_wrap": layers}}
+    raw = raw_spec(model={"config": ENCODER | config}, data={"sequence_length": 512}, strategy=strategy)
     problems = check_model(parse(raw), may_read())[1]
     assert [problem.pointer for problem in problems] == ([pointer] if pointer else [])
     assert all(message in problem.message for problem in problems)

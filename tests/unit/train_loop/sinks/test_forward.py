@@ -50,7 +50,7 @@ def test_longrope_factors_are_per_document() -> None:
     sizes, length = [20, 7], 48
     ids = torch.arange(length)[None] % 384
     positions = torch.cat([torch.arange(sizes[0]), torch.arange(length - sizes[0])])[None]
-    named = attention_inputs(model, positions) | position_inputs(model, positions, torch.tensor([sum(sizes)]))
+    named = attention_inputs(model, positions) | position_inputs(model, ids, positions, torch.tensor([sum(sizes)]))
     assert named["document_lengths"][0, [0, 19, 20, 26]].tolist() == [20, 20, 7, 7]
     with torch.no_grad():
         packed = model(input_ids=ids, position_ids=positions, use_cache=False, **named).logits

@@ -28,7 +28,7 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.causal.config import SOURCE, read_config
 from train_loop.model.families.causal.config_faults import stated, with_values
-from train_loop.model.families.causal.refused import check_encoder, check_name
+from train_loop.model.families.causal.refused import check_encoder, check_language, check_name
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
@@ -40,6 +40,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     def build() -> PreTrainedModel:
         check_name(model_config(spec)["model_type"])
         hf_config = read_config(spec)
+        check_language(hf_config)
         is_encoder, head = sees_whole_rows(spec), spec.label_head
         if is_encoder:
             check_encoder_kind(hf_config, head)

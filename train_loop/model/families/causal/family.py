@@ -37,7 +37,7 @@ from train_loop.model.families.causal.heads import (
     pools,
     read_at_ends,
 )
-from train_loop.model.families.causal.positions import apply_longrope, position_inputs
+from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
     check_head,
@@ -45,7 +45,7 @@ from train_loop.model.families.causal.probe import (
     kept_for_backward,
     probe,
 )
-from train_loop.model.families.causal.refused import check_decoder_name, check_modes
+from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
 from train_loop.model.folder import model_shape
@@ -107,6 +107,8 @@ class Causal(Family):
         check_modes(anatomy.model, config)
         check_causal(measure_copy(anatomy.model, length), anatomy.model)
         seen = probe(anatomy, dtype, sequence_length=length)
+        if padding_of(anatomy.model) is not None:
+            check_padding_token(anatomy, spec)
         settings = (
             SettingCheck("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
             SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
@@ -122,8 +124,9 @@ class Causal(Family):
         apply_attention(model, spec, device)
 
     def fit_positions(self, model: PreTrainedModel, *, part: int, parts: int) -> None:
-        """Make each document use longrope's factors for its own length."""
+        """Make each document use longrope's factors for its own length, and RoBERTa's kind count its tokens."""
         apply_longrope(model, part=part, parts=parts)
+        apply_counted(model, part=part, parts=parts)
 
     def divert_attention(self, model: PreTrainedModel) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""
@@ -182,7 +185,8 @@ class Causal(Family):
         if takes_only_tokens(model):
             return ends
         positions = columns["position_ids"]
-        return attention_inputs(model, positions) | position_inputs(model, positions, columns["length"]) | ends
+        more = position_inputs(model, columns["input_ids"], positions, columns["length"])
+        return attention_inputs(model, positions) | more | ends
 
     def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         """Return the logits."""

@@ -135,11 +135,67 @@ def apply_longrope(model: nn.Module, *, part: int, parts: int) -> None:
     model.needs_document_lengths = True  # type: ignore[assignment]
 
 
-def position_inputs(model: nn.Module, position_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Return the extra arguments for positions [B, T] of a model with `apply_longrope`; none for other models.
+class CountedPositions:
+    """Positions of a model that counts them from `padding_idx + 1`, and gives padding the position `padding_idx`.
+
+    RoBERTa and its kind count the tokens of a document that are not padding, also if padding is within its text.
+    """
+
+    ARGUMENT = "counted_positions"
+    """Name of the model's argument with the positions [B, T] of whole rows."""
+
+    def __init__(self, padding: int, part: int, parts: int) -> None:
+        self.padding = padding
+        self._part, self._parts = part, parts
+
+    def put(self, model: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Replace positions from 0 in the model's arguments; without an argument of this class, no token is padding."""
+        named = dict(named)
+        counted, from_0 = named.pop(self.ARGUMENT, None), named.get("position_ids")
+        if counted is not None:
+            named["position_ids"] = counted.chunk(self._parts, dim=1)[self._part]
+        elif from_0 is not None:
+            named["position_ids"] = from_0 + (self.padding + 1)
+        return inputs, named
+
+    def count(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the positions [B, T] of whole rows, from their positions in documents, which begin at 0."""
+        is_text = (tokens != self.padding).long()
+        total = is_text.cumsum(1)
+        start = torch.arange(tokens.shape[1], device=tokens.device) - position_ids
+        before = (total - is_text).gather(1, start)
+        return (total - before) * is_text + self.padding
+
+
+def apply_counted(model: nn.Module, *, part: int, parts: int) -> None:
+    """Make a model of RoBERTa's kind count positions as alone in transformers, in place; other models stay.
+
+    The rank sees part number `part`, from 0, of the `parts` of a sequence.
+    """
+    padding = padding_of(model)
+    if padding is not None:
+        counted = CountedPositions(padding, part, parts)
+        model.register_forward_pre_hook(counted.put, with_kwargs=True)
+        model.counted_positions = counted  # type: ignore[assignment]
+
+
+def padding_of(model: nn.Module) -> int | None:
+    """Return the padding token of a model of RoBERTa's kind, behind which its positions begin; None for others."""
+    for module in model.modules():
+        table, padding = getattr(module, "position_embeddings", None), getattr(module, "padding_idx", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None and isinstance(padding, int):
+            return padding
+    return None
+
+
+def position_inputs(model: nn.Module, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Return the extra arguments for positions [B, T] of a model that `apply_…` has changed; none for other models.
 
     `lengths` [B] counts the tokens of each row that are not padding.
     """
+    counted: CountedPositions | None = getattr(model, "counted_positions", None)
+    if counted is not None:
+        return {CountedPositions.ARGUMENT: counted.count(tokens, position_ids)}
     if not getattr(model, "needs_document_lengths", False):
         return {}
     document = (position_ids == 0).cumsum(1) - 1

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config_faults import why_not_called
-from train_loop.model.families.causal.positions import PositionLimits, TableWatch, fix_dynamic
+from train_loop.model.families.causal.positions import PositionLimits, TableWatch, apply_counted, fix_dynamic
 from train_loop.model.families.causal.separation import (
     Separation,
     check_slices,
@@ -35,6 +36,9 @@ _COUNTED = 256
 """Most tokens of the row in which kept bytes are counted: a chunk of state-space layers."""
 _WARNING = "warn_if_padding_and_no_attention_mask"
 """Method of models that looks at the values of tokens, which tensors on meta do not have."""
+
+_ADAPTERS = "lang_adapter"
+"""Method of XMOD's layers that selects rows by their values; a run has rows of one language."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,15 @@ def _copy(anatomy: Anatomy, dtype: torch.dtype) -> tuple[Anatomy, int | None]:
     for module in model.modules():
         if hasattr(module, _WARNING):
             setattr(module, _WARNING, lambda *_: None)
+        if hasattr(module, _ADAPTERS):
+            setattr(module, _ADAPTERS, partial(_adapt, module))
+    apply_counted(model, part=0, parts=1)
     return anatomy.family.anatomy(model), fix_dynamic(model)
+
+
+def _adapt(module: Any, languages: Tensor, states: Tensor) -> Tensor:
+    adapted: Tensor = next(iter(module.adapter_modules.values()))(states)
+    return adapted
 
 
 def _call(model: nn.Module, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

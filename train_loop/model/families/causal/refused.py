@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 
 from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.spec import JobSpec
 
 _NOT_YET = {
     "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
@@ -36,6 +38,27 @@ _TO_LEAVE_OUT = {"return_dict": True, "chunk_size_feed_forward": 0}
 """Fields that change the form of a model's output, or lengths that it accepts, by their only value."""
 _RATES = ("decoder_layerdrop", "layerdrop")
 """Fields with the probability of skipping a layer, the preferred one first."""
+
+
+def check_padding_token(anatomy: Anatomy, spec: JobSpec) -> None:
+    """Raise ModelError if padding is a token of text: RoBERTa's kind gives it no position and no trained vector."""
+    token = getattr(anatomy.embeddings, "padding_idx", None)
+    if spec.trains_tokenizer and token:
+        raise ModelError(
+            f"pad_token_id={token} of {type(anatomy.model).__name__} is a token of text in a tokenizer that is trained "
+            "on the data; set pad_token_id: 0, or name the model's own tokenizer in model.tokenizer"
+        )
+
+
+def check_language(config: Any) -> None:
+    """Raise ModelError for a config of XMOD that does not say whose language's adapters a run trains."""
+    languages = getattr(config, "languages", None)
+    if languages and (language := getattr(config, "default_language", None)) not in languages:
+        raise ModelError(
+            f"default_language: {json.dumps(language)} is not one of the languages {', '.join(map(str, languages))}, "
+            f"and the rows of a run pass the adapters of one; set default_language: {json.dumps(languages[0])} in the "
+            "model's config, or another of them"
+        )
 
 
 def check_modes(model: nn.Module, config: Any) -> None:

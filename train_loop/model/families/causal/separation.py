@@ -25,7 +25,7 @@ from train_loop.model.families.causal.build import config_of, decoder_of, embedd
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import check_scores, measure_scores
-from train_loop.model.families.causal.positions import apply_longrope, position_inputs
+from train_loop.model.families.causal.positions import apply_counted, apply_longrope, position_inputs
 from train_loop.model.families.causal.small_copy import (
     SmallCopyError,
     compute_on_copy,
@@ -123,7 +123,7 @@ def check_causal(found: Separation, model: nn.Module) -> None:
         remedy = "a data.sequence_length within its sliding window, or " if fits else ""
         raise ModelError(
             f"{name} is not supported: with positions from 0 and the mask of its config, its logits differ from those "
-            "of transformers, which uses others (such as positions from padding_idx + 1, or no sliding window); choose "
+            "of transformers, which uses others (such as no sliding window); choose "
             f"{remedy}another model"
         )
 
@@ -166,6 +166,7 @@ def measure(model: nn.Module) -> Separation:
     row = _row(model)
     scores = _or_infinity(lambda: measure_scores(model, row))
     apply_longrope(model, part=0, parts=1)
+    apply_counted(model, part=0, parts=1)
     accept_masks(model)
     return _measure_rows(model, row)._replace(scores=scores)
 
@@ -214,8 +215,8 @@ class _Call:
     def of(cls, model: nn.Module, tokens: Tensor, documents: Sequence[int]) -> "_Call":
         """Return the call for a row of documents of these lengths."""
         positions = torch.cat([torch.arange(length) for length in documents])[None]
-        lengths = position_inputs(model, positions, torch.tensor([tokens.shape[1]]))
-        return cls(tokens, {"position_ids": positions} | lengths, attention_inputs(model, positions))
+        more = position_inputs(model, tokens, positions, torch.tensor([tokens.shape[1]]))
+        return cls(tokens, {"position_ids": positions} | more, attention_inputs(model, positions))
 
     def part(self, part: slice) -> "_Call":
         """Return the call of a Ulysses rank: a slice of the tokens, and masks of the whole row."""
