@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.family import SPLIT_ATTENTION, Attention, AttentionUse
+from train_loop.model.families.family import HEAD_BIAS, SPLIT_ATTENTION, Attention, AttentionUse
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -78,6 +78,8 @@ class Ulysses(Exchanges):
         if key.shape[1] < self.ranks:
             key, value = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (query, key, value))
+        if HEAD_BIAS in kwargs:
+            kwargs[HEAD_BIAS] = kwargs[HEAD_BIAS].chunk(self.ranks)[dist.get_rank(self.group)]
         if module in self._by_head:
             module, kwargs = self._own_heads(module, kwargs, query.shape[1])
         out, weights = self.inner(module, q, k, v, attention_mask, **kwargs)  # [B, T, H/P, D]

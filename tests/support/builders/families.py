@@ -46,6 +46,8 @@ _OWN: dict[str, dict[str, Any]] = {
     # transformers' own mask has no window for plain rows.
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "moshi": {"sliding_window": 64},
+    # From this position on, queries have another scale, also in packed rows.
+    "llama4_text": {"floor_scale": 64, "attention_chunk_size": 12},
 }
 
 

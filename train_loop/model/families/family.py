@@ -25,6 +25,9 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 SPLIT_ATTENTION = "ulysses"
 """Attribute of a module with the `Attention` that computes in place of its family's."""
 
+HEAD_BIAS = "head_bias"
+"""Argument of an `Attention` with biases by head [H, 1, T], such as ALiBi."""
+
 
 class AttentionUse(NamedTuple):
     """A module's use of attention."""

@@ -58,6 +58,25 @@ def test_model_that_ignores_positions_is_accepted_without_packing() -> None:
     assert check_model(parse(raw_spec(model={"config": config}, data={"packing": False})), may_read())[1] == []
 
 
+CHUNKED = small("llama4_text") | {"moe_layers": []}
+
+
+# The check compares the parts of a row of a small copy: each has attention that the registry of transformers lacks.
+@pytest.mark.parametrize(
+    "config", [CHUNKED, *map(small, ("bloom", "mpt", "gptj", "codegen", "gpt_neo", "gpt_neox_japanese"))]
+)
+def test_own_attention_and_chunks_are_split_and_packed(config: dict[str, Any]) -> None:
+    raw = raw_spec(model={"config": config}, data={"sequence_length": 32}, strategy={"ulysses_size": 4})
+    assert check_model(parse(raw | {"scaling": {"num_workers": 4}}), may_read())[1] == []
+
+
+def test_row_beyond_the_scale_of_llama_4_is_not_packed_or_split() -> None:
+    raw = raw_spec(model={"config": CHUNKED | {"floor_scale": 16}}, strategy={"ulysses_size": 4})
+    raw |= {"data": raw["data"] | {"sequence_length": 32}, "scaling": {"num_workers": 4}}
+    found = check_model(parse(raw), may_read())[1]
+    assert [one.pointer for one in found] == ["/data/packing", "/strategy/ulysses_size"]
+
+
 # They count positions themselves: from a table, from a buffer, and as sines.
 @pytest.mark.parametrize("family", ["bart", "openai-gpt", "roformer"])
 def test_sequence_is_not_longer_than_the_positions_of_a_model_that_takes_none(family: str) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.builders.families import small
 from tests.support.builders.specs import LONGROPE, TINY, spec
 from train_loop.errors import ModelError
 from train_loop.faults.failure import failed
@@ -57,6 +59,16 @@ def test_longrope_factors_are_per_document() -> None:
         for start, size in zip((0, sizes[0]), sizes, strict=True):
             alone = model(input_ids=ids[:, start : start + size], use_cache=False).logits
             torch.testing.assert_close(packed[:, start : start + size], alone)
+
+
+def test_eager_attention_may_be_an_fsdp_unit_whose_class_is_of_another_file() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("gemma2")), attn_implementation="eager")
+    ids = torch.arange(8)[None]
+    expected = model.eval()(input_ids=ids).logits
+    for layer in model.model.layers:
+        kind = type(layer.self_attn)
+        layer.self_attn.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": nn.__name__})
+    assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_error_of_model_code_is_a_model_error_that_ends_the_run() -> None:

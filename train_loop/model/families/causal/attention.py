@@ -1,27 +1,38 @@
 """Choice of a model's attention implementation, and its inputs that separate packed documents."""
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from train_loop.errors import ModelError
+from train_loop.model.families.causal.own_attention import call_registry, own_attention
 from train_loop.model.families.family import SPLIT_ATTENTION, Attention
 from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
 
+_EAGER = "eager_attention_forward"
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
 _CAPABILITIES = {"flash_attention_3": (9, 9), "flash_attention_2": (8, 99)}
 """First and last major compute capability that each implementation runs on: Hopper; Ampere and later."""
+
+_SPECIAL = {
+    "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
+}
+"""Masks of the types of layers that attend to a part of a document."""
 
 
 def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
@@ -101,29 +112,12 @@ def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     if kinds is None and getattr(config, "sliding_window", None) is not None:
         return create_sliding_window_causal_mask(**arguments)
     full = create_causal_mask(**arguments)
-    if "sliding_attention" not in (kinds or ()):
+    special = {kind: build for kind, build in _SPECIAL.items() if kind in (kinds or ())}
+    if not special:
         return full
     # Layers without attention, such as convolutions, would only get padding from a mask.
-    others = dict.fromkeys(set(kinds or ()))
-    return others | {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
-
-
-def accept_masks(model: nn.Module) -> None:
-    """Make a model with ALiBi (BLOOM) accept a mask [B, 1, T, T], in place; other models stay."""
-    for module in model.modules():
-        build = getattr(module, "build_alibi_tensor", None)
-        if build is not None:
-            module.build_alibi_tensor = functools.partial(_alibi_of_row, build)  # type: ignore[assignment]
-
-
-def _alibi_of_row(build: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return the biases [B * H, 1, T] of a row, whatever documents its mask separates.
-
-    A document that begins later adds the same number to all scores of a token, which softmax ignores.
-    """
-    if mask.dim() == 4:
-        mask = torch.ones(mask.shape[0], mask.shape[-1], dtype=torch.int64, device=mask.device)
-    return build(mask, heads, dtype)
+    masks = dict.fromkeys(kinds or ()) | {"full_attention": full}
+    return masks | {kind: build(**arguments) for kind, build in special.items()}
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
@@ -131,12 +125,27 @@ def eager_attention(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tens
 
     Families without SDPA have their own: scores with a cap, or sinks.
     """
-    function: Attention = vars(sys.modules[module.__class__.__module__])["eager_attention_forward"]
+    own = own_attention(module)
+    if own is not None:
+        return own(module, *inputs, **named)
+    # A module that is an FSDP unit has a class of FSDP2's before its own.
+    files = (vars(sys.modules[kind.__module__]) for kind in module.__class__.__mro__)
+    function: Attention = next(file[_EAGER] for file in files if _EAGER in file)
     return function(module, *inputs, **named)
 
 
 # transformers registers none, and would call the same function.
 ALL_ATTENTION_FUNCTIONS.register("eager", eager_attention)
+
+
+def register_attention(model: nn.Module) -> None:
+    """Make modules with attention of their own call the registry, in place; other models stay."""
+    call_registry(model, _registered_eager)
+
+
+def _registered_eager(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["eager"](module, *inputs, **named)
+    return found
 
 
 class ModuleAttention:

@@ -264,7 +264,7 @@ def check_decoder(model: PreTrainedModel, *, another: str = _DECODER) -> None:
         )
 
 
-ATTENDING = {"full_attention", "sliding_attention", "hybrid"}
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 """Types of layers that have attention."""
 _LAYERS = ATTENDING | {"linear_attention", "conv"}
 """Types of layers that compute plain rows in this loop as in transformers; a small copy shows the rest."""
@@ -279,13 +279,13 @@ def check_layers(model: PreTrainedModel) -> None:
         check_dense(model)
         raise ModelError(
             f"not supported yet: {model.config.model_type} has layers of type {', '.join(strange)}; choose a model "
-            "whose layers have full, sliding or linear attention"
+            "whose layers have full, sliding, chunked or linear attention"
         )
 
 
 def _has_experts(kind: type, config: PretrainedConfig) -> bool:
     """Return whether a family's models are mixtures of experts, unless its config says that this one is dense."""
-    if getattr(config, "is_moe", None) is False:
+    if False in (getattr(config, "is_moe", None), getattr(config, "enable_moe_block", None)):
         return False
     numbers = [value for name, value in vars(config).items() if re.search("expert", name) and type(value) is int]
     return any("Expert" in name for name in vars(sys.modules[kind.__module__])) and (not numbers or any(numbers))

@@ -17,7 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
-from train_loop.model.families.causal.attention import accept_masks, apply_attention, attention_inputs, divert_attention
+from train_loop.model.families.causal.attention import (
+    apply_attention,
+    attention_inputs,
+    divert_attention,
+    register_attention,
+)
 from train_loop.model.families.causal.build import (
     ATTENDING,
     build_model,
@@ -78,7 +83,7 @@ class Causal(Family):
         model = build_model(spec)
         check_decoder(model)
         check_pooling(model)
-        accept_masks(model)
+        register_attention(model)
         read_at_ends(model)
         embed_rows(model)
         return self.anatomy(model)

@@ -26,7 +26,7 @@ from train_loop.model.families.causal.separation import (
     measure_copy,
     position_limit,
 )
-from train_loop.model.families.family import AttentionUse
+from train_loop.model.families.family import HEAD_BIAS, AttentionUse
 from train_loop.model.families.kept import count_kept
 from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec
@@ -37,6 +37,8 @@ _COUNTED = 256
 _WARNING = "warn_if_padding_and_no_attention_mask"
 """Method of models that looks at the values of tokens, which tensors on meta do not have."""
 
+_SPLIT = ("position_ids", HEAD_BIAS)
+"""Arguments of attention that are not by head, or that Ulysses splits."""
 _ADAPTERS = "lang_adapter"
 """Method of XMOD's layers that selects rows by their values; a run has rows of one language."""
 
@@ -189,7 +191,7 @@ class _AttentionWatch:
         name = self._names[module]
         calls = self.uses[name].calls if name in self.uses else 0
         self.uses[name] = AttentionUse(query.shape[1], key.shape[1], calls + 1)
-        extra = [attention_mask, *(one for field, one in named.items() if field != "position_ids")]
+        extra = [attention_mask, *(one for field, one in named.items() if field not in _SPLIT)]
         # The mask [1, 1, T, T] is the same for all heads; numbers by head [H] are split like them.
         self.by_head |= any(
             isinstance(one, Tensor) and one.shape != query.shape[1:2] and (one.dim() < 4 or one.shape[1] > 1)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.attention import (
-    accept_masks,
     attention_inputs,
     attention_replaced,
+    register_attention,
     registered_attention,
 )
 from train_loop.model.families.causal.build import config_of, decoder_of, embeddings_of
@@ -165,10 +165,14 @@ def measure(model: nn.Module) -> Separation:
     """Return the differences of a model with weights on the CPU; infinity if a call fails."""
     row = _row(model)
     scores = _or_infinity(lambda: measure_scores(model, row))
+    with torch.no_grad():
+        plain = _alone(model, row)
+        register_attention(model)
+        change = _difference(_alone(model, row), plain)
     apply_longrope(model, part=0, parts=1)
     apply_counted(model, part=0, parts=1)
-    accept_masks(model)
-    return _measure_rows(model, row)._replace(scores=scores)
+    found = _measure_rows(model, row)
+    return found._replace(scores=scores, positions=max(found.positions, change))
 
 
 def _measure_rows(model: nn.Module, row: Tensor) -> Separation:

@@ -29,7 +29,9 @@ _LIMITS = (
     (_TOKEN, 511),
     (re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size)|n_inner|d_ff"), 64),
 )
-_WINDOW = re.compile(r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention")
+_WINDOW = re.compile(
+    r"(.*sliding|attention|local)_window(_size)?|window_size|local_attention|attention_chunk_size|floor_scale"
+)
 _EVEN_WINDOW = "attention_window"
 """Window of Longformer, which must be even."""
 _POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
