@@ -63,7 +63,7 @@ CHUNKED = small("llama4_text") | {"moe_layers": []}
 
 # The check compares the parts of a row of a small copy: each has attention that the registry of transformers lacks.
 @pytest.mark.parametrize(
-    "config", [CHUNKED, *map(small, ("bloom", "mpt", "gptj", "codegen", "gpt_neo", "gpt_neox_japanese"))]
+    "config", [CHUNKED, *map(small, ("bloom", "mpt", "gptj", "codegen", "gpt_neo", "xglm", "gpt_neox_japanese"))]
 )
 def test_own_attention_and_chunks_are_split_and_packed(config: dict[str, Any]) -> None:
     raw = raw_spec(model={"config": config}, data={"sequence_length": 32}, strategy={"ulysses_size": 4})

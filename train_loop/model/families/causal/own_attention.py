@@ -5,6 +5,7 @@ Their numbers stay: the registered function calls the family's own, or repeats i
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,8 @@ def call_registry(model: nn.Module, registered: Attention) -> None:
         if method is not None and list(inspect.signature(method).parameters)[1:] == _INPUTS:
             setattr(module, _OWN, _of_method)
             setattr(module, _METHOD, functools.partial(_attn, registered, module))
-        elif kind in _WITH_ALIBI and not getattr(module, "slow_but_exact", False):
-            own, forward = _WITH_ALIBI[kind]
+        elif kind in _BY_CLASS and not getattr(module, "slow_but_exact", False):
+            own, forward = _BY_CLASS[kind]
             setattr(module, _OWN, own)
             module.forward = functools.partial(forward, registered, module)
         if (build := getattr(module, "build_alibi_tensor", None)) is not None:
@@ -112,8 +113,48 @@ def _mpt_scores(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
-_WITH_ALIBI: dict[str, tuple[Attention, Callable[..., Any]]] = {
+def _bert(
+    registered: Attention, module: Any, states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
+    """Return the output [B, T, H * D] of RemBERT's attention and its kind, before the projection."""
+    shape = (*states.shape[:2], -1, module.attention_head_size)
+    query, key, value = (part(states).view(shape).transpose(1, 2) for part in (module.query, module.key, module.value))
+    out, weights = registered(module, query, key, value, attention_mask)
+    return out.flatten(2), weights
+
+
+def _bert_scores(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(module.attention_head_size)
+    weights = module.dropout(F.softmax(scores if mask is None else scores + mask, dim=-1))
+    return torch.matmul(weights, value).transpose(1, 2), weights
+
+
+def _xglm(registered: Attention, module: Any, hidden_states: Tensor, *, attention_mask: Tensor, **_: Any) -> Any:
+    """Return the output [B, T, H * D] of XGLM's attention."""
+    shape = (*hidden_states.shape[:2], -1, module.head_dim)
+    parts = (module.q_proj(hidden_states) * module.scaling, module.k_proj(hidden_states), module.v_proj(hidden_states))
+    heads = (one.view(shape).transpose(1, 2) for one in parts)
+    out, weights = registered(module, *heads, attention_mask)
+    return module.out_proj(out.flatten(2)), weights
+
+
+def _xglm_scores(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (one.flatten(0, 1) for one in (query, key, value))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(*query.shape[:3], -1) + mask
+    scores = torch.max(scores, torch.full((), torch.finfo(scores.dtype).min, device=scores.device))
+    is_half = scores.dtype == torch.float16
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32 if is_half else None).to(scores.dtype)
+    weights = F.dropout(weights, p=module.dropout, training=module.training)
+    return torch.bmm(weights.flatten(0, 1), v).view(query.shape).transpose(1, 2), weights
+
+
+_BY_CLASS: dict[str, tuple[Attention, Callable[..., Any]]] = {
     "BloomAttention": (_bloom_scores, _bloom),
     "MptAttention": (_mpt_scores, _mpt),
-}
-"""Classes whose scores have a bias by head: their attention, and a forward function that calls the registry."""
+    "XGLMAttention": (_xglm_scores, _xglm),
+} | dict.fromkeys(("RemBertSelfAttention", "MegatronBertSelfAttention", "GitSelfAttention"), (_bert_scores, _bert))
+"""Attention of classes that compute it in their forward function, and one that calls the registry."""
