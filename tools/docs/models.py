@@ -29,6 +29,8 @@ def page() -> str:
         "transformers' own model: equal means within 1e-5. Differences are rounding in float32; `gemma3n_text` has the "
         "largest, because its sparse activations change by steps. `make test` repeats this for families that differ in "
         "kind and for a sample. Every other model is rejected by `POST /jobs` with the reason below.\n\n"
+        "Of `qwen3_5`, whose folders have vision too, a run trains and exports the text, as `AutoModelForCausalLM` "
+        "loads it; a warning names the rest.\n\n"
         f"{len(trained)} families are trained, {len(rejected)} are rejected.\n\n"
         "## Trained\n"
         "`=`: equal to transformers, with and without packing; `unpacked`: with `data.packing: false` only; "

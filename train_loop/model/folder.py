@@ -16,6 +16,8 @@ _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 """Files from which transformers can make a fast tokenizer."""
+_TEXT_PARTS = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "llama4")}
+"""Models with other parts, such as vision, of which AutoModelForCausalLM builds and loads only the text part."""
 
 
 def model_folder(model: ModelSpec) -> Path | None:
@@ -27,9 +29,14 @@ def model_folder(model: ModelSpec) -> Path | None:
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the Hugging Face config of a model, from the spec or its folder. Raises ModelError."""
+    """Return the Hugging Face config of a model, from the spec or its folder. Raises ModelError.
+
+    It is that of the text part alone if the causal language model of transformers is.
+    """
     folder = model_folder(spec)
-    return _read_config(folder) if folder else dict(spec.config or {})
+    config = _read_config(folder) if folder else dict(spec.config or {})
+    kind, text = config.get("model_type"), config.get("text_config")
+    return {"model_type": _TEXT_PARTS[kind]} | text if kind in _TEXT_PARTS and isinstance(text, dict) else config
 
 
 def model_shape(model: ModelSpec) -> ModelShape:

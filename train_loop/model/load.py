@@ -81,7 +81,7 @@ class FolderMatch(NamedTuple):
     homes: dict[str, list[Stored]]
     """Stored tensors of each model tensor, by name."""
     unused: list[str]
-    """Tensors that belong to an older version of the model, which now computes them."""
+    """Tensors of an older version of the model, which now computes them, or of a part that is not trained."""
 
 
 def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import spec
 from train_loop.errors import ModelError
@@ -60,6 +61,14 @@ def assert_as_transformers_loads(folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     assert_as_transformers_loads(write_model(tmp_path, **FAMILIES[family]))
+
+
+def test_text_part_is_loaded_from_the_folder_of_a_model_with_vision(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**small("qwen3_5"))
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    assert_as_transformers_loads(tmp_path)
+    unused = match_folder(CAUSAL.build(model_spec(tmp_path)), tmp_path).unused
+    assert {name.split(".")[1] for name in unused} == {"visual"}
 
 
 def test_bf16_folder_is_cast_to_the_parameter_dtype(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _OF_TOKEN_HEADS = ("classifier_dropout",)
 
 def read_config(spec: ModelSpec) -> Any:
     """Return the config of a spec's model, or of its folder. Raises ModelError."""
-    return _hf_config(spec.config, spec.label_head) if spec.config is not None else _folder_config(spec)
+    return _hf_config(model_config(spec), spec.label_head) if spec.config is not None else _folder_config(spec)
 
 
 def _hf_config(config: dict[str, Any], head: LabelHeadSpec | None) -> Any:
