@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
 from service.domain.doctor.measurements import Measured, ProbeFailure, ProbeReply, RayPods, Reachability
 from service.domain.jobs.head_node import how_to_free
+from service.domain.jobs.reason import storage_remedy
 from train_loop.plan import DATA_CPUS
 from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeReport
 
@@ -88,16 +89,28 @@ def _storage(seen: Measured) -> tuple[Finding, ...]:
         _step(
             "storage.writable",
             seen.write,
-            f"give the service permission to write to {where}, or set TRAINSHED_RUNS to another folder",
+            _or_known(
+                seen.write, where, f"give the service permission to write to {where}, or set TRAINSHED_RUNS elsewhere"
+            ),
         ),
         _step(
             "storage.atomic",
             seen.replace,
-            f"checkpoints need storage that replaces files atomically: mount {where} with another file system "
-            "(NFS, a local disk, Lustre), or choose object storage with conditional writes",
+            _or_known(
+                seen.replace,
+                where,
+                f"checkpoints need storage that replaces files atomically: mount {where} with another file system "
+                "(NFS, a local disk, Lustre), or choose object storage with conditional writes",
+            ),
         ),
         _shared(seen),
     )
+
+
+def _or_known(seen: str | ProbeFailure, where: str, remedy: str) -> str:
+    """Return what helps against an error of storage, such as a full disk; `remedy` if its text does not show that."""
+    known = storage_remedy(seen.what) if isinstance(seen, ProbeFailure) else None
+    return remedy if known is None else f"{where}: {known}"
 
 
 def _step(check: str, seen: str | ProbeFailure, remedy: str) -> Finding:

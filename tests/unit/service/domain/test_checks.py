@@ -188,6 +188,20 @@ def problems(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> dict[str, 
     return {finding.check: finding.verdict.value for finding in findings if finding.verdict is not Verdict.OK}
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("[Errno 28] No space left on device", "free space there, or delete files if it has no inodes left (df -i)"),
+        ("[Errno 30] Read-only file system", "make it writable again"),
+        ("[Errno 122] Disk quota exceeded", "free space there, or raise the quota"),
+    ],
+)
+def test_storage_that_cannot_be_written_is_named_with_what_helps(error: str, remedy: str) -> None:
+    full = replace(HEALTHY, write=ProbeFailure(error), replace=ProbeFailure(error))
+    found = {one.check: one.remedy for one in check_up(full) if one.verdict == "failed"}
+    assert found == dict.fromkeys(("storage.writable", "storage.atomic"), f"{HEALTHY.runs}: {remedy}")
+
+
 def test_examine_runs_all_checks_and_removes_its_folder() -> None:
     cluster, storage = FakeClusterProbe(), FakeStorageProbe()
     examination = doctor(cluster, storage).examine()
