@@ -16,6 +16,8 @@ from train_loop.spec import show_json as escape_json
 console = Console(highlight=False, soft_wrap=True)
 notes = Console(highlight=False, soft_wrap=True, stderr=True)
 Cell = str | Text
+_TIMES = frozenset({"since", "deadline"})
+"""Fields of events that hold a Unix time."""
 _NEXT_COMMANDS = {
     JobState.QUEUED: "watch {}",
     JobState.STARTING: "watch {}",
@@ -66,8 +68,15 @@ def show_line(line: Mapping[str, JsonValue]) -> None:
     """Print an event or a metrics line: its local time, then its fields."""
     time = line.get("time")
     stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
-    fields = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
+    fields = " ".join(f"{name}={_field(name, value)}" for name, value in line.items() if name not in ("seq", "time"))
     show_text(f"{stamp} {fields}")
+
+
+def _field(name: str, value: JsonValue) -> str:
+    """Return a field of a line as text; a Unix time as local time."""
+    if name in _TIMES and isinstance(value, int | float):
+        return f"{datetime.fromtimestamp(value):%FT%T}"
+    return _short(value)
 
 
 def show_facts(facts: Mapping[str, object]) -> None:
