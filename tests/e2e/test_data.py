@@ -33,9 +33,15 @@ def cluster() -> Iterator[None]:
 
 
 def name_recorder() -> tuple[list[str], Any]:
-    """Return a list, and a report function that appends the names of events to it."""
+    """Return a list, and a report function that appends the names of events to it, once for repeated reports."""
     names: list[str] = []
-    return names, lambda name, **fields: names.append(name)
+
+    def report(name: str, **fields: object) -> None:
+        # A slow machine reports progress every five seconds.
+        if names[-1:] != [name]:
+            names.append(name)
+
+    return names, report
 
 
 def text_spec(path: Path, **data: Any) -> JobSpec:

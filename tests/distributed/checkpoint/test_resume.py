@@ -44,14 +44,13 @@ def uninterrupted(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def resumed(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "resumed"
-    run_dir.mkdir()
     # It would save step 8 on a machine that is slow to kill it.
-    hold(run_dir, 6)
+    hold(run_dir.parent, run_dir.name, 6)
     process = WarmRun(spec, run_dir, 2)
     torchrun.wait_for_step(run_dir, 6)
     wait_for(lambda: RunDir(run_dir).manifests(), "the checkpoint of step 4")
     process.kill()
-    hold(run_dir, None)
+    hold(run_dir.parent, run_dir.name, None)
     run(spec, run_dir, 2)
     return run_dir
 

@@ -1,18 +1,22 @@
 """Runs that wait before a step, so that a test can disturb them there on a machine of any speed."""
 
+import os
 import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_FILE = "hold"
-"""File in a run directory with the last step that the run may train now."""
+HOLDS_VARIABLE = "TEST_HOLDS"
+"""Variable with a folder that has a file for each run that is held: the last step that it may train now."""
 
 
-def hold(run_dir: Path, step: int | None) -> None:
-    """Let a run train no step after this one until the next call; None lets it train to its end."""
-    file = run_dir / _FILE
+def hold(folder: Path, run: str, step: int | None) -> None:
+    """Let a run train no step after this one until the next call; None lets it train to its end.
+
+    `folder` is that of the ranks' HOLDS_VARIABLE, and `run` the name of the run directory, which need not exist yet.
+    """
+    file = folder / f"{run}.hold"
     if step is None:
         file.unlink()
         return
@@ -24,20 +28,23 @@ def hold(run_dir: Path, step: int | None) -> None:
 
 def obey_holds() -> None:
     """Make this process, a rank, wait where its run is held; it reports that it computes."""
+    if HOLDS_VARIABLE not in os.environ:
+        return
+    folder = Path(os.environ[HOLDS_VARIABLE])
     train = import_module("train_loop.train")
     train_step, computes = train.TrainingLoop.train_step, train.Phase.TRAIN
 
     def wait_and_train(loop: Any, *arguments: Any) -> Any:
         session, step = loop.run.session, loop.run.state.step
         session.mark(step + 1, computes)
-        while _is_held(Path(str(session.run_dir.root)), step):
+        while _is_held(folder / f"{session.run_dir.root.name}.hold", step):
             time.sleep(0.02)
         return train_step(loop, *arguments)
 
     train.TrainingLoop.train_step = wait_and_train
 
 
-def _is_held(run_dir: Path, step: int) -> bool:
+def _is_held(file: Path, step: int) -> bool:
     with suppress(FileNotFoundError):
-        return step >= int((run_dir / _FILE).read_text())
+        return step >= int(file.read_text())
     return False

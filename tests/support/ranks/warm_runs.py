@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from tests.support.ranks.hold import obey_holds
+from tests.support.ranks.hold import HOLDS_VARIABLE, obey_holds
 from tests.support.waiting import wait_for
 from train_loop import run as program
 from train_loop.system.exit import leave
@@ -33,6 +33,7 @@ class WarmRun:
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
+            HOLDS_VARIABLE: str(run_dir.parent),
         }
         set_forkserver_preload(["tests.support.ranks.preload"])
         context = get_context("forkserver")

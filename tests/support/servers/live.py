@@ -14,7 +14,7 @@ from service.api.schemas import JobOut
 from service.config.address import ServiceAddress
 from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY, raw_spec
-from tests.support.ranks.hold import hold
+from tests.support.ranks.hold import HOLDS_VARIABLE, hold
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import SERVICE_PAUSE, wait_for
@@ -68,7 +68,7 @@ class LiveService:
             "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
         }
-        environment |= self._forks | self._environment
+        environment |= self._forks | self._environment | {HOLDS_VARIABLE: str(self.home)}
         with (self.home / "service.log").open("ab") as log:
             module = "tests.support.servers.quick_service" if quick or self._quick else "service.serve"
             self._process = subprocess.Popen([sys.executable, "-m", module], stdout=log, stderr=log, env=environment)
@@ -125,7 +125,7 @@ class LiveService:
 
     def hold(self, job_id: str, step: int | None) -> None:
         """Let the job train no step after this one until the next call; None lets it train to its end."""
-        hold(self.run_dir(job_id).root, step)
+        hold(self.home, job_id, step)
 
     def run_dir(self, job_id: str) -> RunDir:
         """Return the run directory of the job."""
