@@ -1,7 +1,7 @@
 """`model.head:` the heads of models, and the settings that go with them."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationInfo, field_validator, model_validator
 
@@ -21,6 +21,7 @@ _MOST_LABELS = 10_000
 class ClassesSpec(SpecModel):
     """A head that chooses one of several labels."""
 
+    metrics: ClassVar = ("eval_accuracy", "eval_f1")
     labels: int = Field(ge=2, le=_MOST_LABELS, description="number of labels: classes 0 to labels - 1")
     names: tuple[Annotated[str, StringConstraints(min_length=1)], ...] | None = Field(
         default=None,
@@ -43,12 +44,16 @@ class ClassesSpec(SpecModel):
 class NumberSpec(SpecModel):
     """A head that gives a number."""
 
+    metrics: ClassVar = ("eval_mse",)
     labels: int = Field(default=1, ge=1, le=1, description="numbers per row; only 1 is supported yet")
 
 
 class RewardSpec(SpecModel):
     """A head that gives a reward for a row, trained with pairs of a chosen and a rejected one."""
 
+    columns: ClassVar = ("chosen", "rejected")
+    metrics: ClassVar = ("eval_accuracy", "eval_reward_margin")
+    labels: ClassVar = 1
     center_rewards_coefficient: float = Field(
         default=0.0, ge=0, le=1e6, description="factor of the squared sum of both rewards in the loss; 0 without it"
     )
@@ -57,6 +62,9 @@ class RewardSpec(SpecModel):
 class EmbeddingSpec(SpecModel):
     """Embeddings of texts in place of a head, trained with anchors and texts that belong to them."""
 
+    columns: ClassVar = ("anchor", "positive")
+    metrics: ClassVar = ("eval_recall_at_1", "eval_recall_at_5")
+    labels: ClassVar = 0
     pooling: Literal["last_token", "mean", "cls"] = Field(
         default="last_token", description="embedding of a text from the states of its tokens; cls: the first one's"
     )
@@ -99,24 +107,25 @@ class LabelHeadSpec(SpecModel):
         return next(name for name in type(self).model_fields if getattr(self, name) is not None)
 
     @property
+    def settings(self) -> ClassesSpec | NumberSpec | RewardSpec | EmbeddingSpec:
+        """The settings of the head."""
+        found: ClassesSpec | NumberSpec | RewardSpec | EmbeddingSpec = getattr(self, self.name)
+        return found
+
+    @property
     def labels(self) -> int:
         """The number of values that the head gives; 0 for embeddings, which have no head."""
-        if self.embedding is not None:
-            return 0
-        one: ClassesSpec | NumberSpec | None = self.sequence_classification or self.token_classification
-        return 1 if one is None else one.labels
+        return self.settings.labels
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the classes; empty without names."""
-        one: ClassesSpec | NumberSpec = getattr(self, self.name)
-        return (one.names or ()) if isinstance(one, ClassesSpec) else ()
+        return (self.settings.names or ()) if isinstance(self.settings, ClassesSpec) else ()
 
     @property
     def classes(self) -> int | None:
         """The number of classes; None for numbers."""
-        one = self.sequence_classification or self.token_classification
-        return None if one is None else one.labels
+        return self.labels if isinstance(self.settings, ClassesSpec) else None
 
     @property
     def pools(self) -> bool:
@@ -124,8 +133,8 @@ class LabelHeadSpec(SpecModel):
         return self.token_classification is None
 
 
-WITH_DEFAULTS = ("reward", "embedding")
-"""Heads that a spec may name without settings."""
+WITH_DEFAULTS: dict[str, type[RewardSpec] | type[EmbeddingSpec]] = {"reward": RewardSpec, "embedding": EmbeddingSpec}
+"""Heads of pairs, which a spec may name without settings."""
 
 
 def _kind_of_head(value: Any) -> str:
@@ -203,17 +212,14 @@ def _evaluated(job: "JobSpec") -> tuple[str, ...]:
     head = job.model.label_head
     if head is None:
         return ("eval_loss", "eval_perplexity", *(["eval_accuracy"] if job.model.masked else []))
-    if head.reward is not None:
-        return ("eval_loss", "eval_accuracy", "eval_reward_margin")
-    if head.embedding is not None:
-        return ("eval_loss", "eval_recall_at_1", "eval_recall_at_5")
-    return ("eval_loss", "eval_mse") if head.classes is None else ("eval_loss", "eval_accuracy", "eval_f1")
+    return ("eval_loss", *head.settings.metrics)
 
 
 def _column_faults(columns: "ColumnsSpec", head: LabelHeadSpec | None) -> Iterator[str]:
     """Yield the faults of a source's columns for a head."""
     name = None if head is None else head.name
-    for own, first, second in (("reward", "chosen", "rejected"), ("embedding", "anchor", "positive")):
+    for own, kind in WITH_DEFAULTS.items():
+        first, second = kind.columns
         is_named = getattr(columns, first) is not None
         if name == own and not is_named:
             yield f"model.head={own} needs columns.{first} and columns.{second}; name both, or choose another head"
