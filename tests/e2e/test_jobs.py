@@ -27,11 +27,11 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
 from tests.support.faults.memory import memory_group
-from tests.support.labelled_text import classified, labelled_text
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from tests.support.servers.live import LiveService
 from tests.support.servers.s3 import S3Server, s3_server
+from tests.support.text_heads import TEXT_HEADS
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import local_path
@@ -316,7 +316,8 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
         strategy={"ulysses_size": 1, "async_save_ckpt": False},
         scaling=alone,
     )
-    other = service.submit(training={"max_steps": 2}, strategy={"ulysses_size": 1}, scaling=alone)
+# The waiting job trains embeddings, which therefore need no other job.
+    other = service.submit(**TEXT_HEADS["embedding"].write(service.home / "data" / "embedding"), scaling=alone)
     seen = list[ReasonOut]()
     while not (job := service.client.job(job_id)).state.terminal:
         assert httpx.get(f"{service.url}/healthz", timeout=30).status_code == 200
@@ -339,6 +340,7 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
     (end,) = service.events(job_id, "training_ended")
     assert end["code"] == "out_of_memory"
     service.wait_for_state(other, JobState.SUCCEEDED)
+    assert_metrics_of_export(service, other, "embedding")
 
 
 def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
@@ -413,16 +415,22 @@ def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None
     assert lines[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
 
 
-def test_labelled_text_becomes_a_classifier_of_transformers(service: LiveService) -> None:
-    folder = service.home / "data" / "reviews"
-    job_id = service.submit(**labelled_text(folder))
+@pytest.mark.parametrize("head", ["sequence_classification", "reward"])
+def test_text_with_a_head_becomes_a_model_of_transformers(service: LiveService, head: str) -> None:
+    job_id = service.submit(**TEXT_HEADS[head].write(service.home / "data" / head))
     service.wait_for_state(job_id, JobState.SUCCEEDED)
-    *_, last = Job(service.client, service.client.job(job_id)).metrics()
-    exported = Job(service.client, service.client.job(job_id)).export(dtype="fp32", timeout=60)
+    assert_metrics_of_export(service, job_id, head)
+
+
+def assert_metrics_of_export(service: LiveService, job_id: str, head: str) -> None:
+    """Check that transformers alone computes the metrics of a job's last evaluation from its export."""
+    job = Job(service.client, service.client.job(job_id))
+    *_, last = job.metrics()
+    exported = job.export(dtype="fp32", timeout=60)
     assert exported.path is not None
-    expected = classified(local_path(exported.path), folder)
-    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert last["eval_accuracy"] > 0.9
+    expected = TEXT_HEADS[head].metrics(local_path(exported.path), service.home / "data" / head)
+    assert {name: last[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert expected.get("recall_at_1", expected.get("accuracy", 0.0)) > 0.9
 
 
 def test_too_short_data_for_the_schedule_fails_the_job_without_lost_workers(
