@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -34,35 +35,59 @@ class Objective(NamedTuple):
     exported: Any = None
     """None if the export is of own code."""
     config: Mapping[str, Any] = {}
-    """Fields without which a step depends on the number of ranks."""
+    """Further fields: of encoders, and those without which a step depends on the number of ranks."""
+    rows: int = 1
+    """Samples of a micro-batch."""
 
 
 _IDS = {"input_ids": "ids"}
 _LABELLED = {"labels": CLASSES}
+_ENCODER = {"is_decoder": False, "classifier_dropout": 0.0}
+_CLASSES_OF_ROWS = Objective(
+    ("qwen3", "minicpm3"),
+    _IDS | {"label": "class"},
+    {"sequence_classification": _LABELLED},
+    AutoModelForSequenceClassification,
+)
+_NUMBERS = Objective(("qwen3",), _IDS | {"label": "number"}, {"regression": {}}, AutoModelForSequenceClassification)
+_CLASSES_OF_TOKENS = Objective(
+    ("qwen3", "gemma2"),
+    _IDS | {"labels": "tags"},
+    {"token_classification": _LABELLED},
+    AutoModelForTokenClassification,
+    {"classifier_dropout": 0.0},
+)
+_EMBEDDINGS = Objective(
+    ("qwen3", "gpt2"),
+    {"anchor": "prompt", "positive": "chosen", "negatives": ["rejected"], "token_ids": True},
+    {"embedding": {"group": 2, "temperature": 0.5}},
+    AutoModel,
+    rows=2,
+)
 OBJECTIVES = {
     "token cross entropy": Objective(KINDS, _IDS, exported=AutoModelForCausalLM),
-    "classes of rows": Objective(
-        ("qwen3", "minicpm3"),
-        _IDS | {"label": "class"},
-        {"sequence_classification": _LABELLED},
+    "classes of rows": _CLASSES_OF_ROWS,
+    "classes of rows, encoder": _CLASSES_OF_ROWS._replace(families=("bert",), config=_ENCODER),
+    "numbers": _NUMBERS,
+    "numbers, encoder": _NUMBERS._replace(families=("bert",), config=_ENCODER),
+    "classes of tokens": _CLASSES_OF_TOKENS,
+    "classes of tokens, encoder": _CLASSES_OF_TOKENS._replace(families=("bert",), config=_ENCODER),
+    "rewards": Objective(
+        ("qwen3", "gpt2"),
+        {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "number", "token_ids": True},
+        {"reward": {"center_rewards_coefficient": 0.05}},
         AutoModelForSequenceClassification,
     ),
-    "numbers": Objective(
-        ("qwen3",), _IDS | {"label": "number"}, {"regression": {}}, AutoModelForSequenceClassification
-    ),
-    "classes of tokens": Objective(
-        ("qwen3", "gemma2"),
-        _IDS | {"labels": "tags"},
-        {"token_classification": _LABELLED},
-        AutoModelForTokenClassification,
-        {"classifier_dropout": 0.0},
+    "embeddings": _EMBEDDINGS,
+    "embeddings, encoder": _EMBEDDINGS._replace(
+        families=("bert",), head={"embedding": {"group": 2, "pooling": "cls"}}, config=_ENCODER
     ),
     "masked tokens": Objective(
         ("bert",),
         _IDS,
         {"masked_lm": {"probability": 0.3, "mask_token": 1, "special_tokens": []}},
         AutoModelForMaskedLM,
-        {"is_decoder": False},
+        _ENCODER,
     ),
     "own loss": Objective((OWN,), {"own": ["x", "y"]}),
 }

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.families.objectives import OWN, with_objective
+from tests.families.objectives import OBJECTIVES, OWN, with_objective
 from tests.families.parity import CASES, Case, Settings, raw_job
 from tests.support.ranks.gradients import forget_meshes, mesh_of
 from tests.support.waiting import wait_for
@@ -32,7 +32,7 @@ from train_loop.run_dir import RunDir, Stop
 from train_loop.spec import JobSpec, parse
 from train_loop.train import train
 
-STEPS, BATCH = 5, 4
+STEPS, MICRO_BATCHES = 5, 4
 
 
 class Kind(NamedTuple):
@@ -68,8 +68,10 @@ def job_of(kind: Kind, case: Case) -> JobSpec:
     # Dropout depends on the number of ranks.
     raw["model"]["config"] = config | {name: 0.0 for name, value in config.items() if "drop" in name and value}
     raw["data"] |= {"shuffle": True}
-    raw["training"] = {"max_steps": STEPS, "global_batch_size": BATCH, "max_grad_norm": 0.3, "weight_decay": 0.1}
-    raw["training"] |= {"learning_rate": 1e-3, "audit_samples": True}
+    rows = OBJECTIVES[kind.objective].rows
+    raw["training"] = {"max_steps": STEPS, "max_grad_norm": 0.3, "weight_decay": 0.1, "learning_rate": 1e-3}
+    raw["training"] |= {"per_device_train_batch_size": rows, "global_batch_size": MICRO_BATCHES * rows}
+    raw["training"] |= {"audit_samples": True}
     raw["checkpoint"] = {"every_steps": 2}
     return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
 
@@ -82,10 +84,10 @@ def train_leg(kind: Kind, leg: Leg, folder: Path, attempt: int) -> str:
     """Train an attempt from the newest checkpoint of a run; return its result."""
     torch.set_num_threads(1)
     tempfile.tempdir = str(kind.rows.parent)  # own code is unpacked there
-    job, run_dir = job_of(kind, leg.case), RunDir(folder)
+    job, run_dir, batch = job_of(kind, leg.case), RunDir(folder), MICRO_BATCHES * OBJECTIVES[kind.objective].rows
 
     def stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // BATCH):
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // batch):
             if step == leg.stops_at and rank == 0:
                 _end(leg, run_dir)
             yield rows
@@ -95,7 +97,7 @@ def train_leg(kind: Kind, leg: Leg, folder: Path, attempt: int) -> str:
         keep_code(job, run_dir, lambda warning: None)
     dist.barrier()
     job = with_own_code(job, run_dir)
-    dataset = find_dataset(job, folder)
+    dataset = find_dataset(job, kind.rows.parent)
     if dist.get_rank() == 0:
         pin(dataset, run_dir.data)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stream)

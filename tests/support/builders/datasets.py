@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
-from train_loop.data.prepare.cache import evaluation_spec, find_dataset, fingerprint, list_sources
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset, find_part, fingerprint, list_sources
 from train_loop.data.prepare.encode import encode_rows
 from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document, one_per_sample
@@ -24,8 +24,10 @@ def parquet_dataset(*paths: Path, length: int, tokens: int = 0, **parts: Any) ->
 
 
 def prepare_tokens(job: JobSpec, cache: Path) -> None:
-    """Prepare the tokenised rows of a spec and of its evaluation in a cache, without Ray."""
+    """Prepare the tokenised rows of a spec and of its evaluation that a cache does not have yet, without Ray."""
     for source in list_sources(job):
+        if find_part(job, source, None, cache) is not None:
+            continue
         columns, vocab = source.columns, model_shape(job.model).vocab
         rows = [row for piece in cut(source.files, 2**20) for chunk in read_piece(piece, columns) for row in chunk.rows]
         fit, documents = Fit.of(job.data, columns, None), list[Document]()
