@@ -316,7 +316,7 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
         strategy={"ulysses_size": 1, "async_save_ckpt": False},
         scaling=alone,
     )
-# The waiting job trains embeddings, which therefore need no other job.
+    # The waiting job trains embeddings, which therefore need no other job.
     other = service.submit(**TEXT_HEADS["embedding"].write(service.home / "data" / "embedding"), scaling=alone)
     seen = list[ReasonOut]()
     while not (job := service.client.job(job_id)).state.terminal:
