@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.plan import KeptBytes
 
 
 def count_kept(
-    model: nn.Module, every: Sequence[nn.Module], call: Callable[[], Tensor], *, tokens: int, each: bool
+    anatomy: Anatomy, every: Sequence[nn.Module], call: Callable[[], Tensor], *, tokens: int, each: bool
 ) -> KeptBytes:
-    """Count the bytes that a call on meta keeps, by token; `call` returns logits and has one row of `tokens`.
+    """Count the bytes that a call on meta keeps, by token; `call` has one row of `tokens`.
 
     Matrices of tokens by tokens, such as masks and scores, are left out: they do not grow with the tokens alone. Unless
     `each` layer is called, layers with parameters of the same shapes count as the first of them, and compute nothing.
     """
-    count, first = _Count(model, tokens), dict[object, nn.Module]()
+    count, first = _Count(anatomy.model, tokens), dict[object, nn.Module]()
     inner = {part for layer in every for part in layer.modules() if part is not layer}
     layers = [layer for layer in every if layer not in inner]
     alike = [first.setdefault(layer if each else _kind(layer), layer) for layer in layers]
@@ -31,12 +32,13 @@ def count_kept(
     hooks += [layer.register_forward_hook(count.leave) for layer in layers]
     try:
         with torch.enable_grad(), saved_tensors_hooks(count.keep, lambda kept: kept):
-            logits = call()
+            out = call()
     finally:
         for hook in hooks:
             hook.remove()
-    inside = [count.bytes_of(layer, without=logits.shape[-1]) for layer in alike]
-    outside = count.bytes_of(None, without=logits.shape[-1])
+    inside = [count.bytes_of(layer) for layer in alike]
+    # Embeddings are as wide as the states of tokens, which are kept.
+    outside = count.bytes_of(None, without=None if anatomy.labels == 0 else out.shape[-1])
     return KeptBytes(
         inputs=-(-count.inputs // tokens),
         layer=-(-max(inside, default=0) // tokens),
@@ -74,10 +76,10 @@ class _Count:
             self._kept[self._inside[-1]][_place(tensor)] = tensor
         return tensor
 
-    def bytes_of(self, layer: nn.Module | None, *, without: int) -> int:
+    def bytes_of(self, layer: nn.Module | None, *, without: int | None = None) -> int:
         """Return the bytes that a layer keeps besides its inputs, but not those of logits, which are `without` wide."""
         kept = (tensor for place, tensor in self._kept[layer].items() if place > 0)
-        return sum(one.untyped_storage().nbytes() for one in kept if layer is not None or one.shape[-1:] != (without,))
+        return sum(one.untyped_storage().nbytes() for one in kept if one.shape[-1:] != (without,))
 
 
 def _kind(layer: nn.Module) -> object:

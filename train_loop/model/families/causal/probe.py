@@ -153,12 +153,12 @@ def kept_for_backward(
     tokens = min(sequence_length, _COUNTED) - 1
 
     def count(*, each: bool) -> KeptBytes:
-        model = _copy(anatomy, dtype)[0].model
-        columns, arguments = _call(model, tokens)
-        copied = [model.get_submodule(names[layer]) for layer in layers]
-        with attention_replaced(model, _keep_attention):
+        built, _ = _copy(anatomy, dtype)
+        columns, arguments = _call(built.model, tokens)
+        copied = [built.model.get_submodule(names[layer]) for layer in layers]
+        with attention_replaced(built.model, _keep_attention):
             return count_kept(
-                model, copied, lambda: anatomy.family.call(model, columns, arguments), tokens=tokens, each=each
+                built, copied, lambda: built.family.call(built.model, columns, arguments), tokens=tokens, each=each
             )
 
     for each in (False, True):  # some layers need more of earlier ones than their output
