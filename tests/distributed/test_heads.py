@@ -180,7 +180,7 @@ def job_of(data: Path, head: str, world: int, **config: Any) -> JobSpec:
     one = HEADS[head]
     sources = {name: {"path": str(data / f"{name}.parquet")} for name in ("train", "eval")}
     return spec(
-        model={"config": one.config | config, "dtype": "fp32", "head": one.spec, "gradient_checkpointing": "none"},
+        model={"config": {**one.config, **config}, "dtype": "fp32", "head": one.spec, "gradient_checkpointing": "none"},
         data=sources | {"columns": one.columns, "packing": False, "sequence_length": LENGTH, "shuffle": False},
         training={"per_device_train_batch_size": 2, "global_batch_size": ROWS, "eval_steps": 2, "max_steps": STEPS},
         checkpoint={"every_steps": 2},
@@ -195,7 +195,8 @@ def its_model(job: JobSpec, head: str) -> Any:
     ours = family.build(job.model).model
     materialise(ours, family.build(job.model), seed=0, device=torch.device("cpu"))
     its = {"num_labels": labels.labels} if labels.labels else {}
-    model = HEADS[head].exported.from_config(AutoConfig.for_model(**job.model.config | its | {"pad_token_id": 0}))
+    config = AutoConfig.for_model(**{**(job.model.config or {}), **its, "pad_token_id": 0})
+    model = HEADS[head].exported.from_config(config)
     model.load_state_dict(ours.state_dict(), strict=head != "cls")  # BERT's pooler is for another task
     return model
 

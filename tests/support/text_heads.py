@@ -35,13 +35,12 @@ class TextHead(NamedTuple):
 
 def _write_labelled(folder: Path) -> Parts:
     """Write texts with the numbers of their classes, or with their names. Each class has other letters."""
-    draw = random.Random(0)
-    rows = [
-        {"text": "".join(draw.choices(("abc ", "xyz ")[n % 2], k=draw.randint(2, 40))) + ".", "label": n % 2}
-        for n in range(80)
-    ]
-    parts = _write_rows(folder, rows[30:])
+    draw, rows = random.Random(0), list[dict[str, Any]]()
+    for number in range(80):
+        text = "".join(draw.choices(("abc ", "xyz ")[number % 2], k=draw.randint(2, 40))) + "."
+        rows.append({"text": text, "label": number % 2})
     named = [json.dumps(row | {"label": NAMES[row["label"]]}) for row in rows[:30]]
+    parts = _write_rows(folder, rows[30:])
     (folder / "named.jsonl").write_text("\n".join(named))
     parts["data"]["train"] = [{"path": str(folder / "named.jsonl")}, parts["data"]["train"]]
     parts["data"]["columns"] = {"text": "text", "label": "label"}
@@ -65,10 +64,8 @@ def _write_pairs(folder: Path) -> Parts:
     draw = random.Random(0)
 
     def row() -> dict[str, str]:
-        texts = {"chosen": "abc", "rejected": "xyz"}
-        return {"prompt": "Q: "} | {
-            name: "".join(draw.choices(of, k=draw.randint(1, 20))) for name, of in texts.items()
-        }
+        letters = (("chosen", "abc"), ("rejected", "xyz"))
+        return {"prompt": "Q: "} | {name: "".join(draw.choices(of, k=draw.randint(1, 20))) for name, of in letters}
 
     parts = _write_rows(folder, [row() for _ in range(67)])
     parts["model"]["head"] = "reward"
