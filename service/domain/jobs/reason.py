@@ -85,12 +85,18 @@ _STORAGE_REMEDIES = {
 """What helps against errors of storage, by a part of their text."""
 
 
-def storage_unavailable(error: str, since: float | None = None, *, root: str | None = None) -> Reason:
-    """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds)."""
+def storage_unavailable(
+    error: str, since: float | None = None, *, root: str | None = None, trains: bool = False
+) -> Reason:
+    """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds).
+
+    `trains` is whether its workers are there.
+    """
     storage = "storage" if root is None else f"storage {root}"
     when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
     fix = storage_remedy(error, otherwise="mount it again on every host")
-    remedy = f"{fix}; workers train until their next save, which waits for the storage"
+    then = "workers train until their next save, which waits for the storage" if trains else "the job then continues"
+    remedy = f"{fix}; {then}"
     return Reason(Code.STORAGE_UNAVAILABLE, f"{storage} has been unavailable{when}: {error}", remedy)
 
 

@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from service.domain.access.permissions import require_role
 from service.domain.access.roles import Principal, Role
 from service.domain.jobs.commands import request_cancel, request_pause, request_resume
-from service.domain.jobs.job import Job, JobSize
+from service.domain.jobs.job import Job, JobSize, JobState
 from service.domain.jobs.reason import Reason, storage_unavailable
 from service.domain.jobs.usage import UsageByDay, begin_of, day_of, merge_usage, usage_by_day
 from service.domain.queue.entry import QueueEntry
@@ -174,4 +174,4 @@ def _missing(job: Job, read: Reading) -> Reason | None:
     """Return the storage outage that makes the summary of an unfinished job stale; None if there is none."""
     if read.error is None or job.state.terminal:
         return None
-    return storage_unavailable(read.error, read.since, root=read.root)
+    return storage_unavailable(read.error, read.since, root=read.root, trains=job.state is JobState.RUNNING)

@@ -267,7 +267,7 @@ class Reconciler:
 
     def _explain(self, job: Job, error: Exception, **fields: str) -> None:
         """Store and log the error that blocks a job, once per reason; the next pass retries."""
-        reason = _reason(error)
+        reason = _reason(error, trains=job.state is JobState.RUNNING)
         if job.reason != reason and self.store.save(replace(job, reason=reason), owner=self.owner):
             log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **fields)
 
@@ -280,11 +280,11 @@ def _storage_failed(error: Exception) -> bool:
     return isinstance(error, StorageAway) or storage_failed(error)
 
 
-def _reason(error: Exception) -> Reason:
+def _reason(error: Exception, *, trains: bool) -> Reason:
     if isinstance(error, StorageAway):
-        return storage_unavailable(error.error, error.since, root=error.root)
+        return storage_unavailable(error.error, error.since, root=error.root, trains=trains)
     if is_transient(error):
-        return storage_unavailable(str(error))
+        return storage_unavailable(str(error), trains=trains)
     return Reason(Code.EFFECT_FAILED, str(error), "the service retries until it succeeds")
 
 

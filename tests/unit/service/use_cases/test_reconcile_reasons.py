@@ -358,3 +358,11 @@ def test_run_directory_that_cannot_be_read_is_named_with_its_remedy(
     assert "Permission denied" in reason.message
     # The guard of the service makes it an outage.
     assert str(storage_unavailable(reason.message).remedy).startswith("let the users of service and workers read")
+
+
+def test_full_disk_is_said_to_hold_up_saves_only_where_workers_train() -> None:
+    space, error = "free space there, or delete files if it has no inodes left (df -i)", "No space left on device"
+    waits = storage_unavailable(error)
+    assert waits.remedy == f"{space}; the job then continues"
+    trains = storage_unavailable(error, trains=True)
+    assert trains.remedy == f"{space}; workers train until their next save, which waits for the storage"
