@@ -3,7 +3,10 @@
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote
 
 from train_loop.run_dir.remote import create_object, is_remote, remote_path
@@ -47,12 +50,33 @@ def replace_durably(path: Path, content: str | bytes) -> None:
     """Write a file in an existing folder durably: write, fsync, rename, fsync."""
     check_storage(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
-    with temporary.open("wb") as file:
-        file.write(_encoded(content))
+    with whole_or_none(temporary, as_of=path):
+        write_synced(temporary.open("wb"), _encoded(content))
+        temporary.rename(path)
+    sync(path.parent)
+
+
+@contextmanager
+def whole_or_none(file: Path, *, as_of: Path) -> Iterator[None]:
+    """Remove a new file if it cannot be written, and name the file `as_of` in the error: that of a full disk has none.
+
+    Otherwise each retry on a full disk would leave a file.
+    """
+    try:
+        yield
+    except OSError as error:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(as_of), None
+        raise
+
+
+def write_synced(file: BinaryIO, content: bytes) -> None:
+    """Write and fsync an open file, and close it."""
+    with file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(path)
-    sync(path.parent)
 
 
 def create_new(path: Path, content: bytes) -> None:
@@ -61,10 +85,9 @@ def create_new(path: Path, content: bytes) -> None:
         create_object(path, content)
         return
     make_folder(path.parent)
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    file = path.open("xb")
+    with whole_or_none(path, as_of=path):
+        write_synced(file, content)
     sync(path.parent)
 
 

@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from train_loop.run_dir.durable import sync, write_durably
+from train_loop.run_dir.durable import sync, whole_or_none, write_durably, write_synced
 from train_loop.run_dir.remote import create_object, is_remote, list_folder, read_whole
 from train_loop.run_dir.root import ROOT_MARKER, RUN_MARKER, RootMarker, read_root_marker
 
@@ -38,10 +38,8 @@ def create_root_marker(root: Path) -> RootMarker:
 def _create_file(path: Path, content: bytes) -> None:
     """Write a new file so that readers see all of it or nothing. Raises FileExistsError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with temporary.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with whole_or_none(temporary, as_of=path):
+        write_synced(temporary.open("xb"), content)
     try:
         os.link(temporary, path)
     except OSError as error:

@@ -1,5 +1,6 @@
 """The run directory: round trips of its files, and skipped torn writes."""
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -19,7 +20,31 @@ from train_loop.run_dir import (
     read_all_lines,
     read_appended,
     read_lines,
+    write_durably,
 )
+from train_loop.run_dir.durable import create_new
+from train_loop.run_dir.markers import create_root_marker
+
+
+def test_full_disk_leaves_no_file_and_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    old = tmp_path / "old"
+    write_durably(old, "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        writes = {
+            "old": lambda: write_durably(old, "after"),
+            "new": lambda: create_new(tmp_path / "new", b"x"),
+            ".trainshed-root.json": lambda: create_root_marker(tmp_path),
+        }
+        for name, write in writes.items():
+            with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{name}'"):
+                write()
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"old": "before"}
+    # A retry is the first to create the file.
+    create_new(tmp_path / "new", b"x")
 
 
 def test_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
