@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_full_disk_leaves_no_file_and_is_named_with_the_file(tmp_path: Path, mon
     write_durably(old, "before")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        writes = {
+        writes: dict[str, Callable[[], object]] = {
             "old": lambda: write_durably(old, "after"),
             "new": lambda: create_new(tmp_path / "new", b"x"),
             ".trainshed-root.json": lambda: create_root_marker(tmp_path),
