@@ -17,12 +17,48 @@ from transformers import (
 
 from tests.families.kinds import KINDS
 from tests.families.parity import LENGTH, VOCAB
-from tests.support.own_code import MODEL, write_package
+from tests.support.own_code import write_package
 from train_loop.data.dataset import IGNORE
 
 CLASSES = 3
 OWN = "own module"
 """The family of a user's package, which transformers does not have."""
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+class Model(nn.Module):
+    _no_split_modules = ("Layer",)
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, width), nn.Linear(width, 2)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+def build(config):
+    return Model(**config)
+
+def batch(columns):
+    return {"x": columns["x"], "y": columns["y"]}
+
+def loss(model, batch):
+    return F.mse_loss(model(batch["x"]).sum(-1), batch["y"], reduction="sum"), len(batch["y"])
+"""
+"""The module of the package. Two ranks divide its sizes evenly, as the plan does."""
 
 
 class Objective(NamedTuple):
@@ -100,7 +136,7 @@ def write_rows(folder: Path, count: int) -> Path:
 
     Rows are shorter than the sequence, so that data ranks differ in the tokens they train.
     """
-    write_package(folder / "code", MODEL)
+    write_package(folder / "code", OWN_MODEL)
     draw = np.random.default_rng(0)
     lengths = draw.integers(9, LENGTH + 1, count)
     texts = {
@@ -124,7 +160,7 @@ def with_objective(raw: dict[str, Any], family: str, name: str, rows: Path) -> d
     objective = OBJECTIVES[name]
     data = raw["data"] | {"train": {"path": str(rows)}, "columns": objective.columns}
     if family == OWN:
-        code = {"package": str(rows.parent / "code"), "config": {"width": 3}}
+        code = {"package": str(rows.parent / "code"), "config": {"width": 16}}
         entries = {
             part: f"mymodel:{place}" for part, place in (("model", "build"), ("loss", "loss"), ("batch", "batch"))
         }

@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 from tests.families.objectives import OBJECTIVES, OWN, with_objective
 from tests.families.parity import CASES, Case, Settings, raw_job
+from tests.support.builders.specs import may_read
 from tests.support.ranks.gradients import forget_meshes, mesh_of
 from tests.support.waiting import wait_for
+from train_loop.code.package import read_package, unpack
 from train_loop.code.use import keep_code, with_own_code
 from train_loop.conformance import measure
 from train_loop.data.dataset import Rows
@@ -28,6 +31,8 @@ from train_loop.loop.session import Session
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, ModelShape, plan_job
+from train_loop.preflight.call_sizes import measure_call
+from train_loop.preflight.checks import check_model
 from train_loop.run_dir import RunDir, Stop
 from train_loop.spec import JobSpec, parse
 from train_loop.train import train
@@ -116,7 +121,8 @@ def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str,
     """Return the bytes by term of the plan, and those of a second step with two micro-batches on the existing ranks."""
     torch.set_num_threads(1)
     forget_meshes()
-    job = default_job(kind, world=world)
+    tempfile.tempdir = str(kind.rows.parent)
+    job = unpacked_job(kind, world=world)
     plan, mesh = plan_job(job, shape), mesh_of(job)
     sharded, dataset = build_sharded(job, mesh), find_dataset(job, kind.rows.parent)
     state, loss = build_state(sharded.anatomy, job, mesh, steps=2), build_objective(sharded, job, plan, dataset)
@@ -143,3 +149,21 @@ def default_job(kind: Kind, *, world: int) -> JobSpec:
     raw["model"].pop("gradient_checkpointing")
     raw["scaling"] = {"num_workers": world}
     return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
+
+
+def unpacked_job(kind: Kind, *, world: int) -> JobSpec:
+    """Return the same spec with its own code unpacked, if it has any."""
+    job = default_job(kind, world=world)
+    if job.code is None:
+        return job
+    package = read_package(job.code.package)
+    unpack(package)
+    return job.model_copy(update={"code": job.code.model_copy(update={"sha256": package.sha256})})
+
+
+def shape_of(job: JobSpec) -> ModelShape:
+    """Return the sizes from which `POST /jobs` plans a job."""
+    shape, problems = check_model(job, may_read())
+    assert problems == []
+    assert shape is not None
+    return shape if job.code is None else replace(shape, call=measure_call(job))

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,20 +28,27 @@ from tests.families.runs import (
     default_job,
     job_of,
     measure_memory,
+    shape_of,
     train_leg,
+    unpacked_job,
 )
 from tests.families.table import settings_of
 from tests.support.builders.datasets import prepare_tokens
 from tests.support.builders.specs import may_read
+from tests.support.own_code import forget_imports
 from tests.support.ranks.first_step import step_and_evaluation
 from tests.support.ranks.ranks import ranks_of_any_number, ranks_to_kill
 from tests.support.ranks.torchrun import load_checkpoint, load_tensors
 from train_loop.checkpoint.export.huggingface import export
+from train_loop.code.use import own_code
 from train_loop.conformance.measure import Step, step_difference
 from train_loop.loop.build import count_flops
 from train_loop.loop.objectives.objective import LINE_FIELDS
+from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.preflight.checks import check_model
+from train_loop.preflight.own_calls import first_batch
+from train_loop.preflight.own_code import first_rows_of
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, SpecError
 
@@ -62,9 +70,9 @@ DRAWN = (
 `MODELS_SEED=…` draws those of another commit.
 """
 COUNTED = [(family, TOKENS) for family in KINDS] + [
-    (one.families[0], name) for name, one in OBJECTIVES.items() if name != TOKENS and OWN not in one.families
+    (one.families[0], name) for name, one in OBJECTIVES.items() if name != TOKENS
 ]
-"""Kinds whose bytes and operations are counted; `trainshed check-model` counts those of own modules."""
+"""Kinds whose bytes and operations are counted."""
 COMPARED = [one for one in (MATRIX if os.environ.get("MORE") else COUNTED) if TOKENS not in one and OWN not in one]
 """Kinds whose steps are computed on meshes; `test_table.py` and `trainshed check-model` do so for the others."""
 
@@ -207,13 +215,18 @@ def test_step_and_evaluation_are_those_of_one_rank(
         assert found[2].metrics == pytest.approx(expected[2].metrics, rel=1e-5)
 
 
-# The plan does not count what encoders need for masks and in backward, which is large beside few labels.
-@pytest.mark.parametrize(("family", "objective"), [one for one in COUNTED if "encoder" not in one[1]])
+@pytest.fixture
+def _unpacked_here(rows: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(rows.parent))
+    with forget_imports():
+        yield
+
+
+@pytest.mark.usefixtures("_unpacked_here")
+@pytest.mark.parametrize(("family", "objective"), COUNTED)
 def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
     kind = kind_of(family, objective, rows)
-    shape, problems = check_model(default_job(kind, world=2), may_read())
-    assert problems == []
-    planned, found = call_ranks(2, measure_memory, kind, shape, 2)
+    planned, found = call_ranks(2, measure_memory, kind, shape_of(unpacked_job(kind, world=2)), 2)
     assert found.parameters == pytest.approx(planned["parameters"], rel=0.05)
     assert found.gradients == pytest.approx(found.used * planned["gradients"], rel=0.05)
     assert found.optimizer == pytest.approx(found.used * planned["optimizer"], rel=0.05)
@@ -222,7 +235,7 @@ def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ran
     assert found.peak == pytest.approx(total, rel=0.1)
 
 
-@pytest.mark.parametrize(("family", "objective"), COUNTED)
+@pytest.mark.parametrize(("family", "objective"), [one for one in COUNTED if one[0] != OWN])
 def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows: Path) -> None:
     """The formula counts every parameter as a part of a matrix product, and so also tables that are only read."""
     model = default_job(kind_of(family, objective, rows), world=1).model
@@ -231,7 +244,7 @@ def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows:
     # Other implementations of attention have operators that are not counted.
     built = OBJECTIVES[objective].exported.from_config(config, attn_implementation="eager")
     anatomy = CAUSAL.anatomy(built)
-    flops = count_flops(anatomy, sequence_length=32, dtype="fp32", device=torch.device("cpu"))
+    flops = count_flops(anatomy, sequence_length=32, dtype="fp32", device="cpu")
     with FlopCounterMode(display=False) as counter:
         logits = anatomy.model(input_ids=torch.ones(1, 32, dtype=torch.int64), use_cache=False)[0]
     logits.sum().backward()
@@ -240,3 +253,16 @@ def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows:
     without_products = {*tables, *(one for one in anatomy.model.parameters() if one.grad is None)}
     formula = flops.per_token - 6 * sum(one.numel() for one in without_products)
     assert formula == pytest.approx(3 * counter.get_total_flops() / 32, rel=0.1)
+
+
+@pytest.mark.usefixtures("_unpacked_here")
+@pytest.mark.parametrize("objective", [name for name, one in OBJECTIVES.items() if OWN in one.families])
+def test_flops_of_own_code_are_those_of_a_counted_forward(objective: str, rows: Path) -> None:
+    job = unpacked_job(kind_of(OWN, objective, rows), world=1)
+    assert job.code is not None
+    code, call = own_code(job.code), shape_of(job).call
+    assert call is not None
+    columns = first_batch(first_rows_of(job), job)
+    with FlopCounterMode(display=False) as counter:
+        call_loss(code, code.model(job.code.config), call_batch(code, columns, torch.device("cpu")))
+    assert call.flops == pytest.approx(3 * counter.get_total_flops(), rel=0.1)

@@ -1,6 +1,6 @@
 """Assembly of a training run: builds model, data order, optimizers and objective from a spec and a session."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.amp import GradScaler
@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 from train_loop.code.use import own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
+from train_loop.loop.fake_call import count_row_flops
 from train_loop.loop.objectives.labels import ClassLoss, NumberLoss
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
@@ -26,7 +27,7 @@ from train_loop.spec import JobSpec
 from train_loop.state import TrainState
 from train_loop.system.retry import patiently
 from train_loop.telemetry.compile import CompileWatch
-from train_loop.telemetry.flops import Flops
+from train_loop.telemetry.flops import Flops, RowFlops
 from train_loop.telemetry.timers import ComputeTimer
 
 _SCALE = 2.0**16
@@ -47,7 +48,7 @@ class Run:
     state: TrainState
     objective: Objective
     reduction: Reduction
-    flops: Flops
+    flops: Flops | RowFlops
     compute_timer: ComputeTimer
     compile_watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
@@ -96,12 +97,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         state=state,
         objective=objective,
         reduction=build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed, own=spec.code is not None),
-        flops=count_flops(
-            sharded.anatomy,
-            sequence_length=dataset.sequence_length,
-            dtype=spec.strategy.param_dtype,
-            device=mesh.device,
-        ),
+        flops=_flops(sharded.anatomy, spec, dataset, mesh.device),
         compute_timer=sharded.timer,
         compile_watch=CompileWatch() if spec.model.compile else None,
         evaluation_data=evaluation,
@@ -109,14 +105,24 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     )
 
 
-def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: torch.device) -> Flops:
+def _flops(anatomy: Anatomy, spec: JobSpec, dataset: Dataset, device: torch.device) -> Flops | RowFlops:
+    """Return the FLOPs of a token, or of a row of own code, on a device."""
+    name, dtype = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", spec.strategy.param_dtype
+    if spec.code is None:
+        return count_flops(anatomy, sequence_length=dataset.sequence_length, dtype=dtype, device=name)
+    unknown = RowFlops(None, name, dtype)
+    # The call may take seconds, and has no use without a peak.
+    return unknown if unknown.peak is None else replace(unknown, per_row=count_row_flops(spec, dataset))
+
+
+def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: str) -> Flops:
     """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
     return Flops(
         parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()),
         layers=anatomy.depth,
         attention_width=anatomy.attention_width,
         sequence_length=sequence_length,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device,
         dtype=dtype,
     )
 

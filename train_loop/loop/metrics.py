@@ -77,7 +77,7 @@ def record_step(
         lr=result.lr,
         tokens_per_second=agreed.tokens / seconds,
         tokens_per_second_per_worker=per_worker,
-        mfu=run.flops.mfu(per_worker),
+        mfu=run.flops.mfu(tokens=per_worker, rows=_rows_of_step(run) / seconds / run.session.world),
         step_seconds=seconds,
         data_wait_seconds=clock.data_wait_seconds,
         checkpoint_blocked_seconds=clock.take_saving_seconds(),
@@ -129,6 +129,11 @@ def _samples_of_step(run: Run) -> list[int]:
     """Return the sample ids of the finished step; each rank has checked its own rows against them."""
     ids: list[int] = run.order.step(run.state.consumed - run.order.global_batch).flatten().tolist()
     return sorted(sample for sample in ids if sample != PADDING)
+
+
+def _rows_of_step(run: Run) -> int:
+    """Return the number of samples of the finished step; the last step of a run may have fewer than a batch."""
+    return run.order.global_batch - max(run.state.consumed - run.order.order.end, 0)
 
 
 def replayed_steps(run_dir: RunDir, resumed_from: int) -> int:

@@ -70,23 +70,33 @@ def estimate_memory(
         *state,
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
-        *(_forward(spec, shape, mesh, beside=beside) if spec.code is None else _own_forward(spec, shape, mesh)),
+        *_forward(spec, shape, mesh, beside=beside),
     )
 
 
-def _own_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
-    """Return the bytes that forward and backward of own code keep, if they are known."""
-    call, rows = shape.call, spec.training.per_device_train_batch_size
-    if call is None or call.activations is None:
-        return ()
-    formula = (
-        f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sequence ranks"
+def _measured(
+    spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, activations: int, rows: int, beside: Place
+) -> tuple[MemoryTerm, ...]:
+    """Return the bytes that forward and backward of a micro-batch keep, from those of a call with some rows."""
+    formula = f"{activations} bytes, counted without values for {rows} rows, x rows / {rows} / sequence ranks"
+    kept = activations * spec.training.per_device_train_batch_size // (rows * mesh.sp)
+    if spec.model.gradient_checkpointing != "offload" or not shape.hidden:
+        return (MemoryTerm("activations", kept, formula),)
+    each = DTYPE_BYTES[spec.strategy.param_dtype]
+    inputs = each * spec.sequences_per_device * spec.data.sequence_length * shape.hidden * shape.layers
+    return (
+        MemoryTerm("activations", max(kept - inputs, 0), f"{formula} - offloaded activations"),
+        MemoryTerm("offloaded_activations", inputs, f"{each} bytes x tokens x H x layers", beside),
     )
-    return (MemoryTerm("activations", call.activations * rows // (call.rows * mesh.sp), formula),)
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
-    """Estimate the bytes that the forward pass of a decoder keeps."""
+    """Estimate the bytes that the forward pass keeps: as measured, or as those of a decoder; none of own code."""
+    if shape.call is not None and shape.call.activations is not None:
+        counted = {"activations": shape.call.activations, "rows": shape.call.rows}
+        return _measured(spec, shape, mesh, **counted, beside=beside)
+    if spec.code is not None:
+        return ()
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     return (

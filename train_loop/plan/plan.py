@@ -115,6 +115,8 @@ def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
         return ()
     if spec.code is not None:
         return _warnings_of_code(shape)
+    if shape.call is not None and shape.call.problem is None:
+        return (f"model_type={shape.model_type}: activations are estimated from a call without values",)
     what = "memory is" if shape.counts is None else "activations are"
     return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)
 

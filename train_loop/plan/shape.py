@@ -111,7 +111,7 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """Sizes of a call of own code with a micro-batch, counted without values."""
+    """Sizes of a call of own code, or of an encoder, with a micro-batch, counted without values."""
 
     rows: int
     activations: int | None = None
@@ -119,7 +119,7 @@ class CallSizes:
     root_gradients: int = 0
     """Bytes of whole gradients that FSDP's root unit has at that time."""
     flops: int | None = None
-    """FLOPs of forward and backward, recomputation not included; None if unknown."""
+    """FLOPs of forward and backward of own code, recomputation not included; None if unknown."""
     problem: str | None = None
     """Why they are unknown."""
 
@@ -153,7 +153,7 @@ class ModelShape:
     counts: ParameterCounts | None = None
     """Exact numbers of parameters; None if the model has not been built."""
     call: CallSizes | None = None
-    """Sizes of a call of own code; None for other models, and before the code has been called."""
+    """Sizes of a call of own code or of an encoder; None for other models, and before the call."""
     whole_scores: bool = False
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
     kept: KeptBytes | None = None

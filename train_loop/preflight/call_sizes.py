@@ -1,103 +1,113 @@
-"""Bytes of activations and FLOPs of a call of own code, counted on tensors without values."""
+"""Bytes of activations and FLOPs of a call of a model, counted on tensors without values."""
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
 
-from train_loop.code.load import OwnCode
 from train_loop.code.use import own_code
+from train_loop.data.columns import token_columns
+from train_loop.data.dataset import Dataset
+from train_loop.loop.batch import MicroBatch
+from train_loop.loop.build import build_objective
+from train_loop.loop.fake_call import FakeCall, count_flops_of_rows, fake_call
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
-from train_loop.model.build import DTYPES
 from train_loop.model.families.choose import family_of
-from train_loop.model.freeze import freeze
-from train_loop.parallel.layers import apply_checkpointing
-from train_loop.parallel.units import repeated_layers, wrapped_layers
-from train_loop.plan import CallSizes
+from train_loop.model.families.family import Examination
+from train_loop.parallel.build import ShardedModel
+from train_loop.plan import CallSizes, ModelShape, plan_job
 from train_loop.preflight.fork_server import lacks_memory
-from train_loop.preflight.own_calls import cast_inputs, first_batch
+from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
 from train_loop.spec import JobSpec
+from train_loop.telemetry.timers import ComputeTimer
 
 CPU = torch.device("cpu")
 
 
 def measure_call(spec: JobSpec) -> CallSizes:
-    """Return the bytes and FLOPs of a micro-batch of a spec's first rows, or why they cannot be counted."""
-    assert spec.code is not None, "only specs with code are measured"
-    rows = spec.training.per_device_train_batch_size
+    """Return the bytes and FLOPs of own code with a micro-batch of a spec's first rows, or why they are unknown."""
+    assert spec.code is not None, "only specs with code have own rows"
+    code = own_code(spec.code)
+
+    def measure() -> CallSizes:
+        columns = first_batch(first_rows_of(spec), spec)
+        flops, batch = count_flops_of_rows(spec, columns), call_batch(code, columns, CPU)
+        with fake_call(family_of(spec).build(spec.model), spec, batch, recompute=True) as call, LiveBytes(call) as live:
+            torch.autograd.backward(call_loss(code, call.model, call.batch).total)
+        activations, gradients = live.peak()
+        return CallSizes(spec.training.per_device_train_batch_size, activations, gradients, flops)
+
+    return _or_problem(measure, spec)
+
+
+def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> CallSizes:
+    """Return the bytes of a model of transformers with a micro-batch of whole rows, or why they are unknown."""
+
+    def measure() -> CallSizes:
+        job = spec.at(spec.scaling.bounds[1])
+        anatomy, plan = family_of(job).build(job.model), plan_job(job, shape)
+        family, model = anatomy.family, anatomy.model.train()
+        family.choose_attention(model, job, CPU)
+        on_gpu = bool(job.scaling.resources_per_worker.get("GPU"))
+        dataset = Dataset(fingerprint="", parts=(), sequence_length=job.data.sequence_length)
+        with fake_call(anatomy, job, _text_batch(job), recompute=True) as call, LiveBytes(call) as live, _Answers():  # type: ignore[no-untyped-call]
+            objective = build_objective(
+                ShardedModel(anatomy, ComputeTimer(CPU), found.after_head, []), job, plan, dataset
+            )
+            arguments = family.arguments(model, call.batch)
+            with family.fused_attention(model) if on_gpu else nullcontext():
+                torch.autograd.backward(objective(MicroBatch(call.batch, arguments, last=True)).total)
+        return CallSizes(job.training.per_device_train_batch_size, *live.peak())
+
+    return _or_problem(measure, spec)
+
+
+def _or_problem(measure: Callable[[], CallSizes], spec: JobSpec) -> CallSizes:
     try:
-        code, columns = own_code(spec.code), first_batch(first_rows_of(spec), spec)
-        # Operators of other attention are not counted.
-        counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
-        with _fake_call(spec, code, columns, recompute=False) as call, counter, attention:
-            torch.autograd.backward(call_loss(code, call.model, call.batch).total)
-        with _fake_call(spec, code, columns, recompute=True) as call, LiveBytes(call) as live:
-            torch.autograd.backward(call_loss(code, call.model, call.batch).total)
-    except Exception as error:  # the code's errors have no common class, in backward either
+        return measure()
+    except Exception as error:  # errors of models have no common class, in backward either
         if lacks_memory(error):
             raise
-        return CallSizes(rows, problem=" ".join(str(error).split()).removesuffix("; correct the code")[:300])
-    inputs = sum(value.nbytes for value in tree_leaves(call.batch) if isinstance(value, Tensor))
-    activations, gradients = live.peak()
-    return CallSizes(rows, activations + inputs, gradients, counter.get_total_flops())
+        problem = " ".join(str(error).split()).removesuffix("; correct the code")[:300]
+        return CallSizes(spec.training.per_device_train_batch_size, problem=problem)
 
 
-class FakeCall(NamedTuple):
-    """A model, its FSDP units below the root, and a batch, all without values."""
-
-    model: nn.Module
-    units: list[nn.Module]
-    batch: Mapping[str, Any]
-
-
-@contextlib.contextmanager
-def _fake_call(spec: JobSpec, code: OwnCode, columns: Mapping[str, Any], *, recompute: bool) -> Iterator[FakeCall]:
-    """Yield the model in its compute dtype and a batch, for use within the context."""
-    anatomy = family_of(spec).build(spec.model)
-    layers, units = (find(anatomy, spec.strategy.wrap_policy) for find in (repeated_layers, wrapped_layers))
-    freeze(anatomy.model, spec.model.freeze_module_prefix)
-    batch = call_batch(code, columns, CPU)
-    with FakeTensorMode() as fake:
-        model, dtype = anatomy.model, DTYPES[spec.model.dtype]
-        _allocate(model, dtype)
-        model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
-        if recompute and spec.model.gradient_checkpointing != "none":
-            apply_checkpointing(layers, offload=False, pin_memory=False)
-        yield FakeCall(model, units, tree_map_only(Tensor, fake.from_tensor, batch))
+def _text_batch(spec: JobSpec) -> dict[str, Tensor]:
+    """Return the columns of a micro-batch of text, whose rows have no padding."""
+    rows, length, values = spec.training.per_device_train_batch_size, spec.data.sequence_length, dict[str, Tensor]()
+    for column in token_columns(labelled=True, sequences=spec.data.sequences):
+        value = torch.from_numpy(column.padding(rows, length))
+        value = value if column.sequences == 1 else value.flatten(0, 1)
+        values[column.name] = value.long() if column.kind == "token" else value
+    return values
 
 
-def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the tensors of a model on meta by such of the current mode, with float parameters in the given dtype.
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for models that ask for values: whether a row has something rare, or activations have a fault.
 
-    Tied ones stay one.
+    Unknown values are 0, and equal to what they are compared with.
     """
-    made = dict[int, Tensor]()
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    found = made.get(id(tensor))
-                    tensors[name] = made[id(tensor)] = _like(tensor, dtype) if found is None else found  # type: ignore[assignment]
 
+    _compares = False
 
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    is_parameter = isinstance(tensor, nn.Parameter)
-    kind = dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            return self._compares if args[0].dtype is torch.bool else 0
+        finally:
+            self._compares = func is torch.ops.aten.eq.Scalar
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the bytes of living tensors of a call.
+    """A dispatch mode that counts the bytes of living tensors of a call, its batch included.
 
     Parameters do not count. Gradients of FSDP's root unit live until the end of backward, and count apart; those of
     other units are reduced before, and do not count.
@@ -110,16 +120,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes = list[tuple[int, int]]()
         """Numbers of storages with the bytes that begin or end, by time."""
         self._gradients, self._root = set[int](), set[int]()
+        self._batch = sum(value.nbytes for value in tree_leaves(call.batch) if isinstance(value, Tensor))
         self._in_units = {id(parameter) for unit in call.units for parameter in unit.parameters()}
-        for number, parameter in enumerate(call.model.parameters()):
-            self._numbers[parameter.untyped_storage()] = -1 - number
+        for one in (*call.model.parameters(), *tree_leaves(call.batch)):
+            if isinstance(one, Tensor):
+                self._numbers[one.untyped_storage()] = -1
+        for parameter in call.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._sort)  # type: ignore[no-untyped-call]
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes of activations and of the root's gradients when both together are largest."""
-        activations = gradients = 0
-        found = 0, 0
+        activations, gradients = self._batch, 0
+        found = activations, 0
         for number, size in self._changes:
             if number in self._root:
                 gradients += size

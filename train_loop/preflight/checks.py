@@ -30,8 +30,8 @@ from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import check_rules
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import Examination
-from train_loop.model.folder import model_config, model_folder, tokenizer_folder
+from train_loop.model.families.family import Examination, Family
+from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.optim.build import muon_matrices
@@ -39,7 +39,7 @@ from train_loop.parallel.layers import apply_tiled_mlp
 from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
-from train_loop.preflight.call_sizes import measure_call
+from train_loop.preflight.call_sizes import measure_call, measure_text_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.preflight.parent_checkpoint import checkpoint_problems
@@ -47,7 +47,7 @@ from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.preflight.sandbox import confine
 from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable, local_path
-from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, ModelSpec, Problem, SourceSpec, parse
 from train_loop.system.input_files import limit_inputs
 
 # pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
@@ -104,7 +104,7 @@ def check_model(
             check_plain(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
-        shape = family.shape(spec.model)
+        shape = _shape(spec.model, family)
         if problems := large_model(shape, pointer):
             return None, problems
         anatomy, folder = family.build(spec.model), model_folder(spec.model)
@@ -121,12 +121,24 @@ def check_model(
     return (shape if problems else _counted(shape, anatomy, found, spec)), problems
 
 
+def _shape(model: ModelSpec, family: Family) -> ModelShape:
+    """Return the sizes in a config. Raises ModelError; if its kind is not supported, this is the reason."""
+    try:
+        return model_shape(model)
+    except ModelError:
+        family.build(model)
+        raise
+
+
 def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobSpec) -> ModelShape:
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
     repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
     layers = shape.layers if spec.code is None else len(repeated)
-    kept = None if shape.known and shape.labels is None else found.kept(repeated)
-    return replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
+    whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores)
+    call = measure_text_call(spec, whole, found) if found.sees_whole_rows else None
+    needs_count = call is None or call.problem is not None
+    kept = found.kept(repeated) if needs_count and not (shape.known and shape.labels is None) else None
+    return replace(whole, kept=kept, call=call)
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:

@@ -5,15 +5,14 @@ If the loss needs values, it is called with single rows and a small model's weig
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from train_loop.code.load import OwnCode
 from train_loop.errors import ModelError
+from train_loop.loop.fake_call import cast_inputs
 from train_loop.loop.objectives.own_loss import call_batch, call_loss, unchanged_buffers
 from train_loop.model.build import DTYPES, materialise
 from train_loop.model.families.anatomy import Anatomy
@@ -120,18 +119,6 @@ class _Calls:
 
 
 _LIKE = f"FSDP gathers a layer on all ranks together; {REMEDY_OF_CALLS}"
-
-
-def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a hook that gives a model its inputs in the compute dtype, as FSDP2 does."""
-
-    def cast(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    def hook(module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, cast, arguments), tree_map_only(Tensor, cast, named)
-
-    return hook
 
 
 def _needs_values(cause: BaseException | None) -> bool:

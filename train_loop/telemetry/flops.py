@@ -1,4 +1,4 @@
-"""FLOPs per trained token and model FLOPs utilisation (MFU)."""
+"""FLOPs per trained token or row, and model FLOPs utilisation (MFU)."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -10,6 +10,8 @@ FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
 By convention, recomputed activations do not count, and attention counts as neither causal nor split by documents.
 Packed rows therefore get a higher value the shorter their documents are.
 """
+ROW_FORMULA = "FLOPs of a row · rows/s per device ÷ peak"
+"""Model FLOPs utilisation of own code, whose FLOPs are counted in a call of its first rows."""
 
 _HALF = ("bf16", "fp16")
 # From NVIDIA's data sheets: dense, not sparse; half precision on tensor cores, and fp32 without TF32, which torch
@@ -49,7 +51,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Numbers from which a run's MFU is computed."""
+    """Numbers from which the MFU of a language model is computed."""
 
     parameters: int
     layers: int
@@ -69,11 +71,36 @@ class Flops:
         """Return the peak FLOP/s of one device; None if unknown."""
         return peak_flops(self.device, self.dtype)
 
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Return the fraction of its peak that a device reaches at `tokens_per_second`; None if the peak is unknown."""
+    def mfu(self, *, tokens: float, rows: float) -> float | None:
+        """Return the fraction of its peak that a device reaches at `tokens` per second; None if the peak is unknown."""
         peak = self.peak
-        return None if peak is None else self.per_token * tokens_per_second / peak
+        return None if peak is None else self.per_token * tokens / peak
 
     def stated(self) -> dict[str, Any]:
         """Return the formula and its numbers, for the event `training_started`."""
         return {"formula": FORMULA, **asdict(self), "flops_per_token": self.per_token, "peak_flops": self.peak}
+
+
+@dataclass(frozen=True)
+class RowFlops:
+    """Numbers from which the MFU of own code is computed."""
+
+    per_row: int | None
+    """FLOPs of a row, forward and backward; None if they are unknown."""
+    device: str
+    dtype: str
+
+    @property
+    def peak(self) -> float | None:
+        """Return the peak FLOP/s of one device; None if unknown."""
+        return peak_flops(self.device, self.dtype)
+
+    def mfu(self, *, tokens: float, rows: float) -> float | None:
+        """Return the fraction of its peak that a device reaches at `rows` per second; None if one is unknown."""
+        peak = self.peak
+        return None if peak is None or self.per_row is None else self.per_row * rows / peak
+
+    def stated(self) -> dict[str, Any]:
+        """Return the formula and its numbers, for the event `training_started`."""
+        numbers = {"device": self.device, "dtype": self.dtype, "flops_per_row": self.per_row}
+        return {"formula": ROW_FORMULA, **numbers, "peak_flops": self.peak}

@@ -76,7 +76,7 @@ class OwnLoss:
 
         Random numbers depend on the batch's first sample alone, so that all evaluations draw the same on any mesh.
         """
-        with _random_numbers_of(int(batch.samples[0])):
+        with random_numbers_of(int(batch.samples[0])):
             terms = self(batch)
         assert terms.count is not None
         # The count may be a number, whose tensor is on the CPU.
@@ -109,7 +109,7 @@ def as_tensors(values: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _random_numbers_of(sample: int) -> Iterator[None]:
+def random_numbers_of(sample: int) -> Iterator[None]:
     """Seed the random generators for a sample within the context, and leave them unchanged."""
     before = rng_state()
     seed_generators(0, step=0, rank=sample)

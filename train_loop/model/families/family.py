@@ -4,6 +4,7 @@ The loop, its checks and the export work with modules, an `Anatomy` and its fami
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from train_loop.errors import ModelError
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.folder import model_shape
-from train_loop.plan import KeptBytes, ModelShape
+from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec, ModelSpec
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -58,6 +58,8 @@ class Examination:
     settings: tuple[SettingCheck, ...]
     whole_scores: bool = False
     """True if attention computes whole matrices of scores."""
+    sees_whole_rows: bool = False
+    """True if the model is an encoder, whose bytes are those of a call: few of them have the layers of a decoder."""
     kept: Callable[[Sequence[nn.Module]], KeptBytes | None] = lambda layers: None
     """Count the bytes that a call keeps for backward, given the model's layers; None if it cannot be counted."""
 
@@ -109,13 +111,6 @@ class Family(Protocol):
         """Return the remedy for a tensor that no rule initialises."""
         return "give a folder with weights in model.path, or choose another model"
 
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        """Return the sizes of a model, as a plan needs them. Raises ModelError.
-
-        The plan reads them from the config by `model_shape`, without torch; a family may give a better reason.
-        """
-        return model_shape(spec)
-
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a model on the meta device, without memory and weights, in `spec.master_dtype`. Raises ModelError."""
 
@@ -144,6 +139,10 @@ class Family(Protocol):
     def split_sequence(self, model: nn.Module, part: object) -> bool:
         """Give a model this rank's part of each sequence, if it exchanges parts itself; return whether it does."""
         return False
+
+    def fused_attention(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which attention computes nothing, and keeps for backward what a GPU's kernels keep."""
+        return nullcontext()
 
     def initialise(self, model: nn.Module, name: str) -> None:
         """Initialise the tensors of one module of a model by the family's rules; tensors of others may be on meta.

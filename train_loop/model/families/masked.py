@@ -24,8 +24,6 @@ from train_loop.model.families.causal.probe import kept_for_backward
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
 from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.model.families.family import Attention, Examination, Family, SettingCheck, StoredNames
-from train_loop.model.folder import model_shape
-from train_loop.plan import ModelShape
 from train_loop.spec import EmbeddingSpec, JobSpec, ModelSpec
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -41,14 +39,6 @@ class Masked(Causal):
 
     It shares weights, names and initialisation with causal language models.
     """
-
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        """Return the sizes in a config. Raises ModelError; if its kind is not supported, this is the reason."""
-        try:
-            return model_shape(spec)
-        except ModelError:
-            self.build(spec)
-            raise
 
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a dense encoder on the meta device. Raises ModelError."""
@@ -90,7 +80,7 @@ class Masked(Causal):
         )
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False
         kept = partial(kept_for_backward, anatomy, DTYPES[spec.strategy.param_dtype], length)
-        return Examination({}, after_head, settings, whole_scores=whole, kept=kept)
+        return Examination({}, after_head, settings, whole_scores=whole, sees_whole_rows=True, kept=kept)
 
     def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
         """Do nothing: the spec has refused parts of sequences."""

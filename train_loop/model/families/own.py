@@ -18,7 +18,6 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.family import Examination, ExportFacts, Family, SettingCheck
-from train_loop.plan import ModelShape
 from train_loop.run_dir import write_durably
 from train_loop.spec import JobSpec, ModelSpec
 
@@ -45,10 +44,6 @@ class OwnModels(Family):
     def remedy_for_unset(self) -> str:
         """Return the remedy for a tensor that no rule initialises."""
         return "set it in reset_parameters of its module, or in init_weights of the model"
-
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        """Return a shape without sizes: those of own code are counted after it is built."""
-        return ModelShape.of_code()
 
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build the module on the meta device, in the dtype of its weights. Raises ModelError."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from train_loop.code.load import OwnCode
 from train_loop.errors import ModelError
-from train_loop.loop.objectives.own_loss import _random_numbers_of, call_batch, call_loss
+from train_loop.loop.objectives.own_loss import call_batch, call_loss, random_numbers_of
 from train_loop.spec import CodeSpec
 
 FUNCTIONS = {"package": "/x", "model": "mymodel:build", "loss": "mymodel:loss", "batch": "mymodel:batch"}
@@ -27,7 +27,7 @@ def draw() -> list[float]:
 
 def test_evaluations_draw_the_same_numbers_and_leave_the_generators_unchanged() -> None:
     def evaluate(sample: int) -> list[float]:
-        with _random_numbers_of(sample):
+        with random_numbers_of(sample):
             return draw()
 
     torch.manual_seed(1)

@@ -17,7 +17,6 @@ from train_loop.errors import ModelError
 from train_loop.model.build import check_rules, materialise
 from train_loop.model.families.choose import family_of
 from train_loop.model.load import give_weights
-from train_loop.plan import read_shape
 
 NAMES = {
     *("PreTrainedModel", "PretrainedConfig", "PreTrainedConfig", "_no_split_modules", "_attn_implementation"),
@@ -73,10 +72,6 @@ def test_plain_module_is_initialised_tied_loaded_and_called(tmp_path: Path) -> N
     expected.load_state_dict(weights)
     rows = {"left": torch.ones(2, 4), "right": torch.zeros(2, 4)}
     assert torch.equal(family.call(built.model, rows, family.arguments(built.model, rows)), expected(**rows))
-
-
-def test_plain_module_has_the_sizes_of_its_config() -> None:
-    assert Plain().shape(MODEL) == read_shape(TINY)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_peak_flops_equal_the_data_sheets(device: str, dtype: str, teraflops: fl
 )
 def test_unknown_peak_is_none(device: str, dtype: str) -> None:
     assert peak_flops(device, dtype) is None
-    assert Flops(1, 1, 1, 1, device, dtype).mfu(1.0) is None
+    assert Flops(1, 1, 1, 1, device, dtype).mfu(tokens=1.0, rows=1.0) is None
 
 
 def test_mfu_equals_the_formula() -> None:
@@ -59,7 +59,7 @@ def test_mfu_equals_the_formula() -> None:
         dtype="bf16",
     )
     assert flops.per_token == 6 * 8_030_261_248 + 12 * 32 * 4096 * 4096
-    assert flops.mfu(10_471.0) == pytest.approx(0.578, abs=0.001)
+    assert flops.mfu(tokens=10_471.0, rows=1.0) == pytest.approx(0.578, abs=0.001)
     assert flops.stated()["peak_flops"] == 989.5e12
 
 
@@ -67,6 +67,6 @@ def test_mfu_equals_the_formula() -> None:
 def test_flops_cover_the_whole_model(sizes: dict[str, int]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY | sizes))
-    flops = count_flops(CAUSAL.anatomy(model), sequence_length=32, dtype="fp32", device=torch.device("cpu"))
+    flops = count_flops(CAUSAL.anatomy(model), sequence_length=32, dtype="fp32", device="cpu")
     assert flops.parameters == sum(p.numel() for p in model.parameters())
     assert (flops.layers, flops.attention_width, flops.device) == (2, 4 * sizes.get("head_dim", 8), "cpu")

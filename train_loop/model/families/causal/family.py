@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.causal.attention import (
     apply_attention,
     attention_inputs,
+    attention_replaced,
     divert_attention,
     register_attention,
 )
@@ -47,14 +49,13 @@ from train_loop.model.families.causal.probe import (
     check_attention,
     check_head,
     check_positions,
+    keep_attention,
     kept_for_backward,
     probe,
 )
 from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
-from train_loop.model.folder import model_shape
-from train_loop.plan import ModelShape
 from train_loop.spec import JobSpec, ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -69,14 +70,6 @@ class Causal(Family):
     """The family of all causal language models of transformers."""
 
     source = SOURCE
-
-    def shape(self, spec: ModelSpec) -> ModelShape:
-        """Return the sizes in a config. Raises ModelError; if its kind is not supported, this is the reason."""
-        try:
-            return model_shape(spec)
-        except ModelError:
-            check_decoder(build_model(spec))
-            raise
 
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a dense model on the meta device. Raises ModelError."""
@@ -136,6 +129,10 @@ class Causal(Family):
     def divert_attention(self, model: PreTrainedModel) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""
         return divert_attention(model)
+
+    def fused_attention(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Replace the function in the transformers registry."""
+        return attention_replaced(model, keep_attention)
 
     def initialise(self, model: PreTrainedModel, name: str) -> None:
         """Apply a module's own rule, then those of its parents: GPT-2's redraw some weights of their children.

@@ -135,14 +135,23 @@ class _KeptAttention(torch.autograd.Function):
     """Attention that computes nothing, and keeps its inputs and output as kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        ctx.save_for_backward(query, key, value, out)
+        # Kernels add masks to scores: each call makes numbers of true and false.
+        ctx.save_for_backward(query, key, value, out, mask if mask is None else mask.to(query.dtype))
         return out
 
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
-def _keep_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    return _KeptAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
+
+def keep_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *_: Any, **__: Any
+) -> Any:
+    """Keep what a kernel keeps of attention for backward, and compute nothing."""
+    given = mask if isinstance(mask, Tensor) else None
+    return _KeptAttention.apply(query, key, value, given), None  # type: ignore[no-untyped-call]
 
 
 def kept_for_backward(
@@ -156,7 +165,7 @@ def kept_for_backward(
         built, _ = _copy(anatomy, dtype)
         columns, arguments = _call(built.model, tokens)
         copied = [built.model.get_submodule(names[layer]) for layer in layers]
-        with attention_replaced(built.model, _keep_attention):
+        with attention_replaced(built.model, keep_attention):
             return count_kept(
                 built, copied, lambda: built.family.call(built.model, columns, arguments), tokens=tokens, each=each
             )
