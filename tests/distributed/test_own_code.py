@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.own_code import NAMES, STEPS, example, example_job, plain_loop, write_example
+from tests.support.own_code import NAMES, STEPS, example, example_job, first_batch, plain_loop, write_example
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_tensors
 from train_loop.checkpoint.export.huggingface import export
@@ -21,7 +23,16 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
+from train_loop.telemetry import flops
 from train_loop.train import train
+
+PEAK = 1e12
+VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "sgd": ("simple", {"training": {"optimizer": "sgd"}}),
+    "adafactor": ("simple", {"training": {"optimizer": "adafactor"}}),
+    "bf16": ("transformer", {"model": {"dtype": "bf16"}}),
+}
+"""Examples with other settings than their own."""
 
 
 def train_all(folder: Path) -> None:
@@ -33,13 +44,25 @@ def train_all(folder: Path) -> None:
             raw["code"]["batch"], raw["data"]["train"] = "files:batch", {"path": str(folder / "png.parquet")}
             raw["data"]["eval"] = raw["data"]["train"]
         job = parse(raw)
-        train_once(job, folder / f"{name} whole", folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flops, "peak_flops", lambda device, dtype: PEAK)
+            train_once(job, folder / f"{name} whole", folder)
         # A pause after some steps, and a changed package before the run resumes.
         train_once(job, folder / f"{name} paused", folder, steps=4)
         if dist.get_rank() == 0:
             (folder / name / "another.py").write_text("")
         dist.barrier()
         train_once(job, folder / f"{name} paused", folder)
+    for variant in VARIANTS:
+        train_once(parse(variant_job(folder, variant)), folder / variant, folder)
+
+
+def variant_job(folder: Path, variant: str) -> dict[str, Any]:
+    name, parts = VARIANTS[variant]
+    raw = example_job(folder, name)
+    raw["data"]["shuffle"] = False  # micro-batches then have sorted samples
+    raw["training"]["num_train_epochs"] = 1
+    return raw | {part: raw[part] | fields for part, fields in parts.items()}
 
 
 def train_once(job: JobSpec, place: Path, cache: Path, *, steps: int | None = None) -> None:
@@ -80,6 +103,34 @@ def test_two_ranks_equal_the_plain_loop(runs: Path, name: str) -> None:
     for weight, values in weights.items():
         # Adam divides tiny gradients by their own size, so that rounding shows in their weights.
         torch.testing.assert_close(saved[f"/model/{weight}"], values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_optimizers_and_bf16_equal_the_plain_loop(runs: Path, variant: str) -> None:
+    raw, found = variant_job(runs, variant), lines(runs / variant)
+    losses, evaluation, weights = plain_loop(runs, VARIANTS[variant][0], found, raw)
+    assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5)
+    assert found[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
+    saved = load_tensors(runs / variant, len(found))
+    for weight, values in weights.items():
+        torch.testing.assert_close(saved[f"/model/{weight}"], values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mfu_is_that_of_a_counted_call(runs: Path, name: str) -> None:
+    module, job = example(name), parse(example_job(runs, name))
+    assert job.code is not None
+    model, size = module.build(job.code.config), job.training.per_device_train_batch_size
+    batch = first_batch(name, size)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module.loss(model, batch)[0].backward()
+    events = read_lines(RunDir(runs / f"{name} whole").attempt(1).events)
+    (stated,) = [event["mfu"] for event in events if event["event"] == "training_started"]
+    assert stated["flops_per_row"] == counter.get_total_flops() // size > 0
+    for line in lines(runs / f"{name} whole"):
+        speed = len(line["samples"]) / line["step_seconds"] / 2
+        assert line["mfu"] == pytest.approx(stated["flops_per_row"] * speed / PEAK)
+    assert {line["mfu"] for line in lines(runs / f"{name} paused")} == {None}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ class Model(nn.Module):
     _no_split_modules = ("Layer",)
     def __init__(self, width):
         super().__init__()
-        self.first, self.last = nn.Linear(2, width), nn.Linear(width, 2)
+        self.first, self.last = nn.Linear(2, width).requires_grad_(False), nn.Linear(width, 2)
         self.layers = nn.ModuleList(Layer(width) for _ in range(2))
     def forward(self, x):
         x = self.first(x)
@@ -58,7 +58,7 @@ def batch(columns):
 def loss(model, batch):
     return F.mse_loss(model(batch["x"]).sum(-1), batch["y"], reduction="sum"), len(batch["y"])
 """
-"""The module of the package. Two ranks divide its sizes evenly, as the plan does."""
+"""The module of the package, with a frozen part. Two ranks divide its sizes evenly, as the plan does."""
 
 
 class Objective(NamedTuple):

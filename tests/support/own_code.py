@@ -3,7 +3,7 @@
 import importlib.util
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -15,12 +15,15 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import Adafactor
 
 from tests.support.builders.specs import code_spec
 from train_loop.code.load import OwnCode
 from train_loop.model.build import materialise
 from train_loop.model.families.own import OwnModels
+from train_loop.optim.eight_bit import adamw_8bit_class
 from train_loop.spec import parse
 
 EXAMPLES = Path("examples/own-model")
@@ -174,33 +177,74 @@ def example_job(folder: Path, name: str) -> dict[str, Any]:
     return raw
 
 
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], Any]] = {
+    "adamw": lambda trained, lr: torch.optim.AdamW(trained, lr=lr, weight_decay=0.0),
+    "sgd": lambda trained, lr: torch.optim.SGD(trained, lr=lr, momentum=0.9),
+    "adafactor": lambda trained, lr: Adafactor(trained, lr=lr, scale_parameter=False, relative_step=False),
+    "adamw_8bit": lambda trained, lr: adamw_8bit_class()([{"params": trained}], lr, weight_decay=0.0),
+}
+"""The libraries' optimizers, by the name in a spec."""
+
+
 def plain_loop(
     folder: Path, name: str, steps: list[dict[str, Any]], raw: dict[str, Any] | None = None
 ) -> tuple[list[float], float, dict[str, Tensor]]:
-    """Train an example with PyTorch alone on the samples of metrics lines. Return losses, evaluation and weights."""
+    """Train an example with PyTorch alone on the samples of metrics lines. Return losses, evaluation and weights.
+
+    With bf16, it computes in micro-batches of sorted samples, because the gradients of each are rounded.
+    """
     job, module, columns = parse(raw or example_job(folder, name)), example(name), columns_of(name)
     assert job.code is not None
     anatomy = OwnModels(OwnCode(job.code, folder / name, module.build, module.loss, module.batch)).build(job.model)
     model = module.build(job.code.config)
     materialise(model, anatomy, seed=job.training.seed, device=torch.device("cpu"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=job.training.learning_rate, weight_decay=0.0)
+    optimizer = OPTIMIZERS[job.training.optimizer](trained, job.training.learning_rate)
     averages, losses = [parameter.detach().clone() for parameter in trained], []
+    is_half = job.model.dtype == "bf16"
+
+    def sums(rows: Sequence[int]) -> Iterator[tuple[Tensor, Any]]:
+        size = job.training.per_device_train_batch_size if is_half else len(rows)
+        for part in (rows[start : start + size] for start in range(0, len(rows), size)):
+            total, count, *_ = module.loss(_InHalf(model) if is_half else model, module.batch(_taken(columns, part)))
+            yield total, count
+
     for line in steps:
-        total, count, *_ = module.loss(model, module.batch(_taken(columns, line["samples"])))
-        (total / count).backward()
+        found = [(total, count) for total, count in sums(line["samples"])]
+        count = sum(float(count) for _, count in found)
+        for total, _ in found:
+            torch.autograd.backward(total / count)
         torch.nn.utils.clip_grad_norm_(trained, job.training.max_grad_norm or 0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append((total / count).item())
+        losses.append(sum(total.item() for total, _ in found) / count)
         for average, parameter in zip(averages, trained, strict=True):
             average.lerp_(parameter.detach(), 1 - (job.training.ema_decay or 0.0))
     weights = {name: values.clone() for name, values in model.state_dict().items()}
     with torch.no_grad():
         for average, parameter in zip(averages, trained, strict=True):
             parameter.copy_(average)
-        total, count, *_ = module.loss(model.eval(), module.batch(_taken(columns, range(ROWS))))
-    return losses, (total / count).item(), weights
+        model.eval()
+        totals, counts = zip(*sums(range(ROWS)), strict=True)
+    return losses, sum(one.item() for one in totals) / sum(float(one) for one in counts), weights
+
+
+class _InHalf:
+    """A model with fp32 weights that computes in bf16, as FSDP's mixed precision does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        weights = {name: values.bfloat16() for name, values in self._model.named_parameters()}
+        cast = tuple(value.bfloat16() if value.is_floating_point() else value for value in inputs)
+        return functional_call(self._model, weights, cast)
+
+
+def first_batch(name: str, rows: int) -> dict[str, Tensor]:
+    """Return the batch of the first rows of an example."""
+    batch: dict[str, Tensor] = example(name).batch(_taken(columns_of(name), range(rows)))
+    return batch
 
 
 def _taken(columns: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:

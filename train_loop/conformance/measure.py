@@ -99,7 +99,15 @@ class Memory(NamedTuple):
     optimizer: int
     peak: int
     used: float
-    """Share of the parameters that get gradients."""
+    """Share of the trained parameters that get gradients."""
+
+
+class _Tracker(MemTracker):
+    """A tracker of modules with frozen parameters, which have no gradients to watch: those count all the same."""
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        watched = install_grad_hooks and all(one.requires_grad for one in module.parameters())
+        return super()._track_module_params_and_buffers(module, watched)
 
 
 def measure_memory(
@@ -110,7 +118,7 @@ def measure_memory(
     mesh: Mesh,
 ) -> Memory:
     """Return the bytes of a second step on the existing ranks; `batches` returns its micro-batches."""
-    reduction, seen, reached, tracker = PlainReduction(state.model, mesh), list[int](), set[int](), MemTracker()
+    reduction, seen, reached, tracker = PlainReduction(state.model, mesh), list[int](), set[int](), _Tracker()
 
     def watched() -> Iterator[MicroBatch]:
         for one in batches():
@@ -129,7 +137,8 @@ def measure_memory(
     moments = (one for optimizer in state.optimizers for moment in optimizer.state.values() for one in moment.values())
     peak = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
     parameters = list(state.model.parameters())
-    used = sum(one.numel() for one in parameters if id(one) in reached) / sum(one.numel() for one in parameters)
+    trained = [one for one in parameters if one.requires_grad]
+    used = sum(one.numel() for one in trained if id(one) in reached) / sum(one.numel() for one in trained)
     return Memory(_bytes(parameters), seen[-1], _bytes(moments), peak, used)
 
 

@@ -1,19 +1,27 @@
-"""AdamW with eight-bit moments: a resumed run is bit-equal, and one rank trains nearly the same weights as two."""
+"""AdamW with eight-bit moments: a resumed run is bit-equal, and one rank trains nearly the same weights as two.
+
+Own code trains nearly the weights of its plain PyTorch loop with torchao's optimizer.
+"""
 
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.test_own_code import lines, train_once
 from tests.support.builders.specs import TINY, spec
+from tests.support.own_code import example_job, plain_loop, write_example
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
+from train_loop.spec import parse
 from train_loop.train import train
 
 pytest.importorskip("torchao", reason="torchao is an optional dependency, which is not installed here")
@@ -50,3 +58,28 @@ def test_resumed_run_is_bit_equal_and_close_to_one_rank(tmp_path: Path) -> None:
         assert torch.equal(resumed[name], weight), name
         # In other shards, different values may form the blocks that share a scale.
         assert (one[name] - weight).norm() <= 1e-3 * weight.norm(), name
+
+
+def own_job(folder: Path) -> dict[str, Any]:
+    raw = example_job(folder, "simple")
+    raw["code"]["config"]["width"] = 2048
+    raw["training"] |= {"optimizer": "adamw_8bit", "num_train_epochs": 1}
+    return raw
+
+
+def train_own(folder: Path) -> None:
+    tempfile.tempdir = str(folder)
+    train_once(parse(own_job(folder)), folder / "run", folder)
+
+
+@pytest.mark.timeout(600)  # torchao compiles its step
+def test_own_code_is_close_to_its_plain_loop(tmp_path: Path) -> None:
+    write_example(tmp_path, "simple")
+    on_ranks(2, train_own, tmp_path)
+    found = lines(tmp_path / "run")
+    losses, _, weights = plain_loop(tmp_path, "simple", found, own_job(tmp_path))
+    assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-3)
+    saved = load_checkpoint(tmp_path / "run", len(found))
+    assert {type(one) for one in saved["optimizer"]["state"]["layer1.weight"].values()} != {torch.Tensor}
+    for name, weight in weights.items():
+        assert (saved["model"][name] - weight).norm() <= 1e-3 * weight.norm(), name
