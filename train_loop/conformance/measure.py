@@ -102,7 +102,7 @@ class Memory(NamedTuple):
     """Share of the trained parameters that get gradients."""
 
 
-class _Tracker(MemTracker):
+class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
     """A tracker of modules with frozen parameters, which have no gradients to watch: those count all the same."""
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:

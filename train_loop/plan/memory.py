@@ -74,29 +74,10 @@ def estimate_memory(
     )
 
 
-def _measured(
-    spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, activations: int, rows: int, beside: Place
-) -> tuple[MemoryTerm, ...]:
-    """Return the bytes that forward and backward of a micro-batch keep, from those of a call with some rows."""
-    formula = f"{activations} bytes, counted without values for {rows} rows, x rows / {rows} / sequence ranks"
-    kept = activations * spec.training.per_device_train_batch_size // (rows * mesh.sp)
-    if spec.model.gradient_checkpointing != "offload" or not shape.hidden:
-        return (MemoryTerm("activations", kept, formula),)
-    each = DTYPE_BYTES[spec.strategy.param_dtype]
-    inputs = each * spec.sequences_per_device * spec.data.sequence_length * shape.hidden * shape.layers
-    return (
-        MemoryTerm("activations", max(kept - inputs, 0), f"{formula} - offloaded activations"),
-        MemoryTerm("offloaded_activations", inputs, f"{each} bytes x tokens x H x layers", beside),
-    )
-
-
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes that the forward pass keeps: as measured, or as those of a decoder; none of own code."""
-    if shape.call is not None and shape.call.activations is not None:
-        counted = {"activations": shape.call.activations, "rows": shape.call.rows}
-        return _measured(spec, shape, mesh, **counted, beside=beside)
-    if spec.code is not None:
-        return ()
+    if spec.code is not None or shape.is_measured:
+        return _measured(spec, shape, mesh, beside=beside)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     return (
@@ -104,6 +85,18 @@ def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place)
         *_masks_and_scores(spec, shape, mesh, compute=compute),
         _logits(spec, shape, tokens),
     )
+
+
+def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
+    """Return the bytes that forward and backward of a micro-batch keep, from those of a call, if they are known."""
+    if (call := shape.call) is None or call.activations is None:
+        return ()
+    kept = call.activations * spec.training.per_device_train_batch_size // (call.rows * mesh.sp)
+    each = DTYPE_BYTES[spec.strategy.param_dtype] * spec.sequences_per_device * spec.data.sequence_length
+    inputs = each * shape.hidden * shape.layers if spec.model.gradient_checkpointing == "offload" else 0
+    formula = f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sp"
+    moved = MemoryTerm("offloaded_activations", inputs, "inputs of layers", beside)
+    return (MemoryTerm("activations", max(kept - inputs, 0), formula), *([moved] if inputs else []))
 
 
 def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, ordered: bool) -> tuple[int, str]:

@@ -170,6 +170,11 @@ class ModelShape:
         return self.model_type in _DEFAULTS
 
     @property
+    def is_measured(self) -> bool:
+        """Return True if a call has shown the bytes that forward and backward keep."""
+        return self.call is not None and self.call.activations is not None
+
+    @property
     def outputs(self) -> int:
         """Return the number of values that the head gives: tokens of the vocabulary, or labels."""
         return self.vocab if self.labels is None else self.labels
