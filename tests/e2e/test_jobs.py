@@ -426,7 +426,7 @@ def assert_metrics_of_export(service: LiveService, job_id: str, head: str) -> No
     """Check that transformers alone computes the metrics of a job's last evaluation from its export."""
     job = Job(service.client, service.client.job(job_id))
     *_, last = job.metrics()
-    exported = job.export(dtype="fp32", timeout=60)
+    exported = job.export(dtype="fp32", timeout=240)
     assert exported.path is not None
     expected = TEXT_HEADS[head].metrics(local_path(exported.path), service.home / "data" / head)
     assert {name: last[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
