@@ -64,7 +64,7 @@ def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
                 "--deadline-remaining-seconds",
             ]
             drained_at = time.time()
-            subprocess.run([*drain, "600"], check=True, timeout=60)
+            subprocess.run([*drain, "600"], check=True, timeout=120)
             (committed,) = wait_for(lambda: events("checkpoint_committed"), "a checkpoint")
             (notice,) = events("preemption_notice")
             assert notice["ranks"] == [0]
@@ -78,7 +78,7 @@ def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
             wait_for(lambda: any(line["time"] > after for line in read_lines(metrics)), "later steps")
             assert len(events("training_started")) == 1
             run_dir.write_stop(Stop(mode="cancel", checkpoint=False))
-            assert driver.wait(timeout=60) == 0
+            assert driver.wait(timeout=120) == 0
         finally:
             driver.kill()
             driver.wait()

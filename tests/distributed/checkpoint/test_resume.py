@@ -128,7 +128,7 @@ def test_stop_request_ends_the_run_with_a_checkpoint(spec: dict[str, Any], tmp_p
     torchrun.wait_for_step(run_dir, 3)
     (run_dir / "control").mkdir(exist_ok=True)
     (run_dir / "control" / "stop.json").write_text('{"mode": "cancel", "checkpoint": true}')
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     outcome = RunDir(run_dir).attempt(1).outcome()
     assert outcome is not None
     assert outcome.result == "cancelled"
@@ -145,7 +145,7 @@ def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], 
     assert second.poll() is None
     torchrun.wait_for_step(run_dir, torchrun.lines(run_dir)[-1]["step"] + 4)
     (run_dir / "control" / "stop.json").write_text('{"mode": "cancel", "checkpoint": true}')
-    assert second.wait(timeout=60) == 0
+    assert second.wait(timeout=120) == 0
     epochs = [line["epoch"] for line in torchrun.lines(run_dir)]
     assert (epochs[0], epochs[-1], epochs == sorted(epochs)) == (1, 2, True)
     assert RunDir(run_dir).fence() == Fence(1, 2)

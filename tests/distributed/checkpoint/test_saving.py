@@ -244,7 +244,7 @@ def test_only_the_newer_of_two_live_attempts_commits(tmp_path: Path) -> None:
         fenced = time.time()
         resumed = max(run_dir.manifests()) + 2
         assert on_ranks(2, endless, tmp_path, 2, resumed + 5) == ["", ""]
-        assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which stops"] * 2
+        assert older.result(timeout=120) == ["attempt 2 has taken over from attempt 1, which stops"] * 2
     committed = [e for e in read_lines(run_dir.attempt(1).events) if e["event"] == "checkpoint_committed"]
     # A commit that checked the fence before it was raised may still be reported.
     assert sum(event["time"] > fenced for event in committed) <= 1
@@ -277,8 +277,8 @@ def test_sigterm_to_torchrun_pauses_the_run_with_a_checkpoint(tmp_path: Path) ->
     torchrun.wait_for_step(run_dir.root, 3)
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    process.wait(timeout=60)
-    psutil.wait_procs(ranks, timeout=30)
+    process.wait(timeout=120)
+    psutil.wait_procs(ranks, timeout=120)
     assert_paused(run_dir)
 
 
@@ -288,7 +288,7 @@ def test_sigint_to_every_rank_pauses_the_run_with_a_checkpoint(tmp_path: Path) -
     process = WarmRun(endless_spec(tmp_path / "d.parquet"), run_dir.root, 2)
     torchrun.wait_for_step(run_dir.root, 3)
     process.interrupt()
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     assert_paused(run_dir)
 
 

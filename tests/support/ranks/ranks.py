@@ -35,7 +35,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
     def call_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
         for queue in requests:
             queue.put((function, arguments))
-        error, answer = answers.get(timeout=120)
+        error, answer = answers.get(timeout=240)
         if error:
             raise AssertionError(error)
         return answer
@@ -62,7 +62,7 @@ def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callabl
         with tempfile.TemporaryDirectory() as group:
             for queue in requests[:world]:
                 queue.put((world, group, function, arguments))
-            found = [answers.get(timeout=120) for _ in range(world)]
+            found = [answers.get(timeout=240) for _ in range(world)]
         for _, error, _ in found:
             if error:
                 raise AssertionError(error)
