@@ -1,11 +1,12 @@
 """Answers and log of a service while its disk is full or another process locks its database."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,8 @@ from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.adapters.storage.run_dirs_with_timeouts import GuardedRunDirs
 from service.adapters.storage.timeouts import StorageGuard
+from service.domain.jobs.job import JobState
+from service.domain.jobs.reason import Code
 from tests.support.builders.checkpoints import checkpoint
 from tests.support.fakes.service import FakeService
 from tests.support.servers.served import Served, served
@@ -24,12 +27,12 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 6 MB."""
+    """Mount a file system of 6 MB and 400 files."""
     if os.geteuid() != 0:
         pytest.skip("a file system of 6 MB takes root to mount")
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m,mode=0700", "none", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m,nr_inodes=400,mode=0700", "none", str(folder)]
     if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
         pytest.skip(f"tmpfs cannot be mounted here: {done.stderr.strip()}")
     yield folder
@@ -39,6 +42,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def _fill(file: Path) -> None:
     with file.open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
         deque(iter(lambda: filler.write(b"x" * 4096), 0), maxlen=0)
+
+
+def _fill_with_files(folder: Path) -> None:
+    folder.mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        deque((folder.joinpath(str(number)).touch() for number in range(1000)), maxlen=0)
+
+
+def _remount(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
 def _key(service: Served, name: str) -> tuple[int, str | None, bool]:
@@ -104,3 +117,39 @@ def test_full_storage_of_runs_returns_507_to_writes_and_serves_reads(small_disk:
         assert "has no space left" in refused.json()["detail"]
         assert refused.headers["retry-after"] == "5"
         assert len(client.get(f"/jobs/{job.id}/checkpoints").json()["data"]) == 1
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "full": (lambda disk: _fill(disk / "filler"), lambda disk: (disk / "filler").unlink(), "free space there, or"),
+    "files": (
+        lambda disk: _fill_with_files(disk / "more"),
+        lambda disk: shutil.rmtree(disk / "more"),
+        "free space there",
+    ),
+    "read-only": (lambda disk: _remount(disk, "ro"), lambda disk: _remount(disk, "rw"), "make it writable again"),
+}
+"""Faults of a disk: how each begins and ends, and what helps."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_job_waits_while_its_disk_cannot_be_written_and_then_starts(small_disk: Path, fault: str) -> None:
+    roots = StorageRoots()
+    run_dirs = GuardedRunDirs(LocalRunDirs(roots), StorageGuard(roots.check))
+    service = FakeService(small_disk, run_dirs=run_dirs)
+    begin, end, remedy = FAULTS[fault]
+    job = service.submit()
+    begin(small_disk)
+    try:
+        for _ in range(3):
+            service.reconciler().run_once()
+        reason = service.get(job.id).reason
+    finally:
+        end(small_disk)
+    assert reason is not None
+    assert (reason.code, service.cluster.launches) == (Code.STORAGE_UNAVAILABLE, [])
+    assert str(reason.remedy).startswith(remedy)
+    assert str(reason.remedy).endswith("; the job then continues")
+    service.reconciler().run_once()
+    started = service.get(job.id)
+    assert (started.state, started.reason, len(service.cluster.launches)) == (JobState.STARTING, None, 1)
+    assert [file.name for file in service.run_dir(job.id).root.rglob("*") if file.name.startswith(".")] == []
