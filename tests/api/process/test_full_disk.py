@@ -47,7 +47,8 @@ def _fill(file: Path) -> None:
 def _fill_with_files(folder: Path) -> None:
     folder.mkdir()
     with pytest.raises(OSError, match="No space left"):
-        deque((folder.joinpath(str(number)).touch() for number in range(1000)), maxlen=0)
+        for number in range(1000):
+            folder.joinpath(str(number)).touch()
 
 
 def _remount(disk: Path, how: str) -> None:
