@@ -47,8 +47,7 @@ def _fill(file: Path) -> None:
 def _fill_with_files(folder: Path) -> None:
     folder.mkdir()
     with pytest.raises(OSError, match="No space left"):
-        for number in range(1000):
-            folder.joinpath(str(number)).touch()
+        deque(map(os.mkdir, (folder / str(number) for number in range(1000))), maxlen=0)
 
 
 def _remount(disk: Path, how: str) -> None:
