@@ -172,5 +172,5 @@ def with_objective(raw: dict[str, Any], family: str, name: str, rows: Path) -> d
             "data": data,
         }
     head = {} if objective.head is None else {"head": objective.head}
-    config = raw["model"]["config"] | dict(objective.config)
+    config = raw["model"]["config"] | dict(objective.config if family in objective.families else {})
     return raw | {"model": raw["model"] | head | {"config": config}, "data": data}

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from tests.families.kinds import KINDS, SEED
 from tests.families.objectives import MATRIX, OBJECTIVES, OWN, write_rows
-from tests.families.parity import CASES, NONE, TOLERANCE, Case
+from tests.families.parity import CASES, NONE, TOLERANCE, Case, Settings
 from tests.families.runs import (
     DISTURBED,
     STEPS,
@@ -225,7 +225,17 @@ def _unpacked_here(rows: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.usefixtures("_unpacked_here")
 @pytest.mark.parametrize(("family", "objective"), COUNTED)
 def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
-    kind = kind_of(family, objective, rows)
+    check_bytes(kind_of(family, objective, rows), call_ranks)
+
+
+def test_scores_of_relative_attention_are_planned(call_ranks: CallRanks, rows: Path) -> None:
+    relative = Settings((("relative_attention", True), ("pos_att_type", ["c2p", "p2c"])))
+    kind = Kind("deberta-v2", "masked tokens", relative, rows)
+    prepare_tokens(default_job(kind, world=1), rows.parent)
+    check_bytes(kind, call_ranks)
+
+
+def check_bytes(kind: Kind, call_ranks: CallRanks) -> None:
     planned, found = call_ranks(2, measure_memory, kind, shape_of(unpacked_job(kind, world=2)), 2)
     assert found.parameters == pytest.approx(planned["parameters"], rel=0.05)
     assert found.gradients == pytest.approx(found.used * planned["gradients"], rel=0.05)

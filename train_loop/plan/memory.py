@@ -111,19 +111,18 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
-    units = shape.units(wrap.min_num_params)
-    outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or spec.code is not None) and not ordered else 0
+    units, measured = shape.units(wrap.min_num_params), spec.code is not None or shape.is_measured
+    outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or measured) and not ordered else 0
     # Embeddings that are units of their own are freed after use; by size, they are none of the root's parameters.
     wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and wrap.min_num_params is None
     inside = max(outside, ahead) if wrapped else outside + ahead
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
-    without = units.has_head or frozen or ordered or chunk_rows(spec, shape, tokens=tokens) is not None
+    without = units.has_head or frozen or ordered or measured or chunk_rows(spec, shape, tokens=tokens) is not None
     head = 0 if without else shape.outputs * shape.hidden
     later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
     # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
-    early = 0 if shape.call is None else shape.call.root_gradients
-    later = 0 if shape.call is not None else later
+    early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
     both = "two layers" if wrap.min_num_params is None else "units gathered at once"
     peaks = (
         (compute * (inside + head) + early - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
