@@ -134,11 +134,9 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
     repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
     layers = shape.layers if spec.code is None else len(repeated)
-    whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores)
-    call = measure_text_call(spec, whole, found) if found.sees_whole_rows else None
-    needs_count = call is None or call.problem is not None
-    kept = found.kept(repeated) if needs_count and not (shape.known and shape.labels is None) else None
-    return replace(whole, kept=kept, call=call)
+    kept = None if shape.known and shape.labels is None else found.kept(repeated)
+    whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
+    return replace(whole, call=measure_text_call(spec, whole, found)) if found.sees_whole_rows else whole
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
-from train_loop.model.build import DTYPES
 from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
@@ -20,7 +19,6 @@ from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
-from train_loop.model.families.causal.probe import kept_for_backward
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
 from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
 from train_loop.model.families.family import Attention, Examination, Family, SettingCheck, StoredNames
@@ -78,9 +76,7 @@ class Masked(Causal):
             SettingCheck("/training/chunked_loss", check_head),
             SettingCheck("/data/sequence_length", check_positions),
         )
-        whole = getattr(anatomy.model, "_supports_sdpa", True) is False
-        kept = partial(kept_for_backward, anatomy, DTYPES[spec.strategy.param_dtype], length)
-        return Examination({}, after_head, settings, whole_scores=whole, sees_whole_rows=True, kept=kept)
+        return Examination({}, after_head, settings, sees_whole_rows=True)
 
     def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
         """Do nothing: the spec has refused parts of sequences."""
