@@ -1,9 +1,10 @@
-"""Bytes and FLOPs of own code that are counted without values, compared with those of a real call."""
+"""Bytes and FLOPs that calls without values count: of own code, as in a real call, and of encoders."""
 
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.builders.families import small
+from tests.support.builders.specs import may_read, spec
 from tests.support.own_code import MODEL, example_job, forget_imports, own_spec, write_example
 from train_loop.code.package import read_package, unpack
 from train_loop.code.use import own_code
@@ -18,10 +21,12 @@ from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.parallel.layers import apply_checkpointing
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
+from train_loop.preflight.checks import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
 from train_loop.spec import JobSpec, override, parse
 
+ON_GPU = {"num_workers": 1, "resources_per_worker": {"GPU": 1}}
 CONFIGS = {
     "simple": {"inputs": 16, "width": 64, "classes": 4},
     "transformer": {"n_layers": 3, "vocab_size": 8, "max_seq_len": 16, "dim": 64, "n_heads": 4},
@@ -98,3 +103,35 @@ def test_activations_follow_the_rows_and_the_ranks_of_a_sequence(tmp_path: Path)
     two = measure_call(override(spec, {"training": {"per_device_train_batch_size": 8}})).activations
     assert one is not None
     assert two == pytest.approx(2 * one, rel=0.05)
+
+
+def labelled(family: str, **parts: dict[str, Any]) -> JobSpec:
+    """Return the spec of a small encoder with labels of rows."""
+    model = {"config": small(family), "head": {"sequence_classification": {"labels": 3}}, "dtype": "fp32"}
+    data = {"packing": False, "columns": {"input_ids": "ids", "label": "class"}}
+    return spec(**parts | {"model": model | parts.get("model", {}), "data": data})
+
+
+def terms(job: JobSpec) -> dict[str, int]:
+    """Return the bytes of the plan by term."""
+    shape, problems = check_model(job, may_read())
+    assert problems == []
+    assert shape is not None
+    assert shape.is_measured
+    return {term.name: term.bytes for term in plan_job(job, shape).memory}
+
+
+@pytest.mark.parametrize("family", ["longformer", "xlm", "ibert"])
+def test_encoders_that_ask_for_values_are_measured(family: str) -> None:
+    assert terms(labelled(family))["activations"] > 0
+
+
+def test_encoders_keep_scores_on_cpus_and_inputs_of_layers_on_hosts() -> None:
+    cpu, gpu = (
+        terms(labelled("bert", model={"gradient_checkpointing": "none"}, scaling=scaling)) for scaling in ({}, ON_GPU)
+    )
+    assert gpu["activations"] < cpu["activations"]
+    kept, moved = (
+        terms(labelled("bert", model={"gradient_checkpointing": mode}, scaling=ON_GPU)) for mode in ("full", "offload")
+    )
+    assert moved["activations"] + moved["offloaded_activations"] == kept["activations"]
