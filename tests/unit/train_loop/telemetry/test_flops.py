@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.builders.specs import TINY
 from train_loop.loop.build import count_flops
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.telemetry.flops import Flops, peak_flops
+from train_loop.telemetry.flops import Flops, RowFlops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,12 @@ def test_peak_flops_equal_the_data_sheets(device: str, dtype: str, teraflops: fl
 def test_unknown_peak_is_none(device: str, dtype: str) -> None:
     assert peak_flops(device, dtype) is None
     assert Flops(1, 1, 1, 1, device, dtype).mfu(tokens=1.0, rows=1.0) is None
+    assert RowFlops(1, device, dtype).mfu(tokens=1.0, rows=1.0) is None
+
+
+def test_mfu_of_own_code_follows_the_rows() -> None:
+    assert RowFlops(10**12, "NVIDIA H200", "bf16").mfu(tokens=0.0, rows=98.95) == pytest.approx(0.1)
+    assert RowFlops(None, "NVIDIA H200", "bf16").mfu(tokens=0.0, rows=98.95) is None
 
 
 def test_mfu_equals_the_formula() -> None:
