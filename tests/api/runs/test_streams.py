@@ -108,8 +108,10 @@ def test_stream_over_restarts_misses_and_repeats_nothing(service: FakeService) -
     events = Reader(address, f"/jobs/{job_id}/events")
     writer = threading.Thread(target=work)
     writer.start()
+    whole = [*readers.values(), events]
     while not done.is_set():
         with address.serving():
+            wait_for(lambda: done.is_set() or all(one.connections >= address.starts for one in whole), "all readers")
             wait_for(lambda: restart.is_set() or done.is_set(), "a moment to restart")
             restart.clear()
     with address.serving():
