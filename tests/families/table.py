@@ -10,6 +10,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def entry(family: str, call_ranks: CallRanks, cases: Iterable[str] = CASES) -> d
     return head | ({"settings": needed} if needed else {}) | {"results": results}
 
 
+@cache
 def settings_of(family: str) -> Settings:
     """Return the settings after a user has followed the advice of each reason."""
     settings = Settings()

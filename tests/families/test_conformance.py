@@ -205,9 +205,8 @@ def test_step_and_evaluation_are_those_of_one_rank(
     one, *others = (CASES[f"{mesh}, plain"] for mesh in ("one rank", "HSDP 2 x 2", "HSDP 2 x Ulysses 2"))
     expected = call_ranks(one.world, step_and_evaluation, evaluated(kind, one), rows.parent)
     for case in others:
-        if (refusal := refusal_of(kind, case)) is not None:
+        if case.ulysses_size > 1 and (refusal := refusal_of(kind, case)) is not None:
             assert "ulysses_size: 1" in refusal
-            assert case.ulysses_size > 1
             continue
         found = call_ranks(case.world, step_and_evaluation, evaluated(kind, case), rows.parent)
         steps = (Step(loss, gradients) for loss, gradients, _ in (found, expected))
