@@ -96,6 +96,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows"), 11)
 
 
+@pytest.fixture(autouse=True)
+def _unpacked_here(rows: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Tests import own code from the folder of its rows, and forget it.
+    monkeypatch.setattr(tempfile, "tempdir", str(rows.parent))
+    with forget_imports():
+        yield
+
+
 def kind_of(family: str, objective: str, rows: Path) -> Kind:
     kind = Kind(family, objective, NONE if family == OWN else settings_of(family), rows)
     prepare_tokens(default_job(kind, world=1), rows.parent)
@@ -214,14 +222,6 @@ def test_step_and_evaluation_are_those_of_one_rank(
         assert found[2].metrics == pytest.approx(expected[2].metrics, rel=1e-5)
 
 
-@pytest.fixture
-def _unpacked_here(rows: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tempfile, "tempdir", str(rows.parent))
-    with forget_imports():
-        yield
-
-
-@pytest.mark.usefixtures("_unpacked_here")
 @pytest.mark.parametrize(("family", "objective"), COUNTED)
 def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
     check_bytes(kind_of(family, objective, rows), call_ranks)
@@ -264,7 +264,6 @@ def test_flops_are_those_of_a_counted_forward(family: str, objective: str, rows:
     assert formula == pytest.approx(3 * counter.get_total_flops() / 32, rel=0.1)
 
 
-@pytest.mark.usefixtures("_unpacked_here")
 @pytest.mark.parametrize("objective", [name for name, one in OBJECTIVES.items() if OWN in one.families])
 def test_flops_of_own_code_are_those_of_a_counted_forward(objective: str, rows: Path) -> None:
     job = unpacked_job(kind_of(OWN, objective, rows), world=1)
