@@ -149,6 +149,7 @@ def plan_out(view: PlanView) -> PlanOut:
         tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
         steps=view.steps,
         parameters=plan.shape.parameters,
+        active_parameters=plan.shape.active,
         flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,
         memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
         checkpoint_bytes=plan.checkpoint_bytes,

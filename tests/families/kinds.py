@@ -16,6 +16,7 @@ KINDS = (
     "bloom",  # ALiBi
     "falcon_h1",  # attention and a recurrent state
     "mamba2",  # no attention
+    "qwen3_moe",  # a mixture of experts
     "roberta",  # an encoder as a decoder, whose positions begin behind padding
     "bart",  # no positions as an argument
 )

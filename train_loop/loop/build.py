@@ -13,6 +13,7 @@ from train_loop.loop.objectives.labels import ClassLoss, NumberLoss
 from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
 from train_loop.loop.objectives.pairs import ContrastiveLoss, RewardLoss
+from train_loop.loop.objectives.routed import RoutedLoss, RouterRule
 from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss, TokenLoss
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
@@ -73,6 +74,8 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     if sharded.unused:
         first, count = sharded.unused[0], len(sharded.unused)
         session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
+    if spec.strategy.apply_expert_patch:
+        session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy))
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(
@@ -85,7 +88,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
     time_optimizers(state.optimizers, sharded.timer)
-    objective = build_objective(sharded, spec, plan, dataset)
+    objective = route(build_objective(sharded, spec, plan, dataset), spec, mesh)
     check_objective(objective, [column.name for column in dataset.columns])
     return Run(
         spec=spec,
@@ -105,6 +108,12 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     )
 
 
+def _why_no_patch(anatomy: Anatomy) -> str:
+    if anatomy.experts is None:
+        return "the model has no experts"
+    return "all experts of a layer are one tensor, so that those without tokens have gradients of zero"
+
+
 def _flops(anatomy: Anatomy, spec: JobSpec, dataset: Dataset, device: torch.device) -> Flops | RowFlops:
     """Return the FLOPs of a token, or of a row of own code, on a device."""
     name, dtype = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", spec.strategy.param_dtype
@@ -116,9 +125,10 @@ def _flops(anatomy: Anatomy, spec: JobSpec, dataset: Dataset, device: torch.devi
 
 
 def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: str) -> Flops:
-    """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
+    """Return the FLOPs of a model on a device. A sharded model counts with all parameters that a token uses."""
+    idle = 0 if anatomy.experts is None else anatomy.experts.idle
     return Flops(
-        parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()) - idle,
         layers=anatomy.depth,
         attention_width=anatomy.attention_width,
         sequence_length=sequence_length,
@@ -141,6 +151,14 @@ def build_objective(sharded: ShardedModel, spec: JobSpec, plan: Plan, dataset: D
     if head.classes is None:
         return NumberLoss(sharded.anatomy)
     return ClassLoss(sharded.anatomy, pools=head.pools, label_smoothing=spec.training.label_smoothing_factor)
+
+
+def route(objective: Objective, spec: JobSpec, mesh: Mesh) -> Objective:
+    """Return an objective with the losses of routers, if its model has experts."""
+    experts = objective.anatomy.experts
+    if experts is None:
+        return objective
+    return RoutedLoss(objective, experts, RouterRule.of(spec.training, experts), mesh)
 
 
 def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:

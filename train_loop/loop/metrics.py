@@ -9,10 +9,14 @@ from train_loop.data.order import PADDING
 from train_loop.loop.build import Run
 from train_loop.loop.coordination import Agreement, gather_stats, warn_of_hosts
 from train_loop.loop.evaluate import Evaluation
+from train_loop.loop.objectives.routed import IDLE_STEPS, RoutedLoss
 from train_loop.loop.step import StepResult
 from train_loop.optim import describe_groups
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.telemetry.timers import RankStats, StepTimer
+
+_NAMED = 3
+"""Experts that a warning names."""
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +90,7 @@ def record_step(
         **({"loss_scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
         **result.means,
+        **_loads(run),
     )
     if resumes:
         state.unlogged_line = line
@@ -115,6 +120,22 @@ def _ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]
     slowest = seconds.index(max(seconds))
     return {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest], "rank_seconds": seconds}
+
+
+def _loads(run: Run) -> dict[str, Any]:
+    """Return the load of the busiest expert of each layer, over that of all, and warn of experts without tokens."""
+    routed = run.objective
+    if not isinstance(routed, RoutedLoss):
+        return {}
+    loads = routed.watch.take_loads()
+    if late := routed.idle.news(loads, step=run.state.step):
+        named = ", ".join(f"{expert} of layer {layer}" for layer, expert in late[:_NAMED])
+        run.session.journal.warn(
+            f"{len(late)} experts got no token in {IDLE_STEPS} steps, for example {named} (counting layers with "
+            "experts); set training.router_aux_loss.coef, or a larger one"
+        )
+    means = [sum(experts) / len(experts) for experts in loads]
+    return {"expert_load": [round(max(one) / mean, 3) if mean else 0.0 for one, mean in zip(loads, means, strict=True)]}
 
 
 def _peaks(vitals: Sequence[RankStats]) -> dict[str, Any]:

@@ -74,6 +74,12 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
     return folder
 
 
+def _number(found: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object because JSON does not have it, such as infinity."""
+    text = found.get("__float__")
+    return float(text) if len(found) == 1 and text in ("Infinity", "-Infinity", "NaN") else found
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         text = read_input(folder / "config.json")
@@ -83,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "visible from service and workers"
         ) from error
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_hook=_number)
     except ValueError as error:
         raise ModelError(f"{folder}/config.json is not valid JSON: {error}; copy it again") from error
     except RecursionError as error:

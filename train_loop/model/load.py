@@ -6,7 +6,7 @@ therefore holds at most its slice of one tensor, including the pages of the file
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from train_loop.errors import ModelError
 from train_loop.model.build import allocate, draw_weights, materialise, own_part
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.family import Join
 from train_loop.model.folder import model_folder
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input, read_input
@@ -39,6 +40,40 @@ class Stored:
         with open_tensors(self.file) as file:
             values: Tensor = file.get_slice(self.name)[part]
             return values
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor that is made of several in files, as those of experts that are stored one by one."""
+
+    join: Join
+    parts: tuple[tuple[Stored, ...], ...]
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> Path:
+        """Return the file of the first of them."""
+        return self.parts[0][0].file
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first of them."""
+        return self.parts[0][0].name
+
+    def read(self, part: tuple[slice, ...]) -> Tensor:
+        """Return a part of the tensor, for which only the stored tensors of its rows are read if that is possible."""
+        rows = part[0] if self.join.by_row else slice(None)
+        read = [[one.read((slice(None),) * len(one.shape)) for one in names[rows]] for names in self.parts]
+        if not read[0]:
+            return torch.empty((0, *self.shape[1:]))[(slice(None), *part[1:])]
+        return self.join.make(read)[(slice(None) if self.join.by_row else part[0], *part[1:])]
+
+
+def _joined(join: Join, found: Mapping[str, Stored]) -> Joined:
+    """Return a tensor whose shape follows from those of its parts. Raises ModelError if they do not fit together."""
+    parts = tuple(tuple(found[name] for name in names) for names in join.parts)
+    made = join.make([[torch.empty(one.shape, device="meta") for one in of] for of in parts])
+    return Joined(join, parts, tuple(made.shape))
 
 
 @contextmanager
@@ -78,7 +113,7 @@ def give_weights(
 class FolderMatch(NamedTuple):
     """The tensors of a folder as a model uses them."""
 
-    homes: dict[str, list[Stored]]
+    homes: dict[str, list[Stored | Joined]]
     """Stored tensors of each model tensor, by name."""
     unused: list[str]
     """Tensors of an older version of the model, which now computes them, or of a part that is not trained."""
@@ -92,7 +127,8 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
     """
     model, found = blueprint.model, read_headers(folder)
     names = blueprint.family.stored_names(model, {name: stored.shape for name, stored in found.items()})
-    left = {names.own[name]: stored for name, stored in found.items()}
+    left: dict[str, Stored | Joined] = {names.own[name]: stored for name, stored in found.items()}
+    left |= {name: _joined(join, found) for name, join in names.joins.items()}
     homes = {of[0]: [left.pop(name) for name in of if name in left] for of in _tensors(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     unused = [stored for stored in left.values() if stored.name in names.unused]
@@ -171,7 +207,7 @@ def _tensors(model: nn.Module) -> Iterable[list[str]]:
     return names.values()
 
 
-def _fill(target: Tensor, stored: list[Stored]) -> None:
+def _fill(target: Tensor, stored: Sequence[Stored | Joined]) -> None:
     """Read this rank's slice of a tensor. Raises ModelError for a tied weight stored twice with different values."""
     mine, part = own_part(target)
     mine.copy_(stored[0].read(part))

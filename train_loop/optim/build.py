@@ -1,6 +1,6 @@
 """Optimizers of a sharded model, and gradient clipping."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,14 +22,15 @@ def build_optimizers(anatomy: Anatomy, training: TrainingSpec) -> tuple[Optimize
     Raises UserError if a package that it needs is not installed.
     """
     parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
+    biases = set[int]() if anatomy.experts is None else anatomy.experts.biases
     if training.optimizer != "muon":
-        return (_build(training.optimizer, parameters, training),)
+        return (_build(training.optimizer, parameters, training, biases),)
     matrices = muon_matrices(anatomy)
     parts = {
         "muon": [p for p in parameters if id(p) in matrices],
         "adamw": [p for p in parameters if id(p) not in matrices],
     }
-    return tuple(_build(name, part, training) for name, part in parts.items() if part)
+    return tuple(_build(name, part, training, biases) for name, part in parts.items() if part)
 
 
 def muon_matrices(anatomy: Anatomy) -> set[int]:
@@ -42,8 +43,8 @@ def muon_matrices(anatomy: Anatomy) -> set[int]:
     return {id(p) for p in anatomy.model.parameters() if p.ndim == 2 and id(p) not in rows}
 
 
-def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) -> Optimizer:
-    groups, lr = list(_groups(parameters, training.weight_decay)), training.learning_rate
+def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, biases: Container[int]) -> Optimizer:
+    groups, lr = list(_groups(parameters, training.weight_decay, biases)), training.learning_rate
     if name == "sgd":
         # Set explicitly: torch's default for sharded tensors processes one at a time.
         return SGD(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
@@ -59,10 +60,10 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) ->
     return AdamW(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
-def _groups(parameters: list[nn.Parameter], weight_decay: float) -> Iterator[Group]:
+def _groups(parameters: list[nn.Parameter], weight_decay: float, biases: Container[int]) -> Iterator[Group]:
     """Yield parameter groups with weight decay for matrices, and none for norms and biases."""
-    matrices = [p for p in parameters if p.ndim >= 2]
-    rest = [p for p in parameters if p.ndim < 2]
+    matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in biases]
+    rest = [p for p in parameters if p.ndim < 2 or id(p) in biases]
     for members, decay in ((matrices, weight_decay), (rest, 0.0)):
         if members:
             yield {"params": members, "weight_decay": decay}

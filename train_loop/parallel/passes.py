@@ -13,7 +13,7 @@ from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units
 from train_loop.parallel.ulysses import apply_ulysses
-from train_loop.parallel.units import innermost, repeated_layers, wrapped_layers
+from train_loop.parallel.units import expert_units, innermost, repeated_layers, wrapped_layers
 from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
@@ -120,10 +120,11 @@ class Shard:
         """Make the units, and set how far each gathers ahead."""
         anatomy, strategy = built.anatomy, built.spec.strategy
         # Found by class name, before FSDP2 changes the names of classes.
-        layers = wrapped_layers(anatomy, strategy.wrap_policy)
-        apply_fsdp(anatomy, mesh, strategy)
+        layers, experts = (of(anatomy, strategy.wrap_policy) for of in (wrapped_layers, expert_units))
+        apply_fsdp(anatomy, mesh, strategy, router_dtype=built.spec.model.router_dtype)
         units = [layer for layer in layers if isinstance(layer, FSDPModule)]
-        apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
+        ahead = {"forward": strategy.forward_prefetch, "backward": strategy.backward_prefetch}
+        apply_prefetch(units, **ahead, experts=experts)
 
 
 class Timing:

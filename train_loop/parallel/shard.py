@@ -1,6 +1,6 @@
 """FSDP2's units of a model: sharding, prefetching, and timing of a rank's computation without its waits in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,15 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.units import find_units
 from train_loop.spec import StrategySpec
+from train_loop.spec.model import Dtype
 from train_loop.telemetry.timers import ComputeTimer
 
 
-def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec) -> None:
-    """Shard each unit, then the rest as the root unit; gradients are plain sums over all ranks."""
+def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_dtype: Dtype | None = None) -> None:
+    """Shard each unit, then the rest as the root unit; gradients are plain sums over all ranks.
+
+    Routers in another dtype than the rest are units of their own.
+    """
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
 
@@ -32,14 +36,21 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec) -> None:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
 
     # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
-    units = find_units(anatomy, strategy.wrap_policy)
+    units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
     if strategy.norm_dtype is not None:
         keep = MixedPrecisionPolicy(
             DTYPES[strategy.norm_dtype], policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=False
         )
         for norm in anatomy.norms:
             shard([norm], keep)
+    if experts is not None and router_dtype is not None and router_dtype != strategy.param_dtype:
+        # Weights of experts stay in this dtype, too: the model multiplies with them.
+        precise = MixedPrecisionPolicy(DTYPES[router_dtype], policy.reduce_dtype)
+        for router in experts.routers:
+            shard([router], precise)
     for unit in units:
+        if experts is not None and unit[0] in experts.modules:
+            shard(unit, replace(policy, cast_forward_inputs=False))
         if not isinstance(unit[0], FSDPModule):
             shard(unit, policy)
     shard([anatomy.model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
@@ -83,17 +94,21 @@ class _NoView(torch.autograd.Function):
         return grad
 
 
-def apply_prefetch(layers: Sequence[FSDPModule], *, forward: int, backward: int) -> None:
+def apply_prefetch(
+    layers: Sequence[nn.Module], *, forward: int, backward: int, experts: Collection[nn.Module] = ()
+) -> None:
     """Make each layer prefetch the next `forward` layers, and in backward the previous `backward` layers.
 
     A value of 1 leaves prefetching to FSDP, which gathers one layer ahead in the order that it has seen. The root is
-    not changed.
+    not changed. `experts` are units inside of layers, which are gathered after them, one ahead in any case.
     """
-    for place, layer in enumerate(layers):
-        if forward > 1:
-            layer.set_modules_to_forward_prefetch(list(layers[place + 1 : place + 1 + forward]))
-        if backward > 1:
-            layer.set_modules_to_backward_prefetch(list(reversed(layers[max(place - backward, 0) : place])))
+    order = [unit for layer in layers for unit in (layer, *(one for one in layer.modules() if one in experts))]
+    units, inner = list[FSDPModule](unit for unit in order if isinstance(unit, FSDPModule)), bool(experts)
+    for place, layer in enumerate(units):
+        if forward > 1 or inner:
+            layer.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
+        if backward > 1 or inner:
+            layer.set_modules_to_backward_prefetch(units[max(place - backward, 0) : place][::-1])
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

@@ -83,7 +83,8 @@ class Ulysses(Exchanges):
         if module in self._by_head:
             module, kwargs = self._own_heads(module, kwargs, query.shape[1])
         out, weights = self.inner(module, q, k, v, attention_mask, **kwargs)  # [B, T, H/P, D]
-        return heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2), weights
+        mine = heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2)
+        return mine.contiguous(), weights
 
     def _own_heads(self, module: nn.Module, named: dict[str, Any], heads: int) -> tuple[Any, dict[str, Any]]:
         """Return a module and arguments whose numbers by head [H] are those of this rank's heads."""

@@ -39,11 +39,27 @@ def find_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]
     check_names(anatomy, policy)
     # Children come after their parents in module order, and must be sharded before them. A large unit may contain the
     # embeddings.
-    units = _outer_units(anatomy, policy) + [[module] for module in reversed(wrapped_layers(anatomy, policy))]
+    layers, experts = wrapped_layers(anatomy, policy), expert_units(anatomy, policy)
+    inner = [[module] for module in experts if module not in layers]
+    units = inner + _outer_units(anatomy, policy) + [[module] for module in reversed(layers)]
     if not units and policy.min_num_params is not None:
         raise ModelError(_too_large(anatomy, policy))
     check_shared(anatomy.model, units)
     return units
+
+
+def expert_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+    """Return the experts that the policy makes units, in execution order. Raises ModelError for other names."""
+    experts, name = anatomy.experts, type(anatomy.model).__name__
+    if experts is None and policy.moe_experts:
+        raise ModelError(f"moe_experts={', '.join(policy.moe_experts)}, but {name} has no experts; remove moe_experts")
+    if experts is None:
+        return []
+    for one in policy.moe_experts:
+        if not experts.named([one]):
+            known = sorted({type(module).__name__ for module in experts.modules})
+            raise ModelError(f"moe_experts={one} names no experts of {name}; choose {' or '.join(known)}")
+    return experts.named(policy.moe_experts)
 
 
 def unit_sizes(anatomy: Anatomy, policy: WrapPolicySpec) -> UnitSizes | None:

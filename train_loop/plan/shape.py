@@ -93,6 +93,8 @@ class ParameterCounts:
     """Parameters of the largest module without its children: each rank draws them whole for random weights."""
     units: UnitSizes | None = None
     """Units by `min_num_params`; None without it."""
+    idle: int = 0
+    """Parameters of experts that a token does not use."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,11 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.embedding_parameters
 
     @property
+    def active(self) -> int | None:
+        """Return the parameters that a token uses; None for a dense model, and before they are counted."""
+        return self.counts.total - self.counts.idle if self.counts is not None and self.counts.idle else None
+
+    @property
     def trained(self) -> int:
         """Return the trained parameters: all of them, unless frozen ones have been counted."""
         return self.parameters if self.counts is None else self.counts.trained
@@ -245,6 +252,8 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     renamed = {
         name: config[other] for name, others in _OTHER_NAMES.items() for other in reversed(others) if other in config
     }
+    if isinstance(kinds := config.get("layers_block_type"), list):
+        renamed.setdefault("num_hidden_layers", len(kinds))
     if config.get("multi_query"):
         renamed["num_key_value_heads"] = 1
     if model_type in _WITHOUT_ATTENTION:

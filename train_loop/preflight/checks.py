@@ -36,7 +36,7 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import apply_tiled_mlp
-from train_loop.parallel.units import find_units, repeated_layers, unit_sizes
+from train_loop.parallel.units import expert_units, find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
@@ -153,6 +153,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
         outside=max(total - sum(layers), 0),
         module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
         units=unit_sizes(anatomy, spec.strategy.wrap_policy),
+        idle=0 if anatomy.experts is None else anatomy.experts.idle,
     )
 
 
@@ -162,7 +163,8 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
     by = "transformer_layer_cls_to_wrap" if policy.min_num_params is None else "min_num_params"
     checks: list[tuple[str, Callable[[], object]]] = [
         *found.settings,
-        (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy)),
+        (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy.model_copy(update={"moe_experts": ()}))),
+        ("/strategy/wrap_policy/moe_experts", lambda: expert_units(anatomy, policy)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:

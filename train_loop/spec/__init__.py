@@ -24,7 +24,7 @@ from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, FailureSpec, ScalingSpec, WorkerRange
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, add_positions, as_pointer, describe, locate, read_positions, read_yaml
-from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
+from train_loop.spec.training import ReductionTreeSpec, RouterAuxLossSpec, TrainingSpec
 
 __all__ = [
     "MASKED_LM",
@@ -44,6 +44,7 @@ __all__ = [
     "Position",
     "Problem",
     "ReductionTreeSpec",
+    "RouterAuxLossSpec",
     "SaveMode",
     "ScalingSpec",
     "SourceSpec",

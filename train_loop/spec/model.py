@@ -55,6 +55,16 @@ class ModelSpec(SpecModel):
         description="attention kernel; auto: flash if it is installed and the GPU supports it, else sdpa, or flex "
         "for very long packed samples; families without sdpa use flex on GPUs, or whole matrices of scores",
     )
+    experts_implementation: Literal["auto", "grouped_mm", "eager"] = Field(
+        default="auto",
+        description="kernels of a mixture of experts; auto: grouped_mm where model and GPU have it; eager: one expert "
+        "after the other",
+    )
+    router_dtype: Literal["fp32"] | None = Field(
+        default="fp32",
+        description="dtype in which routers of a mixture of experts keep their weights and compute; null: the compute "
+        "dtype",
+    )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",
         description="full: recompute each layer in the backward pass; offload: also keep its input in host memory; "

@@ -26,11 +26,9 @@ _NOT_YET = _by_name(
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
-        "": "load add_tokens kernels images balance experts_implementation router_dtype router_aux_loss "
-        "router_z_loss precision cast_forward_inputs gradient_sync ignored_params "
-        "pin_memory matmul_precision shard_vision deterministic groups optimizer_state profile "
-        "neftune_noise_alpha group_by_length length_column_name tf32",
-        "training.router_aux_loss": "router_aux_loss_coef moe_aux_loss_coeff",
+        "": "router_bias_update load add_tokens kernels images balance precision cast_forward_inputs "
+        "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups optimizer_state "
+        "profile neftune_noise_alpha group_by_length length_column_name tf32",
         "tensor parallelism (strategy.tp_size)": "tp_size tensor_parallel_size tensor_model_parallel_size autotp_size",
         "expert parallelism (strategy.ep_size)": "ep_size efsdp_size expert_parallel_size expert_model_parallel_size",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
@@ -67,6 +65,8 @@ _OURS = _by_name(
         "training.max_grad_norm": "clip_grad grad_clip gradient_clipping",
         "training.label_smoothing_factor": "label_smoothing",
         "model.head.masked_lm.probability": "mlm_probability mlm_prob masking_ratio",
+        "training.router_aux_loss.coef": "router_aux_loss_coef moe_aux_loss_coeff aux_loss_coef",
+        "training.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
         "training.ema_decay": "ema",
         "data.seed": "data_seed",
         "model.dtype": "bf16 fp16 torch_dtype mixed_precision autocast amp",

@@ -1,10 +1,10 @@
 """`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecModel
 from train_loop.spec.model import Dtype
 
 
@@ -23,8 +23,10 @@ class WrapPolicySpec(SpecModel):
     )
     wrap_embeddings: bool = Field(default=False, description="make the input embeddings an FSDP unit")
     wrap_lm_output: bool = Field(default=False, description="make the output layer an FSDP unit")
-    moe_experts: Annotated[tuple[str, ...], only(())] = Field(
-        default=(), description="class names of experts; not supported yet"
+    moe_experts: tuple[str, ...] = Field(
+        default=(),
+        description="class names of experts, as Qwen3MoeExperts or ROLL's Qwen3MoeMLP: those of each layer become an "
+        "FSDP unit of their own inside of it",
     )
 
     @model_validator(mode="after")
@@ -33,6 +35,11 @@ class WrapPolicySpec(SpecModel):
             raise ValueError(
                 f"min_num_params={self.min_num_params} selects units by size and transformer_layer_cls_to_wrap="
                 f"{', '.join(self.transformer_layer_cls_to_wrap)} by class; remove one"
+            )
+        if self.min_num_params is not None and self.moe_experts:
+            raise ValueError(
+                f"min_num_params={self.min_num_params} selects units by size and moe_experts="
+                f"{', '.join(self.moe_experts)} by class; remove one"
             )
         return self
 
@@ -76,8 +83,10 @@ class StrategySpec(SpecModel):
         default=False, description="keep parameters, gradients and optimizer states in host memory"
     )
     wrap_policy: WrapPolicySpec = Field(default=WrapPolicySpec(), description="modules that become FSDP units")
-    apply_expert_patch: Annotated[bool, only(False)] = Field(
-        default=False, description="patch of MoE experts; not supported yet"
+    apply_expert_patch: bool = Field(
+        default=False,
+        description="ROLL's patch for experts without tokens; it changes nothing, because all experts have gradients "
+        "without it",
     )
     apply_tiled_mlp: bool = Field(default=False, description="compute each MLP in tiles of tokens, which saves memory")
     tiled_num_shards: int = Field(default=4, ge=1, description="number of tiles of apply_tiled_mlp")

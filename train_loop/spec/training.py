@@ -32,6 +32,32 @@ class ReductionTreeSpec(SpecModel):
         return size
 
 
+class RouterAuxLossSpec(SpecModel):
+    """The auxiliary loss that spreads tokens over the experts of a mixture of experts."""
+
+    coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="weight of the loss; null: that of the model's own config, which is 0 unless it sets "
+        "output_router_logits",
+    )
+    scope: Literal["micro", "sequence", "step"] = Field(
+        default="micro",
+        description="tokens over which the loss counts: micro: all ranks of a micro-batch, as transformers; sequence: "
+        "each document, at any number of ranks the same",
+    )
+
+    @field_validator("scope")
+    @classmethod
+    def _is_exact(cls, scope: str) -> str:
+        if scope == "step":
+            raise ValueError(
+                "scope=step is not supported: it needs the counts of all micro-batches before the first backward pass, "
+                "so that each would be computed twice; choose micro or sequence"
+            )
+        return scope
+
+
 class TrainingSpec(SpecModel):
     """The settings of training. Steps are optimizer steps and batches count sequences, whatever the mesh."""
 
@@ -109,6 +135,14 @@ class TrainingSpec(SpecModel):
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1, description="label smoothing, from 0 to below 1")
     z_loss: float = Field(
         default=0.0, ge=0, description="weight of the squared log of the softmax's denominator in the loss"
+    )
+    router_aux_loss: RouterAuxLossSpec = Field(
+        default=RouterAuxLossSpec(), description="auxiliary loss of a mixture of experts"
+    )
+    router_z_loss: float | None = Field(
+        default=None,
+        ge=0,
+        description="weight of the squared log of the denominator of routers' softmax; null: none",
     )
     max_consecutive_skips: int = Field(default=10, ge=1, description="consecutive skipped steps that fail the job")
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(

@@ -33,6 +33,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "workers_ready": "all ranks of the worker group run and build the model",
         "continued": "the run starts from the checkpoint of another job, its parent",
         "training_started": "the first step follows; mesh, batch, hosts and the step that the run resumes from",
+        "expert_patch_not_needed": "apply_expert_patch changes nothing, for the stated reason",
         "compiled": "torch.compile has compiled, recompiled or split a graph",
         "profiled": "trace and memory snapshot of a step were written to `folder`",
         "step_skipped": "loss or gradients of a step were not finite, and the step was skipped",

@@ -5,7 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
-"""Model FLOPs utilisation (Chowdhery et al., 2022): N all parameters, L layers, d heads x head_dim, s sequence length.
+"""Model FLOPs utilisation (Chowdhery et al., 2022): N parameters, L layers, d heads x head_dim, s sequence length.
+
+N counts all parameters that a token uses: of a mixture of experts, only the experts that a router chooses.
 
 By convention, recomputed activations do not count, and attention counts as neither causal nor split by documents.
 Packed rows therefore get a higher value the shorter their documents are.

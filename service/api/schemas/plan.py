@@ -73,6 +73,9 @@ class PlanOut(BaseModel):
     tokens_per_step: int
     steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
     parameters: int
+    active_parameters: int | None = Field(
+        description="parameters of a mixture of experts that a token uses; null for dense models"
+    )
     flops_per_row: int | None = Field(
         description="FLOPs to train on a row with own code, an estimate without recomputation; null if unknown, and "
         "for other models"

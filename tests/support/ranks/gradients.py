@@ -13,8 +13,9 @@ from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.columns import token_columns
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
 from train_loop.loop.batch import StepBatch, micro_batches, share_rows
-from train_loop.loop.build import build_token_loss
-from train_loop.loop.objectives.token_cross_entropy import TokenLoss, total_weight
+from train_loop.loop.build import build_token_loss, route
+from train_loop.loop.objectives.objective import Objective
+from train_loop.loop.objectives.token_cross_entropy import total_weight
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh
@@ -58,11 +59,12 @@ def weigh(rows: Rows) -> Rows:
     return replaced(rows, weights=np.array(drawn, np.float32))
 
 
-def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
+def build(job: JobSpec, device: torch.device = CPU) -> tuple[PreTrainedModel, Objective, Mesh]:
     """Build the model of a spec on its mesh, with its weights, and its objective."""
     mesh = mesh_of(job, device)
     sharded = build_sharded(job, mesh)
-    return sharded.model, build_token_loss(sharded, job, plan_job(job, model_shape(job.model))), mesh
+    loss = build_token_loss(sharded, job, plan_job(job, model_shape(job.model)))
+    return sharded.model, route(loss, job, mesh), mesh
 
 
 def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[float, Gradients]:

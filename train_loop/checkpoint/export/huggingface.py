@@ -12,16 +12,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
 from train_loop.checkpoint.export.status import Progress, report_status
-from train_loop.checkpoint.export.tensors import CheckpointTensors
+from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
 from train_loop.checkpoint.export.text_files import (
     copy_text_files,
     ends_of_answers,
@@ -37,7 +38,7 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import ExportFacts
+from train_loop.model.families.family import ExportFacts, Rows, Split, Unchanged
 from train_loop.model.folder import model_folder
 from train_loop.run_dir import (
     ExportStatus,
@@ -161,6 +162,8 @@ class Source:
     saved: CheckpointTensors
     names: dict[str, str]
     """Key in the checkpoint of each weight and buffer of the model."""
+    parts: Mapping[str, Split]
+    """How each of them is stored in the folder."""
     tokenizer: Path | None
     """Folder of the run's tokenizer; None if the run has none."""
 
@@ -176,7 +179,10 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
     names = [name for name, _ in anatomy.model.named_parameters()] + sorted(_buffers(anatomy.model))
     places = {name: _place(saved, name, wish) for name in names}
-    return Source(spec, anatomy, saved, places, _tokenizer(spec, run_dir))
+    shapes = {name: tuple(saved.shape(place)) for name, place in places.items()}
+    parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
+    parts |= anatomy.family.splits(anatomy.model, shapes)
+    return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
 
 
 def _buffers(model: nn.Module) -> set[str]:
@@ -195,16 +201,18 @@ def _place(saved: CheckpointTensors, name: str, wish: ExportWish) -> str:
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
     saved, buffers = source.saved, _buffers(source.anatomy.model)
     # Buffers keep their dtype: some are counts, and for some half precision is too coarse.
+    homes = {stored: name for name, parts in source.parts.items() for stored in parts.shapes}
     tensors = {
-        name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
-        for name, place in source.names.items()
+        stored: Kind(torch.Size(shape), saved.dtype(source.names[name]) if name in buffers else DTYPES[wish.dtype])
+        for name, parts in source.parts.items()
+        for stored, shape in parts.shapes.items()
     }
     shards = plan_shards(tensors, limit=shard_bytes)
     progress.total = sum(kind.shape.numel() for kind in tensors.values())
     files = dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(source, folder / name, shard, progress)
+        _write_shard(source, folder / name, shard, dict.fromkeys(homes[stored] for stored in shard), progress)
         files |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         size = sum(kind.nbytes for kind in tensors.values())
@@ -212,11 +220,20 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
         write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write_shard(source: Source, path: Path, shard: Shard, progress: Progress) -> None:
+def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str], progress: Progress) -> None:
+    """Write a file from the model's tensors of these names. A tensor of which two files hold parts is read twice."""
     file = ShardFile(path, shard)
-    for name in shard:
-        file.put(name, progress.counted(source.saved.pieces(source.names[name])))
+    for name in names:
+        split, pieces = source.parts[name], source.saved.pieces(source.names[name])
+        for piece in pieces if split.by_row else [whole(pieces)]:
+            for stored, rows in split.cut(piece.values, piece.offsets[0] if piece.offsets else 0).items():
+                if stored in shard:
+                    file.put(stored, progress.counted(iter([Piece(_offsets(rows), rows.values)])))
     file.close()
+
+
+def _offsets(rows: Rows) -> tuple[int, ...]:
+    return (rows.first, *(0 for _ in rows.values.shape[1:])) if rows.values.ndim else ()
 
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:

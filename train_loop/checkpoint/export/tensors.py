@@ -4,7 +4,7 @@ import io
 import math
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,14 @@ class Piece(NamedTuple):
     def box(self) -> tuple[slice, ...]:
         """Location in the tensor, as slices."""
         return tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))
+
+
+def whole(pieces: Iterable[Piece]) -> Piece:
+    """Return a tensor that its pieces cover, from the first row."""
+    sorted_pieces = sorted(pieces, key=lambda piece: piece.offsets)
+    # Replicas have the same offsets.
+    rows = {piece.offsets: piece.values for piece in sorted_pieces if piece.values.numel()}
+    return Piece(sorted_pieces[0].offsets, torch.cat(list(rows.values())))
 
 
 class CheckpointTensors:

@@ -15,7 +15,7 @@ _STEP_FIELDS = "step tokens loss grad_norm lr tokens_per_second tokens_per_secon
 _TIME_FIELDS = (
     "step_seconds data_wait_seconds checkpoint_blocked_seconds slowest_rank slowest_rank_seconds rank_seconds"
 )
-_LOG_FIELDS = "seq time attempt epoch peak_device_bytes peak_host_bytes"
+_LOG_FIELDS = "seq time attempt epoch peak_device_bytes peak_host_bytes expert_load"
 LINE_FIELDS = frozenset(f"{_STEP_FIELDS} {_TIME_FIELDS} {_LOG_FIELDS}".split())
 """Fields of a metrics line that an objective cannot use for its sums."""
 

@@ -13,6 +13,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture of experts: a token uses some of those of each layer, which a router chooses."""
+
+    modules: tuple[nn.Module, ...]
+    """Modules that hold all experts of a layer, in execution order: one tensor for each projection."""
+    routers: tuple[nn.Module, ...]
+    number: int
+    """Number of experts of a layer."""
+    chosen: int
+    """Number of experts of a layer that a token uses."""
+    auxiliary: float | None = None
+    """Weight of the auxiliary loss by the model's own config; None if its code has none."""
+
+    @property
+    def idle(self) -> int:
+        """Return the number of parameters of experts that a token does not use, in all layers together."""
+        total = sum(p.numel() for module in self.modules for p in module.parameters())
+        return total * (self.number - min(self.chosen, self.number)) // self.number
+
+    @property
+    def biases(self) -> set[int]:
+        """Return the ids of biases, which have two dimensions here."""
+        return {id(p) for module in self.modules for name, p in module.named_parameters() if name.endswith("bias")}
+
+    def named(self, names: Iterable[str]) -> list[nn.Module]:
+        """Return the modules whose experts have one of the names, or had it when each was a module.
+
+        Call it before FSDP2 changes the names of classes.
+        """
+        return [module for module in self.modules if any(self.is_named(module, name) for name in names)]
+
+    def is_named(self, module: nn.Module, name: str) -> bool:
+        """Return whether the experts of a module have a name: that of its class, or with MLP or Expert at its end."""
+        stem = type(module).__name__.removesuffix("Experts")
+        return name.startswith(stem) and name.endswith(("Experts", "Expert", "MLP"))
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """A built model and its parts. Its family finds them before FSDP2 changes the classes of modules."""
 
@@ -32,6 +70,8 @@ class Anatomy:
 
     labels: int | None = None
     """Number of labels of which the head gives logits; None if these are of tokens."""
+    experts: Experts | None = None
+    """Experts and their routers; None if the model is dense."""
 
     @property
     def vocabulary(self) -> int | None:

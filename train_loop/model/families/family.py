@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from train_loop.errors import ModelError
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.plan import KeptBytes
-from train_loop.spec import JobSpec, ModelSpec
+from train_loop.spec import JobSpec, ModelSpec, RouterAuxLossSpec
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention function of a module: (module, query, key, value, attention_mask, ...) → (output, weights)."""
@@ -64,6 +65,66 @@ class Examination:
     """Count the bytes that a call keeps for backward, given the model's layers; None if it cannot be counted."""
 
 
+class Join(Protocol):
+    """A tensor of a model that a folder stores as several."""
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the stored tensors."""
+
+    @property
+    def by_row(self) -> bool:
+        """Whether row i needs only the i-th tensor of each part, so that a rank reads only those of its rows."""
+
+    def make(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the tensor, or some rows of it if it is made by row. Raises ModelError."""
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a tensor."""
+
+    values: Tensor
+    first: int
+    """Number of the first row."""
+
+
+class Split(Protocol):
+    """A tensor of a model that the public layout stores as others, or under another name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the stored tensors, by name."""
+
+    @property
+    def by_row(self) -> bool:
+        """Whether some rows can be cut alone; otherwise all are needed at once."""
+
+    def cut(self, rows: Tensor, first: int) -> Mapping[str, Rows]:
+        """Return what is stored of rows that begin with number `first`."""
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """A tensor that is stored as it is, under this name."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return its shape by name."""
+        return {self.name: self.shape}
+
+    @property
+    def by_row(self) -> bool:
+        """Return True: rows stay rows."""
+        return True
+
+    def cut(self, rows: Tensor, first: int) -> Mapping[str, Rows]:
+        """Return the rows."""
+        return {self.name: Rows(rows, first)}
+
+
 class StoredNames(NamedTuple):
     """The names in a folder of weights as a model uses them."""
 
@@ -73,6 +134,8 @@ class StoredNames(NamedTuple):
     """Stored tensors that the model may do without: it computes them itself."""
     optional: frozenset[str]
     """Tensors of the model that a folder may lack."""
+    joins: Mapping[str, Join] = MappingProxyType({})
+    """The model's tensors that the folder stores as several, by the model's names."""
 
 
 class SpecialTokens(NamedTuple):
@@ -161,6 +224,10 @@ class Family(Protocol):
         """Map the tensors of a folder, given by name and shape, to those of a model."""
         return StoredNames({name: name for name in stored}, unused=frozenset(), optional=frozenset())
 
+    def splits(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Split]:
+        """Return how the public layout stores a model's tensors, given by name and shape, if not as they are."""
+        return {}
+
     def arguments(self, model: nn.Module, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return arguments of a call that need whole sequences, such as masks, from the columns of its rows.
 
@@ -182,7 +249,7 @@ class Family(Protocol):
 def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
     """Return checks that reject the settings of a spec which a plain module would ignore or compute wrongly."""
     name, size, kernel = type(model).__name__, spec.strategy.ulysses_size, spec.model.attn_implementation
-    faults = {
+    faults: dict[str, str | bool] = {
         "/data/packing": spec.data.packing and f"{name} does not keep packed documents apart; set data.packing: false",
         "/strategy/ulysses_size": size > 1
         and f"ulysses_size={size} needs attention that can be split by heads, which {name} lacks; "
@@ -194,7 +261,28 @@ def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
         "/model/attn_implementation": kernel != "auto"
         and f"attn_implementation={kernel} has no effect on {name}; remove attn_implementation",
     }
-    return tuple(SettingCheck(pointer, partial(_reject, fault)) for pointer, fault in faults.items() if fault)
+    return rejecting({**faults, **faults_without_experts(name, spec)})
+
+
+def faults_without_experts(name: str, spec: JobSpec) -> dict[str, str]:
+    """Return the faults of settings of experts, by pointer, for the model `name` that has none; defaults are none."""
+    training, kernel, z_loss = spec.training, spec.model.experts_implementation, spec.training.router_z_loss
+    given = {
+        "/model/experts_implementation": kernel != "auto" and f"experts_implementation={kernel}",
+        "/model/router_dtype": spec.model.router_dtype is None and "router_dtype=null",
+        "/training/router_aux_loss": training.router_aux_loss != RouterAuxLossSpec() and "router_aux_loss",
+        "/training/router_z_loss": bool(z_loss) and f"router_z_loss={z_loss}",
+    }
+    return {
+        pointer: f"{what} has no effect on {name}, which has no experts; remove {pointer.rpartition('/')[2]}"
+        for pointer, what in given.items()
+        if what
+    }
+
+
+def rejecting(faults: Mapping[str, str | bool]) -> tuple[SettingCheck, ...]:
+    """Return checks that reject settings by pointer; false is no fault."""
+    return tuple(SettingCheck(pointer, partial(_reject, str(fault))) for pointer, fault in faults.items() if fault)
 
 
 def _reject(fault: str) -> None:

@@ -17,6 +17,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
 from train_loop.model.families.causal.config_faults import why_not_called
 from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
+from train_loop.model.families.causal.experts import check_experts, check_no_experts
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
@@ -41,6 +42,7 @@ class Masked(Causal):
     def build(self, spec: ModelSpec) -> Anatomy:
         """Build a dense encoder on the meta device. Raises ModelError."""
         model = build_model(spec)
+        check_no_experts(model, another="modernbert or bert")
         check_decoder(model, another="an encoder with attention heads, for example modernbert or bert")
         embed_rows(model)
         return self.anatomy(model)
@@ -75,6 +77,7 @@ class Masked(Causal):
             SettingCheck("/strategy/ulysses_size", lambda: _check_slices(spec, name)),
             SettingCheck("/training/chunked_loss", check_head),
             SettingCheck("/data/sequence_length", check_positions),
+            *check_experts(anatomy.model, None, spec),
         )
         return Examination({}, after_head, settings, sees_whole_rows=True)
 
@@ -97,7 +100,7 @@ class Masked(Causal):
         if has_labels(model):
             # Masked language models are stored without the pooler, which some heads of rows read.
             optional |= {one for one in known if _POOLER.search(one)}
-        return StoredNames(found.own, found.unused | other, optional)
+        return StoredNames(found.own, found.unused | other, optional, found.joins)
 
     def arguments(self, model: Any, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the mask of padding [B, T]. A row that is only padding attends to one token, so that it has no NaN."""

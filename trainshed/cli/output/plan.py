@@ -19,6 +19,7 @@ def show_plan(plan: PlanOut) -> None:
             "tokens per step": plan.tokens_per_step,
             "steps": plan.steps,
             "parameters": f"{plan.parameters:,}",
+            "active parameters": None if plan.active_parameters is None else f"{plan.active_parameters:,}",
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
             "documents begin with BOS": _bos(plan),

@@ -27,7 +27,7 @@ from train_loop.checkpoint.export.text_files import (
 )
 from train_loop.errors import DataError
 from train_loop.model.families.causal.build import build_model
-from train_loop.model.families.causal.export import align, end_also_at, generation_config
+from train_loop.model.families.causal.published import align, end_also_at, generation_config
 from train_loop.model.families.family import SpecialTokens
 from train_loop.spec import JobSpec, ModelSpec
 from train_loop.system.input_files import limit_inputs

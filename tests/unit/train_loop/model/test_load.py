@@ -226,7 +226,7 @@ def test_weights_that_are_lost_after_their_headers_were_read_are_named(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "holds quantised weights, which cannot be trained"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "holds quantised weights .fp8., which cannot be"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "m.C"}}, "needs custom code .auto_map., and the code in a"),
         ({"model_type": "mine"}, "not support model_type=mine; choose a supported one, for example qwen3 or llama"),
         ({"model_type": None}, "model_type not found in .*config.json; add it"),

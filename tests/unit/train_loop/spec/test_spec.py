@@ -46,9 +46,6 @@ def test_number_as_a_key_is_an_unknown_field() -> None:
 
 def test_misspelt_value_is_not_one_to_come() -> None:
     assert problems(raw_spec() | {"kind": "trian"})["/kind"] == '"trian" is not a value of this field; choose "train"'
-    assert problems(raw_spec(strategy={"apply_expert_patch": "yes"}))["/strategy/apply_expert_patch"] == (
-        '"yes" is not a value of this field; choose false'
-    )
 
 
 def test_body_that_is_not_yaml_is_rejected() -> None:
@@ -139,8 +136,6 @@ def test_compiled_layers_reject_separate_norm_units() -> None:
     [
         ("/kind", "infer"),
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
-        ("/strategy/wrap_policy/moe_experts", ["Experts"]),
-        ("/strategy/apply_expert_patch", True),
     ],
 )
 def test_unsupported_settings_are_rejected(pointer: str, value: Any) -> None:

@@ -86,7 +86,6 @@ def test_resolved_spec_validates() -> None:
         ({"data": {"sequence_length": 1}}, "1 is less than the minimum of 2"),
         ({"scaling": {"num_workers": 5000}}, "5000 is not valid"),
         ({"labels": {"": "x"}}, "should be non-empty"),
-        ({"strategy": {"apply_expert_patch": True}}, "True is not one of [False]"),
         ({"model": {"lora": {"r": 8, "alpha": 16.0, "target_modules": ["q_proj"]}}}, "is not one of [None]"),
     ],
 )

@@ -1,8 +1,6 @@
 """Causal language models of transformers on the meta device, and the kinds that this loop does not train."""
 
 import copy
-import re
-import sys
 from typing import Any
 
 import torch
@@ -84,8 +82,6 @@ def _on_meta(
     try:
         return build("sdpa")
     except Exception as error:  # transformers' errors for a config have no common class
-        if stated(error) is None:
-            check_sparse(config)
         if not isinstance(error, ValueError) or "scaled_dot_product_attention" not in str(error):
             raise
     return build("eager")
@@ -186,17 +182,14 @@ def _check_alone(kind: str, config: PretrainedConfig | None) -> None:
     if _has_parts(config) if config is not None else "text_config" in parts:
         raise ModelError(
             f"not supported: model_type={kind} has a language model as one of its parts, with others such as vision or "
-            f"audio; {_dense_text(config) or 'give a folder of a language model alone'}"
+            f"audio; {_text_alone(config) or 'give a folder of a language model alone'}"
         )
 
 
-def _dense_text(config: PretrainedConfig | None) -> str | None:
-    """Return the advice to train the text part of a config; None if that is not a separate model, or sparse."""
-    text: Any = getattr(config, "text_config", None)
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", None))
-    if name is None or _has_experts(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text):
-        return None
-    return f"train that part alone: model_type={text.model_type}"
+def _text_alone(config: PretrainedConfig | None) -> str | None:
+    """Return the advice to train the text part of a config; None if that is not a separate model."""
+    kind = getattr(getattr(config, "text_config", None), "model_type", None)
+    return f"train that part alone: model_type={kind}" if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else None
 
 
 def sees_whole_rows(spec: ModelSpec) -> bool:
@@ -231,30 +224,11 @@ def _has_parts(config: PretrainedConfig) -> bool:
         return True
 
 
-def check_dense(model: PreTrainedModel) -> None:
-    """Raise ModelError for a mixture of experts."""
-    names = {type(module).__name__ for module in model.modules()}
-    experts = sorted(n for n in names if "Expert" in n) or sorted(n for n in names if n.endswith("MoE"))
-    if experts:
-        raise ModelError(
-            f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose a dense "
-            "model"
-        )
-
-
-def check_sparse(config: PretrainedConfig) -> None:
-    """Raise ModelError for a mixture of experts that transformers does not build, so that its modules are unknown."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is not None and _has_experts(kind, config):
-        raise ModelError(f"not supported yet: mixture of experts ({kind.__name__}); choose a dense model")
-
-
 _DECODER = "a decoder with attention heads, for example qwen3 or llama"
 
 
 def check_decoder(model: PreTrainedModel, *, another: str = _DECODER) -> None:
-    """Raise ModelError for a model that is not dense, or has no sizes of a decoder; `another` is the remedy."""
-    check_dense(model)
+    """Raise ModelError for a model without the sizes of a decoder; `another` is the remedy."""
     # A model with a recurrent state may have no attention.
     needed = [name for name in NEEDED if name != "num_attention_heads" or not model._is_stateful]
     missing = [name for name in needed if not isinstance(getattr(model.config, name, None), int)]
@@ -266,7 +240,7 @@ def check_decoder(model: PreTrainedModel, *, another: str = _DECODER) -> None:
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 """Types of layers that have attention."""
-_LAYERS = ATTENDING | {"linear_attention", "conv"}
+_LAYERS = ATTENDING | {"linear_attention", "conv", "mlp", "moe"}
 """Types of layers that compute plain rows in this loop as in transformers; a small copy shows the rest."""
 
 
@@ -276,16 +250,7 @@ def check_layers(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - _LAYERS)
     if strange:
-        check_dense(model)
         raise ModelError(
             f"not supported yet: {model.config.model_type} has layers of type {', '.join(strange)}; choose a model "
             "whose layers have full, sliding, chunked or linear attention"
         )
-
-
-def _has_experts(kind: type, config: PretrainedConfig) -> bool:
-    """Return whether a family's models are mixtures of experts, unless its config says that this one is dense."""
-    if False in (getattr(config, "is_moe", None), getattr(config, "enable_moe_block", None)):
-        return False
-    numbers = [value for name, value in vars(config).items() if re.search("expert", name) and type(value) is int]
-    return any("Expert" in name for name in vars(sys.modules[kind.__module__])) and (not numbers or any(numbers))

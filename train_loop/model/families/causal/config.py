@@ -55,8 +55,10 @@ def _folder_config(spec: ModelSpec) -> Any:
     It may have any field, because transformers writes more fields than its classes declare.
     """
     config = model_config(spec)
-    if config.get("quantization_config"):
-        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the original model")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        kind = f" ({method})" if isinstance(method, str) else ""
+        raise ModelError(f"{spec.path} holds quantised weights{kind}, which cannot be trained; give the original model")
     # Code that comes with a model is never run. Many folders contain code although transformers has the model too.
     if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
         raise ModelError(

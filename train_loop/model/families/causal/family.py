@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import XIELUActivation
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
@@ -35,7 +33,14 @@ from train_loop.model.families.causal.build import (
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.config_faults import stated
 from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
-from train_loop.model.families.causal.export import write_configs
+from train_loop.model.families.causal.experts import (
+    anatomy_of_experts,
+    check_experts,
+    check_fused,
+    choose_experts,
+    experts_of,
+    prepare_experts,
+)
 from train_loop.model.families.causal.heads import (
     check_labels,
     has_labels,
@@ -53,9 +58,18 @@ from train_loop.model.families.causal.probe import (
     kept_for_backward,
     probe,
 )
+from train_loop.model.families.causal.published import own_names, splits, write_configs
 from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
-from train_loop.model.families.family import Attention, Examination, ExportFacts, Family, SettingCheck, StoredNames
+from train_loop.model.families.family import (
+    Attention,
+    Examination,
+    ExportFacts,
+    Family,
+    SettingCheck,
+    Split,
+    StoredNames,
+)
 from train_loop.spec import JobSpec, ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -72,9 +86,11 @@ class Causal(Family):
     source = SOURCE
 
     def build(self, spec: ModelSpec) -> Anatomy:
-        """Build a dense model on the meta device. Raises ModelError."""
+        """Build a model on the meta device. Raises ModelError."""
         model = build_model(spec)
         check_decoder(model)
+        check_fused(model)
+        prepare_experts(model)
         check_pooling(model)
         register_attention(model)
         read_at_ends(model)
@@ -95,13 +111,14 @@ class Causal(Family):
             depth=sum(kind in ATTENDING for kind in types) if types else config.num_hidden_layers if heads else 0,
             attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0,
             labels=config.num_labels if has_labels(model) else 0 if embedding_of(model) is not None else None,
+            experts=anatomy_of_experts(model, config),
         )
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
         dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
         config = config_of(anatomy.model)
-        check_decoder_name(config.model_type)
+        check_decoder_name(config.model_type, spec.strategy.param_dtype)
         check_modes(anatomy.model, config)
         check_causal(measure_copy(anatomy.model, length), anatomy.model)
         seen = probe(anatomy, dtype, sequence_length=length)
@@ -112,14 +129,16 @@ class Causal(Family):
             SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
             SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
+            *check_experts(anatomy.model, anatomy.experts, spec),
         )
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
         kept = partial(kept_for_backward, anatomy, dtype, length)
         return Examination(seen.attention, seen.after_head, settings, whole_scores=whole, kept=kept)
 
     def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
-        """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
+        """Set the implementations of attention and experts of a spec. Raises ModelError if they cannot run here."""
         apply_attention(model, spec, device)
+        choose_experts(model, spec, device)
 
     def fit_positions(self, model: PreTrainedModel, *, part: int, parts: int) -> None:
         """Make each document use longrope's factors for its own length, and RoBERTa's kind count its tokens."""
@@ -159,14 +178,14 @@ class Causal(Family):
 
     def stored_names(self, model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
         """Map old names and the base model's prefix as transformers does."""
-        own, known = _own_names(model, stored), model.state_dict()
+        (own, joins), known = own_names(model, stored), model.state_dict()
         optional, replaced = list(model._keys_to_ignore_on_load_missing or ()), set[str]()
         if has_labels(model):
             check_labels(model, {own[name]: shape for name, shape in stored.items()})
         has_none_of_tokens = has_labels(model) or embedding_of(model) is not None
         if has_none_of_tokens and (decoder := decoder_of(config_of(model))) is not None:
             of_head = names_outside(decoder)
-            replaced = {name for name, its in _own_names(decoder, stored).items() if its in of_head}
+            replaced = {name for name, its in own_names(decoder, stored)[0].items() if its in of_head}
         harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
         return StoredNames(
             own,
@@ -179,7 +198,12 @@ class Causal(Family):
             ),
             optional=frozenset(name for name in known if _matches(name, optional))
             | (names_outside(model) if has_labels(model) else set()),
+            joins=joins,
         )
+
+    def splits(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Split]:
+        """Return the public layout of experts; dense models are stored as they are."""
+        return splits(model, shapes) if experts_of(model) else {}
 
     def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return masks or bounds of documents, longrope's lengths, and ends for heads that pool."""
@@ -204,13 +228,6 @@ class Causal(Family):
 
 
 CAUSAL = Causal()
-
-
-def _own_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """Return a model's names of stored tensors, by the rules of transformers."""
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    known = model.state_dict()
-    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in stored}
 
 
 def takes_only_tokens(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.experts import route_on_meta
 from train_loop.model.families.causal.positions import PositionLimits, TableWatch, apply_counted, fix_dynamic
 from train_loop.model.families.causal.separation import (
     Separation,
@@ -115,6 +116,7 @@ def _copy(anatomy: Anatomy, dtype: torch.dtype) -> tuple[Anatomy, int | None]:
         if hasattr(module, _ADAPTERS):
             setattr(module, _ADAPTERS, partial(_adapt, module))
     apply_counted(model, part=0, parts=1)
+    route_on_meta(model)
     return anatomy.family.anatomy(model), fix_dynamic(model)
 
 

@@ -9,10 +9,12 @@ from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.spec import JobSpec
 
+_OTHER_EXPERTS = "whose experts do not have transformers' common form; choose another mixture, for example qwen3_moe"
 _NOT_YET = {
     "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
     "mra": "whose attention needs kernels that are downloaded during the run; choose modernbert or bert",
     "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
+    **dict.fromkeys(("dbrx", "jetmoe", "llama4_text", "longcat_flash"), _OTHER_EXPERTS),
     "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
     "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
 }
@@ -25,8 +27,13 @@ def check_name(kind: str) -> None:
         raise ModelError(f"not supported yet: model_type={kind}, {_NOT_YET[kind]}")
 
 
-def check_decoder_name(kind: str) -> None:
-    """Raise ModelError for a family that is trained with masks of padding alone."""
+def check_decoder_name(kind: str, dtype: str) -> None:
+    """Raise ModelError for a family that is trained with masks of padding alone, or not in a dtype."""
+    if kind == "minimax" and dtype != "fp32":
+        raise ModelError(
+            f"dtype={dtype} is not supported for model_type=minimax, whose attention multiplies numbers in fp32 with "
+            "others; choose fp32"
+        )
     if kind == "xlm":
         raise ModelError(
             "not supported yet: a decoder of model_type=xlm, whose code takes tokens of the text for padding; choose "

@@ -1,0 +1,159 @@
+"""Mixtures of experts: published layouts of weights in both directions, sizes, names of experts, refused settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.builders.families import small
+from tests.support.builders.specs import may_read, raw_spec
+from train_loop.errors import ModelError
+from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.family import Split, Unchanged
+from train_loop.model.load import Stored, match_folder
+from train_loop.preflight.checks import check_model
+from train_loop.spec import ModelSpec, parse
+
+
+def published(family: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model of transformers, and the tensors that it has written into a folder."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small(family)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            buffer.normal_()
+    model.save_pretrained(folder)
+    return model, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "kimi_linear"])
+def test_published_layout_is_read_by_rows_and_written_back_bit_equal(family: str, tmp_path: Path) -> None:
+    model, stored = published(family, tmp_path)
+    anatomy = CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32"))
+    homes, expected = match_folder(anatomy, tmp_path).homes, model.state_dict()
+    for name, (first, *_) in homes.items():
+        whole = expected[name]
+        every = tuple(slice(0, size) for size in whole.shape)
+        assert torch.equal(first.read(every), whole), name
+        if whole.ndim > 1:
+            for rows in (slice(1, 3), slice(len(whole), len(whole))):
+                assert torch.equal(first.read((rows, *every[1:])), whole[rows]), name
+    shapes = {name: tuple(expected[name].shape) for name in homes}
+    parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
+    parts |= CAUSAL.splits(anatomy.model, shapes)
+    written = {one: torch.full(shape, torch.nan) for split in parts.values() for one, shape in split.shapes.items()}
+    for name, split in parts.items():
+        each = 3 if split.by_row and expected[name].ndim else max(len(expected[name]), 1)
+        for start in range(0, len(expected[name]), each):
+            for one, cut in split.cut(expected[name][start : start + each], start).items():
+                written[one][cut.first : cut.first + len(cut.values)] = cut.values
+    assert written.keys() == stored.keys()
+    assert [name for name in stored if not torch.equal(written[name], stored[name])] == []
+
+
+def test_a_rank_reads_only_the_experts_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published("qwen3_moe", tmp_path)
+    anatomy = CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32"))
+    (joined,) = match_folder(anatomy, tmp_path).homes["model.layers.0.mlp.experts.gate_up_proj"]
+    read, plain = list[str](), Stored.read
+
+    def note(stored: Stored, part: tuple[slice, ...]) -> Tensor:
+        read.append(stored.name)
+        return plain(stored, part)
+
+    monkeypatch.setattr(Stored, "read", note)
+    joined.read((slice(2, 3), slice(None), slice(None)))
+    assert read == [f"model.layers.0.mlp.experts.2.{name}_proj.weight" for name in ("gate", "up")]
+
+
+def test_a_folder_that_lacks_an_expert_is_rejected(tmp_path: Path) -> None:
+    _, stored = published("qwen3_moe", tmp_path)
+    del stored["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"gate_up_proj: 8 of .*experts.0.gate_proj.weight, 7 of .*up"):
+        match_folder(CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32")), tmp_path)
+
+
+def test_quantised_folder_is_rejected(tmp_path: Path) -> None:
+    AutoConfig.for_model(**small("gpt_oss"), quantization_config={"quant_method": "mxfp4"}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"holds quantised weights .mxfp4., which cannot be trained"):
+        CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32"))
+
+
+def test_biases_that_balance_experts_stay_in_fp32() -> None:
+    model = CAUSAL.build(ModelSpec(config=small("deepseek_v3"), dtype="bf16", master_dtype="bf16")).model
+    found = {name: buffer.dtype for name, buffer in model.named_buffers() if "correction" in name}
+    assert set(found.values()) == {torch.float32}
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_plan_counts_the_parameters_that_a_token_uses() -> None:
+    shape, problems = check_model(parse(raw_spec(model={"config": small("qwen3_moe")})), may_read())
+    assert problems == []
+    assert shape is not None
+    expert = 3 * 64 * 32  # gate, up and down of hidden_size 64 and moe_intermediate_size 32
+    assert shape.active == shape.parameters - 2 * 6 * expert  # six of eight experts in two layers
+    assert check_model(parse(raw_spec()), may_read())[0].active is None  # type: ignore[union-attr]
+
+
+NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3ForCausalLM has none"
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "pointer", "message"),
+    [
+        ("qwen3_moe", {"training": {"optimizer": "muon"}}, "/training/optimizer", "muon updates matrices, and the exp"),
+        ("qwen3_moe", {"model": {"compile": True}}, "/model/compile", "compile is not proven for experts"),
+        (
+            "qwen3_moe",
+            {"training": {"reproducible": "any_size", "global_batch_size": 4}},
+            "/training/reproducible",
+            "any_size is not proven for experts",
+        ),
+        (
+            "qwen3_moe",
+            {"strategy": {"wrap_policy": {"moe_experts": ["MixtralExperts"]}}},
+            "/strategy/wrap_policy/moe_experts",
+            "names no experts of Qwen3MoeForCausalLM; choose Qwen3MoeExperts",
+        ),
+        ("qwen3", {"strategy": {"wrap_policy": {"moe_experts": ["X"]}}}, "/strategy/wrap_policy/moe_experts", "has no"),
+        ("qwen3", {"model": {"experts_implementation": "eager"}}, "/model/experts_implementation", "has no effect on"),
+        ("qwen3", {"model": {"router_dtype": None}}, "/model/router_dtype", "router_dtype=null has no effect on"),
+        ("qwen3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", "has no effect on Qwen3ForCausalLM"),
+        ("deepseek_v3", {"training": {"router_aux_loss": {"coef": 0.1}}}, "/training/router_aux_loss", NONE),
+        ("deepseek_v3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", NONE),
+    ],
+)
+def test_setting_that_does_not_fit_is_rejected(family: str, parts: Any, pointer: str, message: str) -> None:
+    model = {"config": small(family)} | parts.get("model", {})
+    _, problems = check_model(parse(raw_spec(**parts | {"model": model})), may_read())
+    assert [problem.pointer for problem in problems] == [pointer]
+    assert message in problems[0].message
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "Qwen3MoeMLP"])
+def test_names_of_experts_of_other_tools_are_understood(name: str) -> None:
+    config = {"model": {"config": small("qwen3_moe")}}
+    policy = {"wrap_policy": {"moe_experts": [name]}, "apply_expert_patch": True}
+    assert check_model(parse(raw_spec(**config, strategy=policy)), may_read())[1] == []
+
+
+def test_own_config_decides_about_the_auxiliary_loss() -> None:
+    for on, weight in ((True, 0.001), (False, 0.0)):
+        config = small("qwen3_moe") | {"output_router_logits": on, "router_aux_loss_coef": 0.001}
+        anatomy = CAUSAL.build(ModelSpec(config=config, dtype="fp32"))
+        assert anatomy.experts is not None
+        assert anatomy.experts.auxiliary == weight
+        assert check_model(parse(raw_spec(model={"config": config})), may_read())[1] == []
+
+
+def test_experts_without_tokens_are_reported_once_in_so_many_steps() -> None:
+    idle, loads = IdleExperts(), [[5, 0], [3, 4]]
+    found = {step: news for step in range(1, 2 * IDLE_STEPS + 2) if (news := idle.news(loads, step=step))}
+    assert found == {1 + IDLE_STEPS: [(0, 1)], 1 + 2 * IDLE_STEPS: [(0, 1)]}
+    assert idle.news([[5, 1], [3, 4]], step=400) == []

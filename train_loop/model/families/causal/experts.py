@@ -1,0 +1,183 @@
+"""Experts and routers of transformers' mixtures of experts."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Experts
+from train_loop.model.families.causal.embeddings import embedding_of
+from train_loop.model.families.causal.heads import has_labels
+from train_loop.model.families.family import SettingCheck, faults_without_experts, rejecting
+from train_loop.spec import JobSpec
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+"""Fields with the number of experts that a token uses."""
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Names of numbers that balance experts, which some families keep as parameters that are not trained."""
+_OLDEST = (8, 0)
+"""First compute capability on which grouped matrix products run."""
+
+
+def experts_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules that hold experts, each all those of a layer as one tensor per projection."""
+    return tuple(
+        module
+        for name, module in model.named_modules()
+        # Every token uses shared experts.
+        if type(module).__name__.endswith("Experts") and "shared" not in name.rpartition(".")[2]
+    )
+
+
+def check_no_experts(model: PreTrainedModel, *, another: str) -> None:
+    """Raise ModelError for a mixture of experts; `another` names models without."""
+    names = {type(module).__name__ for module in model.modules()}
+    experts = sorted(n for n in names if "Expert" in n) or sorted(n for n in names if n.endswith("MoE"))
+    if experts:
+        raise ModelError(
+            f"not supported yet: mixture of experts ({', '.join(experts)} in {type(model).__name__}); choose {another}"
+        )
+
+
+def check_fused(model: PreTrainedModel) -> None:
+    """Raise ModelError for experts that do not have the interface of transformers' fused ones."""
+    experts = experts_of(model)
+    if not experts or not all(hasattr(one, "_apply_gate") for one in experts):
+        check_no_experts(model, another="another mixture, for example qwen3_moe")
+
+
+def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Experts | None:
+    """Return a model's experts; None if it is dense."""
+    modules = experts_of(model)
+    if not modules:
+        return None
+    number = len(next(p for p in modules[0].parameters() if p.ndim > 1))
+    return Experts(modules, routers_of(model), number, _chosen(config), _auxiliary(model, config))
+
+
+def prepare_experts(model: PreTrainedModel) -> None:
+    """Keep buffers that routers add to their scores in fp32, and leave the auxiliary loss to this loop, in place."""
+    if not experts_of(model):
+        return
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set:
+                module._buffers[leaf] = buffer.float()
+    config = model.config
+    if getattr(config, "output_router_logits", None):
+        model.trains_routers = True
+        config.output_router_logits = False
+
+
+def _auxiliary(model: PreTrainedModel, config: PretrainedConfig) -> float | None:
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    has_tokens = not has_labels(model) and embedding_of(model) is None
+    if (
+        not has_tokens
+        or coefficient is None
+        or not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    ):
+        return None
+    return float(coefficient) if getattr(model, "trains_routers", False) else 0.0
+
+
+def routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Return the modules that choose experts, as transformers records their logits."""
+    recorders = [getattr(one, "_can_record_outputs", None) for one in (model, model.base_model)]
+    stated = next((one["router_logits"] for one in recorders if one and "router_logits" in one), ())
+    kinds = {getattr(one, "target_class", one) for one in (stated if isinstance(stated, list) else [stated])}
+    return tuple(one for one in model.modules() if type(one) in kinds)
+
+
+def _chosen(config: PretrainedConfig) -> int:
+    for part in (config, getattr(config, "ffn_config", None)):
+        for name in _CHOSEN:
+            value = getattr(part, name, None)
+            if isinstance(value, list) and value:
+                value = max(value)
+            if type(value) is int:
+                return value
+    raise ModelError(
+        f"not supported yet: {config.model_type} has experts, and its config does not say how many a token uses "
+        f"({', '.join(_CHOSEN)}); choose another model, for example qwen3_moe"
+    )
+
+
+def choose_experts(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
+    """Set the implementation of experts of a spec. Raises ModelError if the model or the device has none."""
+    if not experts_of(model):
+        return
+    wanted = spec.model.experts_implementation
+    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST
+    if wanted == "grouped_mm" and not grouped:
+        raise ModelError(
+            f"experts_implementation=grouped_mm needs a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]} or later; "
+            "choose eager"
+        )
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm" if grouped and wanted != "eager" else "eager")
+
+
+def faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
+    """Return the faults of settings that do not fit a model with experts, by pointer; false for settings that do."""
+    name, training, wanted = type(model).__name__, spec.training, spec.model.experts_implementation
+    auxiliary, z_loss = training.router_aux_loss, training.router_z_loss
+    lacks = f"is for families whose code has an auxiliary loss, and that of {name} has none"
+    return {
+        "/model/experts_implementation": wanted == "grouped_mm"
+        and not model._can_set_experts_implementation()
+        and f"experts_implementation=grouped_mm is not available for {name}; choose auto",
+        "/model/compile": spec.model.compile and f"compile is not proven for experts, which {name} has; remove compile",
+        "/model/master_dtype": spec.model.master_dtype != "fp32"
+        and any(name.endswith(_CORRECTIONS) for name, _ in model.named_parameters())
+        and f"master_dtype={spec.model.master_dtype} rounds the bias of experts of {name}, which needs fp32; "
+        "choose fp32",
+        "/training/optimizer": training.optimizer == "muon"
+        and f"muon updates matrices, and the experts of {name} are tensors of three dimensions; choose adamw",
+        "/training/reproducible": training.reproducible == "any_size"
+        and f"any_size is not proven for experts, which {name} has; choose reproducible: same_size",
+        "/training/router_aux_loss": bool(auxiliary.coef)
+        and experts.auxiliary is None
+        and f"router_aux_loss {lacks}; remove router_aux_loss",
+        "/training/router_z_loss": bool(z_loss)
+        and experts.auxiliary is None
+        and f"router_z_loss {lacks}; remove router_z_loss",
+        "/strategy/apply_tiled_mlp": spec.strategy.apply_tiled_mlp
+        and f"apply_tiled_mlp would route each tile apart, and {name} has experts; set apply_tiled_mlp: false",
+    }
+
+
+def check_experts(model: PreTrainedModel, experts: Experts | None, spec: JobSpec) -> tuple[SettingCheck, ...]:
+    """Return a check for each setting that does not fit the experts of a model, or their absence."""
+    if experts is None:
+        return rejecting(faults_without_experts(type(model).__name__, spec))
+    return rejecting(faults_of_settings(model, experts, spec))
+
+
+def route_on_meta(model: nn.Module) -> None:
+    """Let the experts of a model on the meta device take tokens in any order: their choice needs values."""
+    for module in experts_of(model):
+        module.forward = partial(_any_tokens, module)
+
+
+def _any_tokens(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute tensors of the shapes of grouped matrix products, which keep as much for backward."""
+
+    def project(values: Tensor, name: str) -> Tensor:
+        weight, bias = getattr(experts, name)[0], getattr(experts, f"{name}_bias", None)
+        out: Tensor = values @ (weight if experts.is_transposed else weight.T)
+        return out if bias is None else out + bias[0]
+
+    each = hidden.repeat_interleave(chosen.shape[-1], dim=0)
+    if experts.has_gate:
+        inner = experts._apply_gate(project(each, "gate_up_proj"))
+    else:
+        inner = experts.act_fn(project(each, "up_proj"))
+    out = project(inner, "down_proj") * weights.reshape(-1, 1)
+    summed: Tensor = out.view(*chosen.shape, -1).sum(1)
+    result: Tensor = summed.to(hidden.dtype)
+    return result
