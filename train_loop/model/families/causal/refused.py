@@ -14,7 +14,7 @@ _NOT_YET = {
     "blt": "whose layers see patches of bytes, which another model cuts; choose a model of tokens, for example qwen3",
     "mra": "whose attention needs kernels that are downloaded during the run; choose modernbert or bert",
     "reformer": "whose attention selects tokens by hashes; choose a model with full or sliding attention",
-    **dict.fromkeys(("dbrx", "jetmoe", "llama4_text", "longcat_flash"), _OTHER_EXPERTS),
+    **dict.fromkeys(("dbrx", "jetmoe", "longcat_flash"), _OTHER_EXPERTS),
     "gemma4_assistant": "which drafts tokens for another model; choose gemma4_text",
     "gemma4_unified_assistant": "which drafts tokens for another model; choose gemma4_unified_text",
 }
