@@ -20,8 +20,8 @@ from tests.support.ranks.gradients import build, divisor, forget_meshes, my_shar
 from train_loop.conformance.measure import accumulate_plainly, largest_difference, whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
-from train_loop.model.build import own_part
 from train_loop.model.families.causal.build import build_model
+from train_loop.model.parts import own_parts
 from train_loop.spec import ModelSpec, parse
 
 LENGTH, ROWS, VOCAB = 32, 8, 300
@@ -41,6 +41,8 @@ class Case:
     world: int
     fsdp_size: int = 0
     ulysses_size: int = 1
+    tp_size: int = 1
+    sharded: bool = True
     packed: bool = False
     chunked_loss: bool = False
 
@@ -79,6 +81,8 @@ def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any
         strategy={
             "fsdp_size": case.fsdp_size,
             "ulysses_size": case.ulysses_size,
+            "tp_size": case.tp_size,
+            "sharding_strategy": "FULL_SHARD" if case.sharded else "NO_SHARD",
             "wrap_policy": {"transformer_layer_cls_to_wrap": [*settings.layers]},
         },
         scaling={"num_workers": case.world},
@@ -148,8 +152,8 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Copy all parameters to a sharded model. Buffers stay: each model computes its own."""
     values = dict(source.named_parameters(remove_duplicate=False))
     for name, parameter in target.named_parameters(remove_duplicate=False):
-        mine, part = own_part(parameter)
-        mine.copy_(values[name].detach()[part])
+        for own, box in own_parts(parameter):
+            own.copy_(values[name].detach()[box])
 
 
 def shorten(rows: Rows, *, packed: bool) -> Rows:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.files.reader import CheckpointReader
+from train_loop.checkpoint.parts import described, plain
 from train_loop.checkpoint.select import agree_on_newest, prove_parent
 from train_loop.checkpoint.state_dict import put_back, rng_key, tensors_of
 from train_loop.data.order import Order
@@ -92,11 +93,12 @@ def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, value
     seed_generators(seed, step=manifest.step, rank=rank)
     # Generators belong to ranks: at another world size, they restart from (seed, step, rank).
     generators = {rng_key(rank): b""} if manifest.world == dist.get_world_size() else {}
-    whole = values | generators
+    whole = described(values | generators)
     try:
         load(whole, storage_reader=reader)
     except CheckpointException as error:  # a BaseException, which callers would not log
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies but does not load: {error}") from error
+    whole = plain(whole)
     for key in generators:
         set_rng_state(pickle.loads(whole[key]))
     values |= {name: whole[name] for name in values}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -18,6 +19,7 @@ from train_loop.loop.batch import MicroBatch, StepBatch, share_rows
 from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.reduction import PlainReduction
 from train_loop.loop.step import accumulate, train_step
+from train_loop.model.parts import is_split, own_parts
 from train_loop.parallel.mesh import Mesh
 from train_loop.state import TrainState
 
@@ -43,7 +45,19 @@ def accumulate_plainly(
 def whole(gradient: Tensor | None) -> Tensor:
     """Return a gradient, gathered from its shards."""
     assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    if not isinstance(gradient, DTensor):
+        return gradient
+    return joined(gradient) if is_split(gradient) else gradient.full_tensor()
+
+
+def joined(tensor: DTensor) -> Tensor:
+    """Return a whole tensor from the parts of all ranks, the mean of those that several have. A collective call."""
+    total, holders = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2))
+    for own, box in own_parts(tensor):
+        total[box], holders[box] = own, 1
+    for one in (total, holders):
+        dist.all_reduce(one)
+    return total / holders
 
 
 def take_gradients(model: nn.Module) -> Gradients:
@@ -87,7 +101,7 @@ def rows_of_rank(dataset: Dataset, mesh: Mesh, *, real: int, count: int) -> Step
     """
     samples = np.where(np.arange(count) < real, np.arange(count), PADDING)
     mine = np.array_split(samples, mesh.plan.dp)[mesh.data_rank]
-    rows: Rows | None = read_rows(dataset, mine) if mesh.sequence_rank == 0 else None
+    rows: Rows | None = read_rows(dataset, mine) if mesh.leads else None
     return share_rows(rows, count=len(mine), dataset=dataset, mesh=mesh)
 
 

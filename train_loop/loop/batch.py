@@ -53,7 +53,7 @@ class MicroBatch(ByColumn[Tensor]):
 
 
 def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -> StepBatch:
-    """Broadcast the rows that a Ulysses group's first rank read, and shift labels. A collective call over the group."""
+    """Broadcast the rows that the first of its peers read, and shift labels. A collective call over `mesh.peers`."""
     columns, length = dataset.columns, dataset.sequence_length
     dense = [column for column in columns if column.kind != "ragged"]
     words = [-(-count * column.bytes_in(length) // _WORD) for column in dense]
@@ -61,8 +61,8 @@ def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -
     if rows is not None:
         _pack(rows, dense, words, message.numpy())
     message = message.to(mesh.device)
-    if mesh.plan.sp > 1:
-        dist.broadcast(message, group=mesh.sp, group_src=0)
+    if mesh.plan.peers > 1:
+        dist.broadcast(message, group=mesh.peers, group_src=0)
     values: dict[str, Any] = {
         column.name: _unpack(part, column, (count, *column.shape_in(length)))
         for column, part in zip(dense, torch.split(message, words), strict=True)
@@ -100,8 +100,8 @@ def _torch_type(dtype: str) -> torch.dtype:
 def _share_ragged(rows: Rows | None, columns: list[Column], mesh: Mesh) -> dict[str, list[Any]]:
     """Broadcast ragged columns, whose sizes only the first rank knows."""
     shared = [None if rows is None else {column.name: rows.values[column.name] for column in columns}]
-    if columns and mesh.plan.sp > 1:
-        dist.broadcast_object_list(shared, group=mesh.sp, group_src=0, device=mesh.device)
+    if columns and mesh.plan.peers > 1:
+        dist.broadcast_object_list(shared, group=mesh.peers, group_src=0, device=mesh.device)
     values = shared[0] or {}
     return {name: [_on_device(one, mesh.device) for one in several] for name, several in values.items()}
 

@@ -15,6 +15,7 @@ from train_loop.loop.objectives.own_loss import OwnLoss
 from train_loop.loop.objectives.pairs import ContrastiveLoss, RewardLoss
 from train_loop.loop.objectives.routed import RoutedLoss, RouterRule
 from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss, TokenLoss
+from train_loop.loop.objectives.vocabulary import VocabularyPart
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
 from train_loop.model.families.anatomy import Anatomy
@@ -167,8 +168,18 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
-    rows = chunk_rows(spec, plan.shape, tokens=tokens) if sharded.after_head is not None else None
-    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss, in_order=plan.tree is not None)
+    shape = plan.shape.shared(plan.mesh.tp)
+    rows = chunk_rows(spec, shape, tokens=tokens) if sharded.after_head is not None else None
+    vocabulary = None
+    if sharded.sharers is not None:
+        # The model would gather all logits of each token on every rank.
+        vocabulary = VocabularyPart(sharded.sharers, sharded.anatomy.outputs)
+    rule = LossRule(
+        spec.training.label_smoothing_factor,
+        spec.training.z_loss,
+        in_order=plan.tree is not None,
+        vocabulary=vocabulary,
+    )
     kind = TokenLoss if spec.model.masked is None else MaskedLoss
     return kind(sharded.anatomy, rule, chunk_rows=rows, after_head=sharded.after_head or ())
 

@@ -17,7 +17,7 @@ from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.reduction import Reduction
 from train_loop.loop.session import Session
 from train_loop.parallel.mesh import Mesh
-from train_loop.plan import MeshPlan, groups_across_hosts
+from train_loop.plan import MeshPlan, Role, groups_across_hosts
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.system.limited_log import LimitedLog
 from train_loop.telemetry.event_log import EventLog
@@ -70,14 +70,18 @@ def gather_workers() -> list[dict[str, Any]]:
 
 
 def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: EventLog) -> None:
-    """Warn about Ulysses groups that span several hosts: each layer's all-to-all then crosses the network."""
-    found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
-    if found:
+    """Warn about groups that exchange in each layer and span several hosts, because that crosses the network."""
+    of_tensors = f"tp_size={mesh.tp} workers, or choose a smaller tp_size"
+    of_sequences = f"ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
+    kinds: tuple[tuple[Role, str, str], ...] = (
+        ("sequence", "Ulysses groups span several hosts, where their all-to-all is slow", of_sequences),
+        ("tensor", "tensor parallel groups span several hosts, where their all-reduce is slow", of_tensors),
+    )
+    for role, problem, remedy in kinds:
+        found = groups_across_hosts(mesh, [worker["host"] for worker in workers], role)
         named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
-        journal.warn(
-            f"Ulysses groups span several hosts, where their all-to-all is slow: {named}; "
-            f"give each host a multiple of ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
-        )
+        if found:
+            journal.warn(f"{problem}: {named}; give each host a multiple of {remedy}")
 
 
 class StopSignal:
@@ -114,9 +118,9 @@ def agree(
     """Combine the requests and counts of all ranks: one rank's request applies to all. A collective call."""
     shares = _divisor_shares(objective, batch, reduction.parts)
     share = batch.samples.new_zeros(()) if shares is None else shares.sum()
-    # Ulysses peers hold the same samples; count their tokens once. A sum of weights makes the whole tensor float64,
+    # Peers hold the same samples; count their tokens once. A sum of weights makes the whole tensor float64,
     # which represents all counts exactly.
-    counts = torch.stack([share, batch.tokens.to(share.dtype)]) * (reduction.mesh.sequence_rank == 0)
+    counts = torch.stack([share, batch.tokens.to(share.dtype)]) * reduction.mesh.leads
     own = [requests.save, requests.check_preemption, requests.fatal, *_votes(requests.stop)]
     words = torch.cat([counts, counts.new_tensor(own)])
     with clock.waiting():

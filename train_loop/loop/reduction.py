@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.norm import norm_by_parts
 from train_loop.parallel.ordered import GradientNorm, UnitSum, order_units
 from train_loop.parallel.unit_calls import UnitCalls
 from train_loop.plan import ReductionTree, shards_of
@@ -81,6 +82,8 @@ class PlainReduction:
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients."""
+        if self.mesh.tp is not None:
+            return norm_by_parts(self._model, self.mesh.device)
         norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
@@ -88,8 +91,7 @@ class PlainReduction:
         """Sum one value per micro-batch of this rank, in at least float32, whatever the model's output_dtype is."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         total: Tensor = sum(values.unbind(), start=torch.zeros((), dtype=dtype, device=values.device))
-        dist.all_reduce(total)
-        return total
+        return self._summed(total)
 
     def sum_shares(self, shares: Tensor, plain: float) -> float:
         """Return the plain sum."""
@@ -102,8 +104,14 @@ class PlainReduction:
             total += values
         if self._calls is not None:
             self._calls.agree()
-        dist.all_reduce(total)
-        return total
+        return self._summed(total)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Sum values over all ranks; those that split layers have the same, which count once."""
+        if self.mesh.plan.tensor_rank(self.mesh.rank):
+            values = torch.zeros_like(values)
+        dist.all_reduce(values)
+        return values
 
 
 class OrderedReduction:

@@ -6,11 +6,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.parts import own_parts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -56,8 +55,9 @@ def draw_weights(model: nn.Module, blueprint: Anatomy, names: Collection[str], *
         if leaves:
             with _initialised(blueprint, name, seed=f"{seed}/{name}"):
                 for leaf in leaves:
-                    mine, part = own_part(parameters[_join(name, leaf)])
-                    mine.copy_(_set_by_a_rule(blueprint, name, leaf)[part])
+                    value = _set_by_a_rule(blueprint, name, leaf)
+                    for own, box in own_parts(parameters[_join(name, leaf)]):
+                        own.copy_(value[box])
 
 
 def check_rules(blueprint: Anatomy, stored: Collection[str] = ()) -> None:
@@ -132,15 +132,6 @@ def _is_unset(tensor: Tensor) -> bool:
 
 def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return this rank's writable shard of a tensor, and the slices of the whole tensor that it covers."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    return tensor.to_local().detach(), part
 
 
 def _join(name: str, leaf: str) -> str:

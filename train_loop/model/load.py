@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
-from train_loop.model.build import allocate, draw_weights, materialise, own_part
+from train_loop.model.build import allocate, draw_weights, materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import Join
 from train_loop.model.folder import model_folder
+from train_loop.model.parts import own_parts
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input, read_input
 
@@ -209,15 +210,15 @@ def _tensors(model: nn.Module) -> Iterable[list[str]]:
 
 def _fill(target: Tensor, stored: Sequence[Stored | Joined]) -> None:
     """Read this rank's slice of a tensor. Raises ModelError for a tied weight stored twice with different values."""
-    mine, part = own_part(target)
-    mine.copy_(stored[0].read(part))
-    for twin in stored[1:]:
-        # transformers would untie them with a warning, and train a model that differs from config.json.
-        if not torch.equal(mine, twin.read(part).to(mine)):
-            raise ModelError(
-                f"{twin.name} in {twin.file} differs from {stored[0].name}, and config.json ties them; set "
-                "tie_word_embeddings to the value with which the model was trained"
-            )
+    for own, box in own_parts(target):
+        own.copy_(stored[0].read(box))
+        for twin in stored[1:]:
+            # transformers would untie them with a warning, and train a model that differs from config.json.
+            if not torch.equal(own, twin.read(box).to(own)):
+                raise ModelError(
+                    f"{twin.name} in {twin.file} differs from {stored[0].name}, and config.json ties them; set "
+                    "tie_word_embeddings to the value with which the model was trained"
+                )
 
 
 def _shape(shape: tuple[int, ...]) -> str:

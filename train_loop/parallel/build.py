@@ -4,6 +4,7 @@ import copy
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from train_loop.model.families.after_head import Step
@@ -28,6 +29,8 @@ class ShardedModel(NamedTuple):
     """Steps from the head's output to the logits, so that the loss can be computed inside of it; None if unknown."""
     unused: list[str]
     """Tensors of the model's folder that the model does not use."""
+    sharers: dist.ProcessGroup | None = None
+    """The ranks that share its layers; None if each has whole ones."""
 
     @property
     def model(self) -> nn.Module:
@@ -49,4 +52,5 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return ShardedModel(anatomy, timer, found.after_head, unused)
+    sharers = None if mesh.tp is None else mesh.tp.get_group()
+    return ShardedModel(anatomy, timer, found.after_head, unused, sharers)

@@ -24,6 +24,10 @@ class Mesh:
     """The mesh for `fully_shard`, with axes [fsdp], or [ddp, fsdp] for HSDP."""
     sp: dist.ProcessGroup
     """The process group of the ranks that share a sequence."""
+    peers: dist.ProcessGroup
+    """The process group of the ranks that have the same samples: those of sp, and those that split layers."""
+    tp: DeviceMesh | None = None
+    """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole ones."""
 
     @property
     def data_rank(self) -> int:
@@ -34,6 +38,11 @@ class Mesh:
     def sequence_rank(self) -> int:
         """Return the rank within the Ulysses group."""
         return self.plan.sequence_rank(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank is the first of those with its samples."""
+        return self.plan.leads(self.rank)
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -56,10 +65,17 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
             f"num_workers={plan.world}, but {started} ranks started; start {plan.world}, or change the spec"
         )
     parameters, samples = (_device_mesh(device, axes) for axes in (plan.parameters, plan.samples))
-    for group in (*parameters.get_all_groups(), *samples.get_all_groups()):
+    peers = samples.get_group("sp")
+    if plan.tp > 1:
+        peers = samples["sp", "tp"]._flatten("peers").get_group()
+    for group in (*parameters.get_all_groups(), *samples.get_all_groups(), peers):
         # A mesh accepts no timeout: without this call its groups use torch's default of 30 min.
         _set_pg_timeout(timeout, group)
-    return Mesh(plan, dist.get_rank(), device, parameters, samples.get_group("sp"))
+    rank, sequence = dist.get_rank(), samples.get_group("sp")
+    if plan.tp == 1:
+        return Mesh(plan, rank, device, parameters, sequence, peers)
+    shards = parameters[plan.names[:-1]]
+    return Mesh(plan, rank, device, shards, sequence, peers, parameters["tp"])
 
 
 def _device_mesh(device: torch.device, axes: Sequence[Axis]) -> DeviceMesh:

@@ -53,6 +53,19 @@ class Positions:
         anatomy.family.fit_positions(anatomy.model, part=mesh.sequence_rank, parts=mesh.plan.sp)
 
 
+class Layers:
+    """Ranks share each layer (tensor parallelism)."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether several ranks share a layer."""
+        return mesh.tp > 1
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Split the layers by the plan of the model's family."""
+        assert mesh.tp is not None, "the plan has this axis"
+        built.anatomy.family.share_layers(built.anatomy.model, mesh.tp)
+
+
 class Sequence:
     """Ranks share each sequence (Ulysses)."""
 
@@ -66,7 +79,8 @@ class Sequence:
         if anatomy.family.split_sequence(anatomy.model, part):
             part.watch(anatomy.model)
         else:
-            apply_ulysses(anatomy, mesh.sp, built.timer, built.attention)
+            attention = anatomy.family.own_attention(anatomy.model, built.attention, mesh.plan.tp)
+            apply_ulysses(anatomy, mesh.sp, built.timer, attention)
 
 
 class Tiles:
@@ -141,9 +155,9 @@ class Timing:
 
 # Changes of a layer's parameters or inputs come first. Then each pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
-# a layer is gathered once. Tensor and expert passes belong before `Sequence`, which counts the heads of a rank, and
-# before `Shard`, which shards what they leave on it. Timing hooks surround those of FSDP2 and come last.
-PASSES: tuple[Pass, ...] = (Positions(), Sequence(), Tiles(), Recompute(), Compile(), Shard(), Timing())
+# a layer is gathered once. `Layers`, and a pass for experts, belong before `Sequence`, which counts the heads of a
+# rank, and before `Shard`, which shards what they leave on it. Timing hooks surround those of FSDP2 and come last.
+PASSES: tuple[Pass, ...] = (Positions(), Layers(), Sequence(), Tiles(), Recompute(), Compile(), Shard(), Timing())
 
 
 def parallelize(anatomy: Anatomy, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]) -> ComputeTimer:

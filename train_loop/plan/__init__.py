@@ -29,7 +29,7 @@ from train_loop.plan.layout import (
     why_split,
 )
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
-from train_loop.plan.mesh import Axis, MeshPlan, groups_across_hosts, plan_mesh
+from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
@@ -69,6 +69,7 @@ __all__ = [
     "Plan",
     "Preview",
     "ReductionTree",
+    "Role",
     "SampleCount",
     "UnitSizes",
     "allowed_workers",
@@ -81,6 +82,7 @@ __all__ = [
     "describe_amount",
     "describe_terms",
     "device_problems",
+    "divisors",
     "estimated_need",
     "fits",
     "forgotten_gpu",
@@ -98,6 +100,7 @@ __all__ = [
     "needed",
     "no_place",
     "no_preparation",
+    "one_of",
     "overfull_node",
     "plan_batch",
     "plan_job",

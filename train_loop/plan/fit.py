@@ -110,7 +110,7 @@ def fits(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> bool:
     """
     if not nodes or _is_small(spec, need, nodes):
         return True
-    scaling, group = spec.scaling, spec.strategy.ulysses_size
+    scaling, group = spec.scaling, spec.strategy.peers
     if lay_out(scaling, [node.resources for node in nodes], group=group) is None:
         scaling, group = scaling.at(1), 1
         if not any(count_places(scaling, node.resources) for node in nodes):
@@ -201,7 +201,7 @@ def no_preparation(task: int, nodes: Sequence[NodeRoom]) -> bool:
 
 def overfull_node(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> tuple[int, int] | None:
     """Return workers and host memory of a node that the default layout fills beyond its memory; None if it fits."""
-    ranks = lay_out(spec.scaling, [node.resources for node in nodes], group=spec.strategy.ulysses_size)
+    ranks = lay_out(spec.scaling, [node.resources for node in nodes], group=spec.strategy.peers)
     for place, mine in (ranks or {}).items():
         host = nodes[place].host
         if host is not None and len(mine) * need.host_bytes > host:

@@ -27,8 +27,8 @@ class Capacity:
 def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> dict[int, range] | None:
     """Return the ranks of each node that runs some, by its index in `nodes`; None if the nodes cannot hold the workers.
 
-    `group` is the Ulysses size: as few groups as possible cross nodes. Some node keeps the CPU that Ray Data needs, if
-    any layout allows that. This function also places the worker groups of a job, so the placement matches the plan.
+    `group` is the number of peers: as few groups as possible cross nodes. Some node keeps the CPU that Ray Data needs,
+    if any layout allows that. This function also places the worker groups of a job, so the placement matches the plan.
     """
     found = _arranged(scaling, nodes, group)
     if found is None:
@@ -41,12 +41,17 @@ def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1)
 
 
 def splits(ranks: Mapping[int, range], group: int) -> int:
-    """Return the number of Ulysses groups of a layout that cross nodes."""
+    """Return the number of groups of peers of a layout that cross nodes."""
     return count_splits([(node, len(mine)) for node, mine in ranks.items()], group)
 
 
-def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -> str | None:
-    """Return the reason why Ulysses groups must cross nodes, and a remedy, as a sentence; None if none must."""
+def why_split(
+    scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int, name: str = "ulysses_size"
+) -> str | None:
+    """Return the reason why groups of peers must cross nodes, and a remedy, as a sentence; None if none must.
+
+    `name` is that of the setting with their size.
+    """
     ranks = lay_out(scaling, nodes, group=group) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
         return None
@@ -55,14 +60,17 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
         f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
     )
     whole = sum(count // group for count in places)
-    head = f"{crossing} of {scaling.world // group} Ulysses groups cross nodes, where their all-to-all is slow: "
+    kind = "Ulysses groups cross nodes, where their all-to-all is slow"
+    if name != "ulysses_size":
+        kind = "tensor parallel groups cross nodes, where their exchanges in each layer are slow"
+    head = f"{crossing} of {scaling.world // group} {kind}: "
     if scaling.placement_strategy == "STRICT_SPREAD":
         return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
     fewer = f" or at most {whole * group} workers" if whole else ""
     smaller = max(size for size in divisors(group)[:-1] if sum(n // size for n in places) * size >= scaling.world)
     return (
-        f"{head}nodes with places for {sizes} workers hold {whole} whole groups of ulysses_size={group}; "
-        f"choose ulysses_size={smaller}{fewer}, or add a node with places for {group} workers"
+        f"{head}nodes with places for {sizes} workers hold {whole} whole groups of {name}={group}; "
+        f"choose {name}={smaller}{fewer}, or add a node with places for {group} workers"
     )
 
 

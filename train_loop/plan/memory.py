@@ -41,8 +41,8 @@ def estimate_memory(
 ) -> tuple[MemoryTerm, ...]:
     """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
-    Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters have no gradients and no
-    optimizer state. Activations are those of one micro-batch on
+    `shape` is that of a rank's share of each layer. Master weights, gradients and optimizer state are sharded over
+    fsdp. Frozen parameters have no gradients and no optimizer state. Activations are those of one micro-batch on
     1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
@@ -283,7 +283,7 @@ def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
 def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
     """Return the tokens in a chunk of logits; None if whole logits need less memory, or if the spec disables chunks.
 
-    `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
+    `tokens` and `shape` are those of a rank. Chunks keep the head's gradient in fp32 until backward.
     """
     if not shape.vocab or shape.labels is not None:
         return None
@@ -291,7 +291,10 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
     rows = max(1, min(tokens, CHUNK_BYTES // row))
     saves = rows * row + 4 * shape.vocab * shape.hidden < tokens * row
     wanted = spec.training.chunked_loss
-    return rows if (saves if wanted is None else wanted) else None
+    if saves if wanted is None else wanted:
+        return rows
+    # The model would give ranks that share layers all logits, and the chunked form gives each its own.
+    return None if spec.strategy.tp_size == 1 else tokens
 
 
 def mask_bytes(spec: JobSpec) -> int:

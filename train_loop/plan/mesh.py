@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
-Role = Literal["replicate", "shard", "data", "sequence"]
-"""Task of the ranks of an axis: hold copies or shards of parameters; read other samples, or parts of the same ones."""
+Role = Literal["replicate", "shard", "data", "sequence", "tensor"]
+"""Task of the ranks of an axis: hold copies or shards of parameters; read other samples, or parts of the same ones.
+
+Those of a tensor axis compute parts of each layer for the same tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,38 +37,51 @@ class MeshPlan:
     """The device mesh of a run: two grids of the same ranks, one for parameters and one for samples.
 
     `fsdp` counts the ranks that share one copy of the parameters, `ddp` the copies. Ulysses groups of `sp` ranks lie
-    inside fsdp, or inside ddp if nothing is sharded. They are innermost: their ranks are neighbours and see the same
-    samples.
+    inside fsdp, or inside ddp if nothing is sharded. Each place of these axes has `tp` ranks with parts of its layers
+    (tensor parallelism). Both are innermost: their ranks are neighbours and see the same samples.
     """
 
     ddp: int
     fsdp: int
     sp: int
+    tp: int = 1
 
     @property
     def parameters(self) -> tuple[Axis, ...]:
-        """Return the axes over which parameters are replicated and sharded, the outermost first."""
-        shards = Axis("fsdp", "shard", self.fsdp)
-        return (shards,) if self.ddp == 1 else (Axis("ddp", "replicate", self.ddp, stride=self.fsdp), shards)
+        """Return the axes over which parameters are replicated, sharded and split, the outermost first."""
+        shards = (Axis("fsdp", "shard", self.fsdp, stride=self.tp), *self._parts)
+        if self.ddp == 1:
+            return shards
+        return Axis("ddp", "replicate", self.ddp, stride=self.fsdp * self.tp), *shards
 
     @property
     def samples(self) -> tuple[Axis, ...]:
         """Return the axes over which samples and their tokens are split, the outermost first."""
-        return Axis("dp", "data", self.dp, stride=self.sp), Axis("sp", "sequence", self.sp)
+        sequence = Axis("sp", "sequence", self.sp, stride=self.tp)
+        return Axis("dp", "data", self.dp, stride=self.peers), sequence, *self._parts
+
+    @property
+    def _parts(self) -> tuple[Axis, ...]:
+        return () if self.tp == 1 else (Axis("tp", "tensor", self.tp),)
+
+    @property
+    def peers(self) -> int:
+        """Return the number of ranks with the same samples, which are neighbours."""
+        return self.sp * self.tp
 
     @property
     def world(self) -> int:
         """Return the number of ranks."""
-        return self.ddp * self.fsdp
+        return self.ddp * self.fsdp * self.tp
 
     @property
     def dp(self) -> int:
-        """Return the number of data-parallel ranks, which are Ulysses groups with different samples."""
-        return self.world // self.sp
+        """Return the number of data-parallel ranks, which are groups of ranks with different samples."""
+        return self.world // self.peers
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the mesh shape for FSDP2: (fsdp,) or, for HSDP, (ddp, fsdp)."""
+        """Return the shape of the mesh of parameters: (fsdp,) or, for HSDP, (ddp, fsdp), and tp if layers are split."""
         return tuple(axis.size for axis in self.parameters)
 
     @property
@@ -78,6 +94,10 @@ class MeshPlan:
         """Return the size of every axis, including the Ulysses groups inside fsdp; dp follows from them."""
         return {axis.name: axis.size for axis in (*self.parameters, *self.samples) if axis.role != "data"}
 
+    def leads(self, rank: int) -> bool:
+        """Return whether a rank is the first of those with its samples, which reads and counts them."""
+        return rank % self.peers == 0
+
     def data_rank(self, rank: int) -> int:
         """Return the data-parallel rank of a global rank."""
         return self.samples[0].place(rank)
@@ -86,30 +106,38 @@ class MeshPlan:
         """Return the rank of a global rank within its Ulysses group."""
         return self.samples[1].place(rank)
 
+    def tensor_rank(self, rank: int) -> int:
+        """Return the number of the part of each layer that a global rank has."""
+        return rank % self.tp
 
-def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T]) -> dict[range, tuple[T, ...]]:
-    """Return the Ulysses groups on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
-    groups = [group for axis in mesh.samples if axis.role == "sequence" for group in axis.groups(mesh.world)]
+
+def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T], role: Role = "sequence") -> dict[range, tuple[T, ...]]:
+    """Return the groups of a role on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
+    groups = [group for axis in mesh.samples if axis.role == role for group in axis.groups(mesh.world)]
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
     return {group: names for group, names in found.items() if len(names) > 1}
 
 
-def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = True) -> MeshPlan:
-    """Plan the mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
+def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, tp_size: int = 1, sharded: bool = True) -> MeshPlan:
+    """Plan the mesh by ROLL's rule: fsdp_size <= 1 or >= all ranks is one fsdp dimension, anything else is HSDP.
 
-    Without sharding every rank is a replica. Raises ValueError with rule, value and remedy if the degrees do not divide
-    each other.
+    Ranks that split layers count as one. Without sharding every one is a replica. Raises ValueError with rule, value
+    and remedy if the degrees do not divide each other.
     """
+    if world % tp_size:
+        raise ValueError(f"tp_size={tp_size} does not divide the {world} workers; choose {one_of(divisors(world))}")
+    whole = world // tp_size
+    workers = f"{whole} workers" if tp_size == 1 else f"{whole} groups of tp_size={tp_size} workers"
     if not sharded:
-        if world % ulysses_size:
+        if whole % ulysses_size:
             raise ValueError(
-                f"ulysses_size={ulysses_size} does not divide the {world} workers; choose {one_of(divisors(world))}"
+                f"ulysses_size={ulysses_size} does not divide the {workers}; choose {one_of(divisors(whole))}"
             )
-        return MeshPlan(ddp=world, fsdp=1, sp=ulysses_size)
-    fsdp = world if fsdp_size <= 1 or fsdp_size >= world else fsdp_size
-    if world % fsdp:
+        return MeshPlan(ddp=whole, fsdp=1, sp=ulysses_size, tp=tp_size)
+    fsdp = whole if fsdp_size <= 1 or fsdp_size >= whole else fsdp_size
+    if whole % fsdp:
         raise ValueError(
-            f"fsdp_size={fsdp_size} does not divide the {world} workers; choose {one_of(divisors(world))}, "
+            f"fsdp_size={fsdp_size} does not divide the {workers}; choose {one_of(divisors(whole))}, "
             "or 0 to shard over all of them"
         )
     if fsdp % ulysses_size:
@@ -117,7 +145,7 @@ def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = 
             f"ulysses_size={ulysses_size} does not divide the {fsdp} ranks of an fsdp group; "
             f"choose {one_of(divisors(fsdp))}"
         )
-    return MeshPlan(ddp=world // fsdp, fsdp=fsdp, sp=ulysses_size)
+    return MeshPlan(ddp=whole // fsdp, fsdp=fsdp, sp=ulysses_size, tp=tp_size)
 
 
 def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:

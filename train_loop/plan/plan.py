@@ -30,8 +30,10 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Return the estimated bytes of a checkpoint over all ranks."""
-        return self.mesh.fsdp * sum(
-            term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema")
+        return (
+            self.mesh.fsdp
+            * self.mesh.tp
+            * sum(term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema"))
         )
 
     @property
@@ -48,6 +50,7 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
             world=spec.scaling.world,
             fsdp_size=strategy.fsdp_size,
             ulysses_size=strategy.ulysses_size,
+            tp_size=strategy.tp_size,
             sharded=strategy.sharding_strategy != "NO_SHARD",
         )
         check_reshard(strategy.reshard_after_forward, mesh)
@@ -61,7 +64,8 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
         )
     if problems:
         raise SpecError(problems)
-    return Plan(mesh, batch, shape, estimate_memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
+    memory = estimate_memory(spec, shape.shared(mesh.tp), mesh, tree)
+    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree)
 
 
 def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:

@@ -1,6 +1,6 @@
 """Sizes of a decoder that determine its memory and splits, read from a Hugging Face config without torch."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
@@ -75,6 +75,10 @@ class UnitSizes:
     has_head: bool = False
     """True if the head is a unit of its own by its size."""
 
+    def shared(self, ranks: int) -> "UnitSizes":
+        """Return the sizes of a rank's part of each unit."""
+        return replace(self, **{name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int})
+
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -95,6 +99,12 @@ class ParameterCounts:
     """Units by `min_num_params`; None without it."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
+
+    def shared(self, ranks: int) -> "ParameterCounts":
+        """Return the numbers of a rank's part of each layer; it draws whole modules."""
+        parts = {name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int}
+        units = None if self.units is None else self.units.shared(ranks)
+        return replace(self, **parts | {"module": self.module}, units=units)
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,13 @@ class ModelShape:
     def of_code(cls) -> "ModelShape":
         """Return the shape of own code: no sizes of a decoder, until its parameters are counted."""
         return cls("code", 0, 0, 0, 0, 1, 1, 0, False, False, False, False, False)
+
+    def shared(self, ranks: int) -> "ModelShape":
+        """Return the sizes of a rank's part, if ranks share each layer: heads, F, vocabulary and parameters / ranks."""
+        if ranks == 1:
+            return self
+        parts = {name: -(-getattr(self, name) // ranks) for name in ("heads", "kv_heads", "intermediate", "vocab")}
+        return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(ranks))
 
     @property
     def known(self) -> bool:

@@ -108,7 +108,7 @@ def _may_move(spec: JobSpec, held: Mapping[str, int], *, fewest: int) -> Callabl
 
     def check() -> bool:
         room = room_that_stays(held, spec.scaling.resources_per_worker)
-        return lay_out(wanted, room, group=spec.strategy.ulysses_size) is not None
+        return lay_out(wanted, room, group=spec.strategy.peers) is not None
 
     return check
 

@@ -11,7 +11,7 @@ from train_loop.spec.data import DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
-from train_loop.spec.strategy import StrategySpec
+from train_loop.spec.strategy import StrategySpec, tensor_faults
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 
 
@@ -116,7 +116,7 @@ class JobSpec(SpecModel):
         return self.model_copy(
             update={
                 "scaling": ScalingSpec(),
-                "strategy": self.strategy.model_copy(update={"fsdp_size": 0, "ulysses_size": 1}),
+                "strategy": self.strategy.model_copy(update={"fsdp_size": 0, "ulysses_size": 1, "tp_size": 1}),
                 "training": self.training.model_copy(update={"per_device_train_batch_size": 1}),
             }
         )
@@ -234,6 +234,7 @@ class JobSpec(SpecModel):
         unproven = {
             f"model.dtype={model.dtype}": model.dtype == "fp16",
             f"model.master_dtype={model.master_dtype}": model.master_dtype != "fp32",
+            f"tp_size={strategy.tp_size}": strategy.tp_size > 1,
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",
@@ -246,6 +247,13 @@ class JobSpec(SpecModel):
                     f"{setting} is not proven to give the same bits at every size; change it, or choose "
                     "training.reproducible=same_size"
                 )
+        return strategy
+
+    @field_validator("strategy")
+    @classmethod
+    def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        for fault in tensor_faults(strategy, info.data):
+            raise ValueError(fault)
         return strategy
 
     @field_validator("strategy")

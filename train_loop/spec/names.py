@@ -29,7 +29,6 @@ _NOT_YET = _by_name(
         "": "router_bias_update load add_tokens kernels images balance precision cast_forward_inputs "
         "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups optimizer_state "
         "profile neftune_noise_alpha group_by_length length_column_name tf32",
-        "tensor parallelism (strategy.tp_size)": "tp_size tensor_parallel_size tensor_model_parallel_size autotp_size",
         "expert parallelism (strategy.ep_size)": "ep_size efsdp_size expert_parallel_size expert_model_parallel_size",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",
@@ -105,6 +104,7 @@ _OURS = _by_name(
         "training.global_batch_size": "train_batch_size",
         "strategy.ulysses_size": "sp_size ulysses_degree ulysses_sequence_parallel_size sequence_parallel_size "
         "cp_size context_parallel_size",
+        "strategy.tp_size": "tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree autotp_size",
         "strategy.fsdp_size and scaling.num_workers": "dp_size",
         "scaling.num_workers": "num_processes nproc_per_node nnodes num_nodes num_machines world_size workers",
         "scaling.num_workers and scaling.resources_per_worker": "num_gpus n_gpus gpus",

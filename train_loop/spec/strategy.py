@@ -1,5 +1,6 @@
 """`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -48,7 +49,7 @@ SaveMode = Literal["sync", "thread", "process"]
 
 
 class StrategySpec(SpecModel):
-    """The settings of FSDP2 and Ulysses; `train_loop.plan.mesh` has the mesh rules."""
+    """The settings of FSDP2, Ulysses and tensor parallelism; `train_loop.plan.mesh` has the mesh rules."""
 
     fsdp_size: int = Field(
         default=0,
@@ -62,6 +63,12 @@ class StrategySpec(SpecModel):
     )
     ulysses_size: int = Field(
         default=1, ge=1, description="workers that share each sequence (Ulysses sequence parallelism)"
+    )
+    tp_size: int = Field(
+        default=1,
+        ge=1,
+        description="workers that share each layer (tensor parallelism), by the plan of the model's family; fsdp_size "
+        "and ulysses_size then count groups of that many workers",
     )
     param_dtype: Dtype = Field(
         default="bf16", description="compute dtype of FSDP; equals model.dtype if only one of the two is set"
@@ -111,6 +118,18 @@ class StrategySpec(SpecModel):
         return mode
 
     @property
+    def peers(self) -> int:
+        """The workers that have the same samples, which belong on one node."""
+        return self.ulysses_size * self.tp_size
+
+    @property
+    def name_of_peers(self) -> str:
+        """The setting, or the product of settings, that says how many they are."""
+        if self.tp_size == 1:
+            return "ulysses_size"
+        return "tp_size" if self.ulysses_size == 1 else "tp_size x ulysses_size"
+
+    @property
     def save_mode(self) -> SaveMode:
         """The mode in which checkpoints are written."""
         named: dict[bool, SaveMode] = {False: "sync", True: "thread"}
@@ -133,3 +152,29 @@ class StrategySpec(SpecModel):
                 "its parts; remove one"
             )
         return self
+
+
+def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of a job that are not proven for ranks that share layers; `job` has its valid parts."""
+    if strategy.tp_size == 1:
+        return
+    model, training, reshard = job.get("model"), job.get("training"), strategy.reshard_after_forward
+    settings = {
+        "own code (code)": job.get("code") is not None,
+        "offload_policy: true": strategy.offload_policy,
+        f"norm_dtype={strategy.norm_dtype}": strategy.norm_dtype is not None,
+        f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
+    }
+    if model is not None:
+        settings |= {
+            "model.head": model.label_head is not None or model.masked is not None,
+            f"model.dtype={model.dtype}": model.dtype == "fp16",
+            "model.compile: true": model.compile,
+        }
+    if training is not None:
+        settings[f"training.optimizer={training.optimizer}"] = training.optimizer not in ("adamw", "sgd")
+    yield from (
+        f"{setting} is not proven with tp_size={strategy.tp_size}; change it, or choose tp_size=1"
+        for setting, chosen in settings.items()
+        if chosen
+    )

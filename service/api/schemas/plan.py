@@ -11,6 +11,7 @@ class MeshOut(BaseModel):
     ddp: int
     fsdp: int
     sp: int
+    tp: int
     shape: tuple[int, ...]
     names: tuple[str, ...]
 

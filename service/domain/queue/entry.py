@@ -71,7 +71,7 @@ class QueueEntry:
             waits=preempted or job.state is JobState.QUEUED,
             sizes=job.sizes,
             since=job.attempt.started_at if job.attempt else 0.0,
-            group=job.spec.strategy.ulysses_size,
+            group=job.spec.strategy.peers,
             memory=job.memory,
         )
 

@@ -118,7 +118,7 @@ class ClusterView:
         capacity = self.cluster.capacity()
         if capacity is None:
             return None
-        if no_place(job.size, capacity.nodes, group=job.spec.strategy.ulysses_size) is not None:
+        if no_place(job.size, capacity.nodes, group=job.spec.strategy.peers) is not None:
             # The driver reports the same text a few seconds later, with the start of the wait.
             missing = missing_places(job.size, capacity.nodes)
         elif (short := too_big(job.size, capacity.total)) is not None:

@@ -119,7 +119,7 @@ class Planner:
         found = self.preflight.check(spec, None, cancellation)
         checked = self._checked(spec, found)
         plans = checked.plans
-        plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
+        plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
         warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
@@ -133,9 +133,9 @@ class Planner:
         is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
-        cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
+        cluster, group = self.cluster.capacity(), spec.strategy.peers
         never = never_fits(spec.scaling.at(fewest), cluster, group=group)
-        split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
+        split = self._split(spec, most)
         starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
         idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
@@ -144,6 +144,13 @@ class Planner:
             *filter(None, (split, starves, idle, stuck)),
             *notes,
         ]
+
+    def _split(self, spec: JobSpec, workers: int) -> str | None:
+        """Return why groups of workers with the same samples cross nodes; None if none does."""
+        cluster, strategy = self.cluster.capacity(), spec.strategy
+        if cluster is None:
+            return None
+        return why_split(spec.scaling.at(workers), cluster.nodes, group=strategy.peers, name=strategy.name_of_peers)
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import build_run
 from train_loop.loop.session import Session
-from train_loop.model.build import own_part
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.probe import probe
 from train_loop.model.load import give_weights, read_headers
+from train_loop.model.parts import own_parts
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.plan import plan_mesh
@@ -108,8 +108,7 @@ def slices_that_are_wrong(folder: Path) -> list[str]:
         full = stored.read(tuple(slice(0, size) for size in stored.shape))
         fitting = [p for p in PLACEMENTS if all(isinstance(x, Replicate) or x.dim < full.ndim for x in p)]  # type: ignore[attr-defined]
         for tensor in (full, *(distribute_tensor(full, mesh, placements) for placements in fitting)):
-            mine, part = own_part(tensor)
-            if not torch.equal(mine, stored.read(part)):
+            if not all(torch.equal(own, stored.read(box)) for own, box in own_parts(tensor)):
                 wrong.append(f"{name}: {getattr(tensor, 'placements', 'whole')}")
     return wrong
 
@@ -207,7 +206,7 @@ def cost_of_loading(folder: Path) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # starts a new peak measurement
     before = memory("VmRSS")
     give_weights(model, blueprint, job.model, seed=0, device=mesh.device)
-    shard = sum(bytes_of(own_part(p)[0] for p in model.parameters()))
+    shard = sum(bytes_of(own for p in model.parameters() for own, _ in own_parts(p)))
     return memory("VmHWM") - before, shard + max(bytes_of(blueprint.model.parameters()))
 
 

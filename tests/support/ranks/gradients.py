@@ -93,9 +93,8 @@ def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
     """Return this rank's part of the rows."""
     count = len(rows.samples) // mesh.plan.dp
     mine = rows.slice(mesh.data_rank * count, (mesh.data_rank + 1) * count)
-    leads = mesh.sequence_rank == 0
     dataset = dataset_of(rows)
-    return share_rows(mine if leads else None, count=count, dataset=dataset, mesh=mesh)
+    return share_rows(mine if mesh.leads else None, count=count, dataset=dataset, mesh=mesh)
 
 
 def dataset_of(rows: Rows) -> Dataset:
@@ -107,6 +106,6 @@ def dataset_of(rows: Rows) -> Dataset:
 
 def divisor(batch: StepBatch, mesh: Mesh) -> float:
     """Return the divisor of the loss over all ranks."""
-    share = total_weight(batch.labels, batch.weights) * (mesh.sequence_rank == 0)
+    share = total_weight(batch.labels, batch.weights) * mesh.leads
     dist.all_reduce(share)
     return share.item()

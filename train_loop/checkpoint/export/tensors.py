@@ -83,8 +83,12 @@ class CheckpointTensors:
     def row_major_bytes(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in row-major order, some megabytes at a time, each valid until the next.
 
-        Raises CheckpointError unless its chunks are consecutive whole rows, as FSDP2 shards parameters.
+        Raises CheckpointError unless its chunks are consecutive whole rows, as FSDP2 shards parameters, or cover all of
+        it, as those of ranks that share layers.
         """
+        if self._has_columns(name):
+            yield from self._joined(name)
+            return
         tensor, row = self._tensors[name], 0
         # Replicas have the same offsets. A rank without rows has an empty chunk.
         chunks = {tuple(chunk.offsets): chunk for chunk in tensor.chunks if math.prod(chunk.sizes)}
@@ -101,6 +105,40 @@ class CheckpointTensors:
             yield from self._bytes_of(name, chunk, tensor.properties.dtype)
         if math.prod(tensor.size) and row != (tensor.size[0] if tensor.size else 1):
             raise CheckpointError(f"{name} of shape {list(tensor.size)} has chunks for {row} rows only")
+
+    def _has_columns(self, name: str) -> bool:
+        """Return whether a chunk of a tensor has a part of its rows' elements."""
+        tensor = self._tensors[name]
+        return any(chunk.sizes[1:] != tensor.size[1:] for chunk in tensor.chunks if math.prod(chunk.sizes))
+
+    def _joined(self, name: str) -> Iterator[memoryview]:
+        """Yield the bytes of rows that are joined from the chunks that have parts of them."""
+        tensor = self._tensors[name]
+        chunks = list({tuple(one.offsets): one for one in tensor.chunks if math.prod(one.sizes)}.values())
+        if sum(math.prod(one.sizes) for one in chunks) != math.prod(tensor.size):
+            raise CheckpointError(f"{name} of shape {list(tensor.size)} has chunks that do not cover it once")
+        dtype, count = tensor.properties.dtype, tensor.size[0]
+        most = max(_PIECE_BYTES // (math.prod(tensor.size[1:]) * dtype.itemsize), 1)
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            rows = torch.empty((stop - start, *tensor.size[1:]), dtype=dtype)
+            for chunk in chunks:
+                first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+                if first < last:
+                    part = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+                    place = (slice(first - start, last - start), *(slice(o, o + size) for o, size in part))
+                    rows[place] = self._rows_of(name, chunk, first - chunk.offsets[0], last - chunk.offsets[0])
+            yield rows.reshape(-1).view(torch.uint8).numpy().data
+
+    def _rows_of(self, name: str, chunk: ChunkStorageMetadata, first: int, last: int) -> Tensor:
+        place, dtype = self._places[MetadataIndex(name, chunk.offsets)], self.dtype(name)
+        frame, shape = tensor_file_format(chunk.sizes, dtype), torch.Size([last - first, *chunk.sizes[1:]])
+        with (self._folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            if place.length != frame.size or file.read(len(frame.head)) != frame.head:
+                return _load(file, place)[first:last]
+            file.seek(first * math.prod(chunk.sizes[1:]) * dtype.itemsize, io.SEEK_CUR)
+            return _read(file, shape, dtype)
 
     def _bytes_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[memoryview]:
         place = self._places[MetadataIndex(name, chunk.offsets)]

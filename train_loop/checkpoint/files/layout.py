@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from train_loop.checkpoint.files.staging import StagingBuffer
 from train_loop.checkpoint.files.tensor_file import TensorFileFormat, tensor_file_format
+from train_loop.checkpoint.parts import described
 from train_loop.telemetry.timers import StepTimer
 
 FILE_BYTES = 2**28
@@ -95,7 +96,7 @@ class FileLayout:
     def take(self, values: dict[str, Any], clock: StepTimer) -> Contents:
         """Return the current values as bytes. A collective call."""
         planner = DefaultSavePlanner()
-        planner.set_up_planner(values, is_coordinator=dist.get_rank(self._group) == 0)
+        planner.set_up_planner(described(values), is_coordinator=dist.get_rank(self._group) == 0)
         keys = list(planner.state_dict)
         with clock.waiting():
             # An optimizer creates the state of a parameter at its first gradient, which may come after earlier saves.

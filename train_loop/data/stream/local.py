@@ -41,8 +41,8 @@ class StreamPlan:
 
 
 def local_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-    """Yield the same rows as Ray Data's stream; the first rank of every Ulysses group reads them itself."""
-    leads = mesh.sequence_rank(rank) == 0
+    """Yield the same rows as Ray Data's stream; the first of the ranks with the same samples reads them itself."""
+    leads = mesh.leads(rank)
     for step in range(plan.steps):
         ids = plan.order.step(plan.start + step * plan.order.global_batch)
         yield read_rows(plan.dataset, ids[mesh.data_rank(rank)]) if leads else None

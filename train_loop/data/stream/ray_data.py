@@ -50,8 +50,8 @@ def ray_stream(
 ) -> Iterator[Rows | None]:
     """Yield this rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
-    Only the first rank of a Ulysses group gets rows; its peers get None, and receive the rows from it. Ray Data starts
-    after `after` seconds. The ranks read their own rows until it delivers, and to the end if it cannot start.
+    Only the first of the ranks with the same samples gets rows; its peers get None, and receive its rows. Ray Data
+    starts after `after` seconds. The ranks read their own rows until it delivers, and to the end if it cannot start.
     `timeout`: timeout of collectives.
     """
     own, done = local_stream(plan, mesh, rank), 0
@@ -121,7 +121,7 @@ class _Takeover:
 
 def _streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> Iterator[Rows | None]:
     """Yield the rows that Ray Data delivers."""
-    leads = mesh.sequence_rank(rank) == 0
+    leads = mesh.leads(rank)
     done = 0
     while done < plan.steps:
         steps = min(plan.steps - done, _PLAN_BLOCKS * block_steps(plan))

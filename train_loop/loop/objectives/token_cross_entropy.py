@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Terms, call_model
+from train_loop.loop.objectives.vocabulary import VocabularyPart
 from train_loop.model.families.after_head import Step, take_steps
 from train_loop.model.families.anatomy import Anatomy
 
@@ -29,11 +32,16 @@ class LossRule:
     """Whether tokens are summed in one order, with and without weights, as `any_size` runs need."""
     after_head: tuple[Step, ...] = ()
     """Steps from the given logits to those of the model, if they are the output of its head."""
+    vocabulary: VocabularyPart | None = None
+    """The part of the vocabulary of which the logits are; None for all of it."""
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
         rows, targets = take_steps(self.after_head, logits).float().flatten(0, -2), labels.flatten()
         plain = weights is None and not self.in_order
+        if self.vocabulary is not None:
+            found = self.vocabulary.losses(rows, targets, smoothing=self.label_smoothing, z_loss=self.z_loss)
+            return (found if weights is None else found * weights.flatten()).sum()
         reduction = "sum" if plain else "none"
         loss = F.cross_entropy(
             rows, targets, ignore_index=IGNORE, reduction=reduction, label_smoothing=self.label_smoothing
@@ -100,7 +108,7 @@ class TokenLoss:
         self.anatomy = anatomy
         self._rule = rule or LossRule()
         # Cross entropy only, without the extra terms of training.
-        self._evaluation_rule = LossRule(in_order=self._rule.in_order)
+        self._evaluation_rule = LossRule(in_order=self._rule.in_order, vocabulary=self._rule.vocabulary)
         self._chunk_rows = chunk_rows
         self._after_head = after_head
         self._due: tuple[LossRule, MicroBatch] | None = None
@@ -146,7 +154,8 @@ class TokenLoss:
         rule = replace(plain_rule, after_head=self._after_head)
         head, labels = self._head, batch.labels.flatten()
         label_weights = None if batch.weights is None else batch.weights.flatten()
-        loss = chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
+        weight, bias = map(_plain, (head.weight, head.bias))
+        loss = chunked_sum(rule, hidden.flatten(0, 1), weight, bias, labels, self._chunk_rows, label_weights)
         self._found = loss if self._after_head else None
         # A model may read the sizes of its logits. FSDP2 warns of views.
         return loss.view(1, 1, 1).clone()
@@ -224,6 +233,9 @@ class _ChunkedSum(torch.autograd.Function):
                 d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
+        if rule.vocabulary is not None:
+            # Every rank has used the hidden states for its part of the vocabulary.
+            dist.all_reduce(d_hidden, group=rule.vocabulary.group)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
@@ -243,6 +255,11 @@ def _loss_and_gradient(
         loss = rule.sum(leaf, labels, label_weights)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
+
+
+def _plain(parameter: Tensor | None) -> Any:
+    """Return this rank's part of a head's parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _part(label_weights: Tensor | None, part: slice) -> Tensor | None:

@@ -79,6 +79,11 @@ class Anatomy:
         return _rows(self.embeddings)
 
     @property
+    def outputs(self) -> int:
+        """Return the number of values that the head gives; 0 without one."""
+        return _rows(self.head) or 0
+
+    @property
     def is_tied(self) -> bool:
         """Return whether embeddings and head are one parameter."""
         if self.embeddings is None or self.head is None:

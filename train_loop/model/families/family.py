@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from train_loop.errors import ModelError
 from train_loop.model.families.after_head import Step
@@ -199,6 +200,16 @@ class Family(Protocol):
         """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
         raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
 
+    def share_layers(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens."""
+        raise ModelError(f"{type(model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
+
+    def own_attention(
+        self, model: nn.Module, attention: Mapping[str, AttentionUse], ranks: int
+    ) -> Mapping[str, AttentionUse]:
+        """Return the heads that each of the ranks has that share layers."""
+        return attention
+
     def split_sequence(self, model: nn.Module, part: object) -> bool:
         """Give a model this rank's part of each sequence, if it exchanges parts itself; return whether it does."""
         return False
@@ -254,6 +265,9 @@ def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
         "/strategy/ulysses_size": size > 1
         and f"ulysses_size={size} needs attention that can be split by heads, which {name} lacks; "
         "choose ulysses_size: 1",
+        "/strategy/tp_size": spec.strategy.tp_size > 1
+        and f"tp_size={spec.strategy.tp_size} needs a plan of how ranks share layers, which {name} lacks; choose "
+        "tp_size: 1",
         "/training/chunked_loss": spec.training.chunked_loss is True
         and f"chunked_loss needs to know the steps after the head of {name}; remove chunked_loss",
         "/training/reproducible": spec.training.reproducible == "any_size"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.activations import XIELUActivation
 from transformers.pytorch_utils import Conv1D
@@ -61,8 +62,10 @@ from train_loop.model.families.causal.probe import (
 from train_loop.model.families.causal.published import own_names, splits, write_configs
 from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
+from train_loop.model.families.causal.tensor import check_plan, own_attention, share_layers
 from train_loop.model.families.family import (
     Attention,
+    AttentionUse,
     Examination,
     ExportFacts,
     Family,
@@ -127,6 +130,7 @@ class Causal(Family):
         settings = (
             SettingCheck("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
             SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
+            SettingCheck("/strategy/tp_size", lambda: check_plan(anatomy.model, seen, spec)),
             SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
             *check_experts(anatomy.model, anatomy.experts, spec),
@@ -144,6 +148,16 @@ class Causal(Family):
         """Make each document use longrope's factors for its own length, and RoBERTa's kind count its tokens."""
         apply_longrope(model, part=part, parts=parts)
         apply_counted(model, part=part, parts=parts)
+
+    def share_layers(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
+        """Split the layers by transformers' plan."""
+        share_layers(model, mesh)
+
+    def own_attention(
+        self, model: PreTrainedModel, attention: Mapping[str, AttentionUse], ranks: int
+    ) -> Mapping[str, AttentionUse]:
+        """Return the heads that each of the ranks has that share layers."""
+        return own_attention(model, attention, ranks)
 
     def divert_attention(self, model: PreTrainedModel) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""

@@ -1,0 +1,149 @@
+"""Tensor parallelism by transformers' own plans: ranks share each layer, by its heads and by the rows of its MLP.
+
+Every parameter becomes a `DTensor` of the ranks that share layers, also those that each of them has whole. Optimizers,
+norms and checkpoints then see one mesh.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from train_loop.errors import ModelError
+from train_loop.model.families.causal.config import SOURCE
+from train_loop.model.families.causal.probe import ModelProbe
+from train_loop.model.families.family import AttentionUse
+from train_loop.plan import divisors, one_of
+from train_loop.spec import JobSpec
+
+_PROVEN = frozenset({"qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2"})
+"""Families whose loss and gradients `tests/distributed/model/test_tensor.py` compares with those of one rank."""
+_SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
+"""Projections that give a rank the keys of its heads, if their plan is `colwise`."""
+_OF_OWN_HEADS = "replicated_with_grad_allreduce"
+"""Style of weights that each rank has whole, and uses for its own heads only, so that gradients are parts of a sum."""
+_STYLES = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", _OF_OWN_HEADS}
+
+
+def check_plan(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec) -> None:
+    """Raise ModelError if ranks cannot share the layers of a model."""
+    size, sequences, kind = spec.strategy.tp_size, spec.strategy.ulysses_size, model.config.model_type
+    if size == 1:
+        return
+    strange = sorted({*model.tp_plan.values()} - _STYLES)
+    if not model.tp_plan or strange:
+        reason = f"has parts of the style {', '.join(strange)}" if strange else "is missing"
+        raise ModelError(
+            f"tp_size={size} needs a plan of how ranks share layers, which {SOURCE} has for many families; that of "
+            f"model_type={kind} {reason}; choose tp_size: 1, or another family, for example qwen3 or llama"
+        )
+    if kind not in _PROVEN:
+        raise ModelError(
+            f"tp_size={size} is not proven for model_type={kind}, only for {', '.join(sorted(_PROVEN))}; choose "
+            "tp_size: 1"
+        )
+    for name, use in seen.attention.items():
+        own = _own_heads(model, use, size)
+        if own is None or own.heads % sequences or (own.kv_heads % sequences and sequences % own.kv_heads):
+            fits = [n for n in divisors(use.kv_heads) if not use.heads % (n * sequences)]
+            raise ModelError(
+                f"tp_size={size} must divide the {use.kv_heads} kv heads of {name}, and tp_size x ulysses_size="
+                f"{size * sequences} its {use.heads} heads; choose tp_size={one_of(fits)}"
+            )
+    if seen.after_head is None:
+        raise ModelError(
+            f"tp_size={size} computes the loss from parts of the logits, and those of {seen.model} are more than the "
+            "output of its head, scaled or capped; choose tp_size: 1"
+        )
+    check_dropout(model, size)
+
+
+def check_dropout(model: PreTrainedModel, size: int) -> None:
+    """Raise ModelError for a model with dropout, whose ranks would have to draw alike for the same tokens."""
+    rates = {name: value for name, value in model.config.to_dict().items() if "drop" in name and _is_rate(value)}
+    found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
+    if found is not None:
+        raise ModelError(
+            f"tp_size={size} is not proven with dropout, and the model's config has {found}; set it to 0.0"
+        )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def own_attention(model: PreTrainedModel, attention: Mapping[str, AttentionUse], size: int) -> dict[str, AttentionUse]:
+    """Return the heads of each attention module that a rank has, of `size` ranks that share layers."""
+    owned = {name: _own_heads(model, use, size) for name, use in attention.items()}
+    return {name: use for name, use in owned.items() if use is not None}
+
+
+def _own_heads(model: PreTrainedModel, use: AttentionUse, size: int) -> AttentionUse | None:
+    """Return a rank's heads; None if they do not divide. Where a plan gathers keys, each rank has all heads."""
+    if not _splits_heads(model):
+        return use
+    if use.heads % size or use.kv_heads % size:
+        return None
+    return use._replace(heads=use.heads // size, kv_heads=use.kv_heads // size)
+
+
+def _splits_heads(model: PreTrainedModel) -> bool:
+    return any(name.rpartition(".")[2] in _SPLIT_HEADS and style == "colwise" for name, style in model.tp_plan.items())
+
+
+def share_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split a model on the meta device over a mesh, in place. Tied embeddings stay one parameter."""
+    plan, head, table = _expanded(model), model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is table.weight
+    names = {module: name for name, module in model.named_modules()}
+    if tied:
+        # The head has its rows of the vocabulary, and the embeddings must have the same.
+        plan |= dict.fromkeys((names[table], f"{names[table]}.weight"), "embedding_rowwise")
+        del plan[f"{names[head]}.weight"]
+    whole = {name for name, style in plan.items() if style == _OF_OWN_HEADS}
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in whole})
+    if tied:
+        head.weight = table.weight
+    for module, name in names.items():
+        _keep_whole(module, mesh, Partial() if name in whole else Replicate())
+
+
+def _expanded(model: PreTrainedModel) -> dict[str, str]:
+    """Return the style of each module and parameter by name; parameters come before their module."""
+    found: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
+    return found
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replicate) -> None:
+    """Make a module's own parameters `DTensor`s that each rank has whole, unless they are split.
+
+    The module computes with plain tensors. `gradient` says what a rank's gradient is: all of it, or a part of a sum.
+    """
+    own = {leaf: p for leaf, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
+    if not own:
+        return
+    for leaf, parameter in own.items():
+        placed = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        module._parameters[leaf] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    module.forward = functools.partial(_with_plain, module, tuple(own), (gradient,), module.forward)
+
+
+def _with_plain(
+    module: nn.Module,
+    leaves: Sequence[str],
+    gradient: Sequence[Partial | Replicate],
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    held: dict[str, Any] = {leaf: module._parameters[leaf] for leaf in leaves}
+    module._parameters.update({leaf: one.to_local(grad_placements=gradient) for leaf, one in held.items()})
+    try:
+        return forward(*inputs, **named)
+    finally:
+        module._parameters.update(held)
