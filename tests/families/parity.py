@@ -44,6 +44,10 @@ class Case:
     tp_size: int = 1
     sharded: bool = True
     packed: bool = False
+    idle: bool = False
+    """True if the first half of the rows has no trained token."""
+    recompute: str = "none"
+    tiled: bool = False
     chunked_loss: bool = False
 
 
@@ -75,13 +79,18 @@ NONE = Settings()
 def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any]:
     """Return the spec of a family's small model."""
     return raw_spec(
-        model={"config": small(family) | dict(settings.config), "dtype": "fp32", "gradient_checkpointing": "none"},
+        model={
+            "config": small(family) | dict(settings.config),
+            "dtype": "fp32",
+            "gradient_checkpointing": case.recompute,
+        },
         data={"sequence_length": LENGTH, "packing": case.packed},
         training={"per_device_train_batch_size": 2} | ({"chunked_loss": True} if case.chunked_loss else {}),
         strategy={
             "fsdp_size": case.fsdp_size,
             "ulysses_size": case.ulysses_size,
             "tp_size": case.tp_size,
+            "apply_tiled_mlp": case.tiled,
             "sharding_strategy": "FULL_SHARD" if case.sharded else "NO_SHARD",
             "wrap_policy": {"transformer_layer_cls_to_wrap": [*settings.layers]},
         },
@@ -128,6 +137,8 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     fill(plain)
     copy_weights(plain, model)
     rows = shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed)
+    if case.idle:
+        rows.labels[: ROWS // 2] = IGNORE
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
     mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)

@@ -1,4 +1,7 @@
-"""A run resumed with other numbers of ranks (4 → 2 → 1 → 4 → 2) equals the run that stayed at one size."""
+"""A run resumed with other numbers of ranks (4 → 2 → 1 → 4 → 2) equals the run that stayed at one size.
+
+In its first and its last attempt, two ranks share each layer.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,15 +40,16 @@ class Leg:
     """The last step of this leg; at STEPS the run ends normally."""
     checkpoint: bool = True
     """True if the leg stops with a checkpoint, False if the next leg must repeat its last steps."""
+    tp: int = 1
 
 
 ALONE = Leg(1, 0, 1, {"fsdp": 1, "sp": 1})
 LEGS = (
-    Leg(4, 0, 1, {"fsdp": 4, "sp": 1}, stops_at=2),
+    Leg(4, 0, 1, {"fsdp": 2, "tp": 2, "sp": 1}, stops_at=2, tp=2),
     Leg(2, 0, 2, {"fsdp": 2, "sp": 2}, stops_at=5),
     Leg(1, 0, 1, {"fsdp": 1, "sp": 1}, stops_at=8, checkpoint=False),
     Leg(4, 2, 2, {"ddp": 2, "fsdp": 2, "sp": 2}, stops_at=9),
-    Leg(2, 0, 1, {"fsdp": 2, "sp": 1}),
+    Leg(2, 0, 1, {"fsdp": 1, "tp": 2, "sp": 1}, tp=2),
 )
 STARTS = [0, 2, 5, 7, 9]
 """The third leg leaves the checkpoint of step 7 and an eighth step that no checkpoint contains."""
@@ -55,11 +59,13 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
     """Train one leg of the run in a folder, from its newest checkpoint."""
     job = spec(
         model={"config": TINY, "dtype": "fp32"},
-        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": True},
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": True}
+        | {"eval": {"path": str(data)}},
         training={"max_steps": None, "num_train_epochs": EPOCHS, "global_batch_size": BATCH, "audit_samples": True}
+        | {"eval_steps": 5}
         # Clipping depends on all ranks, and the rate of each step on the number of steps.
         | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"},
-        strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp},
+        strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp, "tp_size": leg.tp},
         checkpoint={"every_steps": 7},
         scaling={"num_workers": leg.world},
     )
@@ -144,6 +150,8 @@ def test_every_step_trains_as_in_the_fixed_size_run(undisturbed: Path, resized: 
         assert (line["tokens"], line["lr"]) == (one["tokens"], one["lr"])
         assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert ("eval_loss" in line) == (line["step"] in (5, 10, STEPS))
+        assert line.get("eval_loss") == pytest.approx(one.get("eval_loss"), rel=1e-5)
 
 
 def test_final_weights_moments_and_average_equal_the_fixed_size_run(undisturbed: Path, resized: Path) -> None:

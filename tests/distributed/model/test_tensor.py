@@ -1,39 +1,214 @@
-"""Ranks that share layers (tensor parallelism): equal to transformers' own model on one rank."""
+"""Ranks that share layers (tensor parallelism): equal to transformers' own model on one rank, in every layout."""
 
+import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves_with_path
 
-from tests.families.parity import NONE, Case, difference
-from tests.support.ranks.gradients import forget_meshes
+from tests.families.parity import NONE, Case, difference, raw_job
+from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
+from train_loop.checkpoint.digest import digest_checkpoint
+from train_loop.checkpoint.files.reader import CheckpointReader
+from train_loop.checkpoint.parts import described
+from train_loop.checkpoint.state_dict import tensors_of
+from train_loop.conformance.measure import accumulate_plainly, whole
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.build import build_state
+from train_loop.loop.objectives.token_cross_entropy import LossRule
+from train_loop.loop.objectives.vocabulary import VocabularyPart
+from train_loop.loop.reduction import PlainReduction
+from train_loop.model.parts import own_parts
+from train_loop.spec import JobSpec, parse
 
 FAMILIES = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
 MESHES = (
     Case("fsdp 2 x tp 2", 4, tp_size=2),
-    Case("ddp 2 x tp 2, packed", 4, sharded=False, tp_size=2, packed=True),
-    Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True),
+    Case("ddp 2 x tp 2, packed", 4, sharded=False, tp_size=2, packed=True, idle=True, recompute="full"),
+    Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, recompute="offload", tiled=True),
 )
+PACKED = _StridedShard(0, split_factor=2)
+"""Placement of a weight of two matrices, of which ranks that share layers have a part each."""
+LAYOUTS = {"fsdp 4": 1, "fsdp 2 x tp 2": 2, "tp 4": 4}
+UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}
+"""Sizes of which ranks have unequal parts."""
 
 
-def differences(families: tuple[str, ...]) -> dict[tuple[str, str], Any]:
+def differences() -> dict[tuple[str, str], float]:
     """Return the largest relative difference of loss and gradients, by family and mesh."""
-    torch.set_num_threads(1)
-    forget_meshes()
-    found: dict[tuple[str, str], Any] = {}
-    for family in families:
-        for case in MESHES:
-            found[family, case.mesh] = difference(family, case, NONE)
+    return {(family, case.mesh): difference(family, case, NONE) for family in FAMILIES for case in MESHES}
+
+
+def losses() -> list[tuple[Tensor, Tensor]]:
+    """Return the loss and gradient of whole logits and of parts of the vocabulary, with all its terms."""
+    torch.manual_seed(0)
+    found = []
+    for size in (61, 64, 5):
+        logits, labels = torch.randn(9, size, requires_grad=True), torch.randint(0, size, (9,))
+        labels[4], weights = -100, torch.rand(9)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        own = slice(rank * -(-size // ranks), (rank + 1) * -(-size // ranks))
+        for rule in (LossRule(), LossRule(0.1, 0.01)):
+            for each in (None, weights):
+                part = VocabularyPart(dist.group.WORLD, size)
+                of_parts = LossRule(rule.label_smoothing, rule.z_loss, vocabulary=part)
+                leaf = logits.detach()[:, own].clone().requires_grad_()
+                expected, mine = rule.sum(logits, labels, each), of_parts.sum(leaf, labels, each)
+                for loss in (expected, mine):
+                    torch.autograd.backward(loss)
+                assert logits.grad is not None
+                found += [(mine.detach(), expected.detach()), (leaf.grad, logits.grad[:, own].clone())]
+                logits.grad = None
     return found
 
 
+def job_of(family: str, tp: int, sizes: dict[str, Any]) -> JobSpec:
+    raw = raw_job(family, Case("", 4, tp_size=tp), NONE)
+    raw["model"]["config"] |= sizes
+    raw["training"] |= {"ema_decay": 0.5}
+    return parse(raw)
+
+
+def values_of(job: JobSpec) -> dict[str, Any]:
+    """Return the tensors of a job's checkpoints, and a weight of two matrices of which each rank has parts."""
+    _, loss, mesh = build(job)
+    state = tensors_of(build_state(loss.anatomy, job, mesh, steps=2))
+    model, optimizer, average = state["model"], state["optimizer"]["state"], state["ema"]
+    grid = next(one for one in model.values() if isinstance(one, DTensor)).device_mesh
+    placements = [Shard(0)] if grid.ndim == 1 else [_StridedShard(0, split_factor=grid.size(1)), PACKED]
+    packed = DTensor.from_local(
+        torch.zeros(6, 5), grid, placements, run_check=False, shape=torch.Size([24, 5]), stride=(5, 1)
+    )
+    return {"model": model, "optimizer": optimizer, "ema": average, "packed": packed}
+
+
+def leaves(values: dict[str, Any]) -> list[tuple[str, DTensor]]:
+    found = tree_leaves_with_path(values)
+    return [("".join(map(str, path)), leaf) for path, leaf in found if isinstance(leaf, DTensor)]
+
+
+def whole_of(name: str, like: Tensor) -> Tensor:
+    """Return the values of a whole tensor, which no other has."""
+    return (
+        (torch.arange(like.numel(), dtype=torch.float32) + zlib.crc32(name.encode()) % 4096)
+        .view(like.shape)
+        .to(like.dtype)
+    )
+
+
+def fill(values: dict[str, Any]) -> None:
+    for name, leaf in leaves(values):
+        whole = whole_of(name, leaf)
+        for own, box in own_parts(leaf):
+            own.copy_(whole[box])
+
+
+def wrong(values: dict[str, Any]) -> list[str]:
+    """Return the tensors of which a rank has other values than the whole one."""
+    mine = [
+        name
+        for name, leaf in leaves(values)
+        if not all(torch.equal(own, whole_of(name, leaf)[box]) for own, box in own_parts(leaf))
+    ]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return sorted({name for names in found for name in names})
+
+
+def read_as_it_is(values: dict[str, Any], folder: Path) -> list[str]:
+    """Return the tensors that DCP alone reads wrongly from the checkpoint of another layout."""
+    load(values, storage_reader=CheckpointReader(folder))
+    return wrong(values)
+
+
+def saved_in_each_layout(folder: Path, family: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Save in each layout and read in each other; return the digests, the wrong tensors, and those of DCP alone."""
+    states, digests, faults = {}, {}, {}
+    for name, tp in LAYOUTS.items():
+        states[name] = values_of(job_of(family, tp, sizes))
+        fill(states[name])
+        save(described(states[name]), checkpoint_id=folder / family / name, no_dist=False)
+        digests[name] = digest_checkpoint(folder / family / name).sha256
+    for source in LAYOUTS:
+        for name, values in states.items():
+            for _, leaf in leaves(values):
+                leaf.to_local().zero_()
+            load(described(values), storage_reader=CheckpointReader(folder / family / source))
+            faults[source, name] = wrong(values)
+    return {
+        "digests": digests,
+        "faults": faults,
+        "alone": read_as_it_is(states["fsdp 2 x tp 2"], folder / family / "fsdp 4"),
+        "tensors": len(leaves(states["fsdp 4"])),
+    }
+
+
+def norms(folder: Path) -> tuple[float, float, float]:
+    """Return the norm of gradients, that of the whole ones, and that with parts of equal ranks counted each."""
+    model, loss, mesh = build(job_of("qwen3", 2, {"tie_word_embeddings": True}))
+    rows = random_rows(8, 32, vocab=300, packed=False)
+    batch = my_share(rows, mesh)
+    accumulate_plainly(loss, micro_batches(batch, 2, loss.anatomy, mesh), divisor(batch, mesh), mesh)
+    gradients = [p.grad for p in model.parameters()]
+    wholes = torch.stack([whole(one).norm() for one in gradients]).norm()
+    squares = torch.stack([one.to_local().norm() for one in gradients if isinstance(one, DTensor)]).square().sum()
+    dist.all_reduce(squares)
+    return PlainReduction(model, mesh).grad_norm().item(), wholes.item(), squares.sqrt().item()
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    forget_meshes()
+    return {
+        "differences": differences(),
+        "losses": losses(),
+        "norms": norms(folder),
+        "layouts": {
+            family: saved_in_each_layout(folder, family, UNEVEN | {"tie_word_embeddings": tied})
+            for family, tied in (("qwen3", True), ("phi3", False))
+        },
+    }
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, str], Any]:
-    return on_ranks(4, differences, FAMILIES)[0]
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(4, everything, tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.mark.parametrize("mesh", [case.mesh for case in MESHES])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_one_rank(found: dict[tuple[str, str], Any], family: str, mesh: str) -> None:
-    assert found[family, mesh] < 1e-5
+def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], family: str, mesh: str) -> None:
+    assert found[0]["differences"][family, mesh] < 1e-5
+
+
+def test_parts_of_the_vocabulary_give_the_loss_of_whole_logits(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for mine, expected in rank["losses"]:
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_norm_counts_each_parameter_once(found: list[dict[str, Any]]) -> None:
+    norm, expected, counted_twice = found[0]["norms"]
+    assert norm == pytest.approx(expected, rel=1e-6)
+    assert counted_twice > norm * 1.0001, "expected parameters that several ranks have"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_checkpoint_of_any_layout_loads_in_any_other(found: list[dict[str, Any]], family: str) -> None:
+    layouts = found[0]["layouts"][family]
+    assert layouts["tensors"] > 20
+    assert layouts["faults"] == {(source, name): [] for source in LAYOUTS for name in LAYOUTS}
+    assert len(set(layouts["digests"].values())) == 1
+
+
+def test_torch_alone_would_read_another_layout_wrongly(found: list[dict[str, Any]]) -> None:
+    assert found[0]["layouts"]["qwen3"]["alone"], "`described` is not needed"

@@ -94,11 +94,11 @@ def test_replicas_and_empty_chunks_do_not_change_the_digest(run_dir: RunDir) -> 
 @pytest.mark.parametrize(
     ("chunks", "fault"),
     [
-        ([([0, 3], [7, 2]), ([0, 0], [7, 3])], r"a chunk of shape \[7, 3\] at \[0, 0\]; only chunks of consecutive"),
+        ([([0, 3], [7, 2]), ([0, 0], [7, 4])], r"model.rows of shape \[7, 5\] has chunks that do not cover it once"),
         ([([0, 0], [7, 5]), ([5, 0], [2, 5])], r"a chunk of shape \[2, 5\] at \[5, 0\]; only chunks of consecutive"),
         ([([0, 0], [0, 5])], r"model.rows of shape \[7, 5\] has chunks for 0 rows only"),
     ],
-    ids=["another dimension", "overlap", "missing"],
+    ids=["overlap of columns", "overlap", "missing"],
 )
 def test_chunks_that_are_not_consecutive_rows_are_an_error(
     run_dir: RunDir, chunks: list[tuple[list[int], list[int]]], fault: str

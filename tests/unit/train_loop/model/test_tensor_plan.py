@@ -1,0 +1,103 @@
+"""Tensor parallelism: its mesh, its memory, and the jobs that it is refused for, each with a remedy."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.builders.families import small
+from tests.support.builders.specs import TINY, raw_spec, spec
+from train_loop.errors import ModelError
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.probe import probe
+from train_loop.model.families.causal.tensor import check_plan
+from train_loop.model.folder import model_shape
+from train_loop.plan import groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.spec import ScalingSpec, SpecError, parse
+
+TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "found"),
+    [
+        ("training", {"optimizer": "muon"}, "training.optimizer=muon"),
+        ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit"),
+        ("training", {"reproducible": "any_size", "global_batch_size": 8}, "tp_size=2"),
+        ("model", {"dtype": "fp16"}, "model.dtype=fp16"),
+        ("model", {"compile": True}, "model.compile"),
+        ("strategy", {"offload_policy": True}, "offload_policy"),
+        ("strategy", {"norm_dtype": "fp32"}, "norm_dtype=fp32"),
+        ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ("model", {"head": "masked_lm"}, "model.head"),
+    ],
+)
+def test_unproven_settings_are_refused(part: str, setting: dict[str, Any], found: str) -> None:
+    raw = raw_spec(**TWO)
+    raw[part] = raw.get(part, {}) | setting
+    with pytest.raises(SpecError) as error:
+        parse(raw)
+    assert any(f"{found} is not proven" in one.message or found in one.message for one in error.value.problems)
+
+
+def fault(config: dict[str, Any], **strategy: int) -> str:
+    """Return why a model is refused; empty if it is not."""
+    job = spec(model={"config": config}, strategy={"tp_size": 2} | strategy, scaling={"num_workers": 8})
+    anatomy = CAUSAL.build(job.model)
+    try:
+        check_plan(anatomy.model, probe(anatomy), job)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> None:
+    assert fault(TINY) == ""
+    assert "that of model_type=gpt2 is missing; choose tp_size: 1" in fault(small("gpt2"))
+    assert "tp_size=2 is not proven for model_type=mistral" in fault(small("mistral"))
+    assert "must divide the 2 kv heads of model.layers.0.self_attn" in fault(TINY, tp_size=4)
+    assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
+    assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)
+    assert "attention_dropout: 0.1; set it to 0.0" in fault(TINY | {"attention_dropout": 0.1})
+    # Their plan gathers queries and keys, so that each rank has all heads.
+    assert fault(small("phi3"), tp_size=4) == ""
+
+
+def test_mesh_has_the_ranks_that_share_layers_innermost() -> None:
+    mesh = plan_mesh(world=8, fsdp_size=2, ulysses_size=2, tp_size=2)
+    assert mesh.axes == {"ddp": 2, "fsdp": 2, "tp": 2, "sp": 2}
+    assert (mesh.dp, mesh.peers) == (2, 4)
+    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [mesh.sequence_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [rank for rank in range(8) if mesh.leads(rank)] == [0, 4]
+    assert [axis.role for axis in mesh.parameters] == ["replicate", "shard", "tensor"]
+    assert groups_across_hosts(mesh, [*"aaabbbbb"], "tensor") == {range(2, 4): ("a", "b")}
+    with pytest.raises(ValueError, match="tp_size=3 does not divide the 8 workers; choose 1, 2, 4 or 8"):
+        plan_mesh(world=8, fsdp_size=0, ulysses_size=1, tp_size=3)
+    with pytest.raises(ValueError, match="fsdp_size=3 does not divide the 4 groups of tp_size=2 workers"):
+        plan_mesh(world=8, fsdp_size=3, ulysses_size=1, tp_size=2)
+
+
+def test_nodes_that_cannot_hold_a_group_get_a_warning() -> None:
+    scaling = ScalingSpec(num_workers=4)
+    nodes = [{"CPU": 2.0}, {"CPU": 1.0}, {"CPU": 1.0}]
+    reason = why_split(scaling, nodes, group=2, name="tp_size")
+    assert reason is not None
+    assert "1 of 2 tensor parallel groups cross nodes" in reason
+    assert "choose tp_size=1 or at most 2 workers" in reason
+
+
+def test_plan_divides_memory_by_the_ranks_that_share_layers() -> None:
+    def terms(tp: int) -> dict[str, int]:
+        job = spec(strategy={"tp_size": tp}, scaling={"num_workers": 4}, training={"global_batch_size": 8})
+        return {term.name: term.bytes for term in plan_job(job, model_shape(job.model)).memory}
+
+    whole, shared = terms(1), terms(2)
+    # Four shards of whole layers, and two of halves.
+    assert shared["parameters"] == pytest.approx(whole["parameters"], rel=0.02)
+    assert shared["gathered_parameters"] < 0.6 * whole["gathered_parameters"]
+
+
+def test_names_of_other_tools_lead_to_the_field() -> None:
+    raw = raw_spec(strategy={"tensor_model_parallel_size": 2})
+    with pytest.raises(SpecError, match=r"use strategy\.tp_size"):
+        parse(raw)
