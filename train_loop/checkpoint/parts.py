@@ -26,13 +26,13 @@ class Parts(Tensor):
     @staticmethod
     def __new__(cls: type[Self], of: DTensor) -> Self:
         """Describe a sharded tensor; its memory stays where it is."""
-        self: Self = Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.to_local().device)  # type: ignore[attr-defined]
+        self: Self = Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.to_local().device)
         self.parts = {torch.Size(part.start for part in box): own for own, box in own_parts(of) if own.numel()}
         self.of = of
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raise TypeError: only DCP uses it."""
         raise TypeError(f"{func} of a tensor that is only described")
 

@@ -26,7 +26,7 @@ class _Span(NamedTuple):
     """Consecutive indices of a dimension."""
 
     first: int
-    count: int
+    length: int
 
 
 def own_parts(tensor: Tensor) -> list[Part]:
@@ -38,7 +38,7 @@ def own_parts(tensor: Tensor) -> list[Part]:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return [Part(own, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True)))]
     spans = _own_spans(tensor)
-    sizes = tuple(sum(span.count for span in dim) for dim in spans)
+    sizes = tuple(sum(span.length for span in dim) for dim in spans)
     assert sizes == own.shape, f"a rank's part of {list(tensor.shape)} is {list(own.shape)}, and not {list(sizes)}"
     places = product(*(_in_order(dim) for dim in spans))
     return [Part(own[tuple(local for local, _ in place)], tuple(whole for _, whole in place)) for place in places]
@@ -69,12 +69,12 @@ def _own_spans(tensor: DTensor) -> list[list[_Span]]:
 def _cut(kind: Placement, *, is_last: bool) -> tuple[int, int]:
     """Return the dimension that a placement cuts, and the number of blocks of which a rank has a part each."""
     assert isinstance(kind, Shard | _StridedShard), f"only shards have a place, and {kind} is none"
-    return kind.dim, kind.split_factor if isinstance(kind, _StridedShard) and not is_last else 1
+    return kind.dim, int(kind.split_factor) if isinstance(kind, _StridedShard) and not is_last else 1
 
 
 def _chunk(spans: list[_Span], count: int, number: int) -> list[_Span]:
     """Return one of the chunks of indices, as `torch.chunk` cuts them."""
-    total = sum(span.count for span in spans)
+    total = sum(span.length for span in spans)
     size = -(-total // count)
     start, stop, found, seen = min(number * size, total), min((number + 1) * size, total), list[_Span](), 0
     for first, length in spans:
@@ -88,6 +88,6 @@ def _chunk(spans: list[_Span], count: int, number: int) -> list[_Span]:
 def _in_order(spans: list[_Span]) -> Iterator[tuple[slice, slice]]:
     """Yield the place of each span in this rank's shard, and in the whole dimension."""
     own = 0
-    for first, count in spans:
-        yield slice(own, own + count), slice(first, first + count)
-        own += count
+    for first, length in spans:
+        yield slice(own, own + length), slice(first, first + length)
+        own += length

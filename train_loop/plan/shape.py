@@ -77,7 +77,8 @@ class UnitSizes:
 
     def shared(self, ranks: int) -> "UnitSizes":
         """Return the sizes of a rank's part of each unit."""
-        return replace(self, **{name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int})
+        parts: dict[str, Any] = {name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)

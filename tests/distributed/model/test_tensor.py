@@ -1,5 +1,6 @@
 """Ranks that share layers (tensor parallelism): equal to transformers' own model on one rank, in every layout."""
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,17 @@ MESHES = (
     Case("ddp 2 x tp 2, packed", 4, sharded=False, tp_size=2, packed=True, idle=True, recompute="full"),
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, recompute="offload", tiled=True),
 )
+PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "tp 4"), ("tp 4", "fsdp 4")]
+"""Layouts in which a checkpoint is saved and loaded; their digests show the rest."""
 PACKED = _StridedShard(0, split_factor=2)
 """Placement of a weight of two matrices, of which ranks that share layers have a part each."""
+CASES = [
+    (family, case)
+    for number, family in enumerate(FAMILIES)
+    for place, case in enumerate(MESHES)
+    if os.environ.get("MORE") or family == "qwen3" or number % 3 == place
+]
+"""Each family on one mesh, and one family on all; with `MORE=1`, each on all."""
 LAYOUTS = {"fsdp 4": 1, "fsdp 2 x tp 2": 2, "tp 4": 4}
 UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Sizes of which ranks have unequal parts."""
@@ -45,7 +55,7 @@ UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "
 
 def differences() -> dict[tuple[str, str], float]:
     """Return the largest relative difference of loss and gradients, by family and mesh."""
-    return {(family, case.mesh): difference(family, case, NONE) for family in FAMILIES for case in MESHES}
+    return {(family, case.mesh): difference(family, case, NONE) for family, case in CASES}
 
 
 def losses() -> list[tuple[Tensor, Tensor]]:
@@ -59,6 +69,7 @@ def losses() -> list[tuple[Tensor, Tensor]]:
         own = slice(rank * -(-size // ranks), (rank + 1) * -(-size // ranks))
         for rule in (LossRule(), LossRule(0.1, 0.01)):
             for each in (None, weights):
+                assert dist.group.WORLD is not None
                 part = VocabularyPart(dist.group.WORLD, size)
                 of_parts = LossRule(rule.label_smoothing, rule.z_loss, vocabulary=part)
                 leaf = logits.detach()[:, own].clone().requires_grad_()
@@ -66,6 +77,7 @@ def losses() -> list[tuple[Tensor, Tensor]]:
                 for loss in (expected, mine):
                     torch.autograd.backward(loss)
                 assert logits.grad is not None
+                assert leaf.grad is not None
                 found += [(mine.detach(), expected.detach()), (leaf.grad, logits.grad[:, own].clone())]
                 logits.grad = None
     return found
@@ -93,7 +105,9 @@ def values_of(job: JobSpec) -> dict[str, Any]:
 
 def leaves(values: dict[str, Any]) -> list[tuple[str, DTensor]]:
     found = tree_leaves_with_path(values)
-    return [("".join(map(str, path)), leaf) for path, leaf in found if isinstance(leaf, DTensor)]
+    # The head of tied embeddings is the same tensor.
+    names = (("".join(map(str, path)).replace("lm_head", "model.embed_tokens"), leaf) for path, leaf in found)
+    return [(name, leaf) for name, leaf in names if isinstance(leaf, DTensor)]
 
 
 def whole_of(name: str, like: Tensor) -> Tensor:
@@ -136,18 +150,17 @@ def saved_in_each_layout(folder: Path, family: str, sizes: dict[str, Any]) -> di
     for name, tp in LAYOUTS.items():
         states[name] = values_of(job_of(family, tp, sizes))
         fill(states[name])
-        save(described(states[name]), checkpoint_id=folder / family / name, no_dist=False)
-        digests[name] = digest_checkpoint(folder / family / name).sha256
-    for source in LAYOUTS:
-        for name, values in states.items():
-            for _, leaf in leaves(values):
-                leaf.to_local().zero_()
-            load(described(values), storage_reader=CheckpointReader(folder / family / source))
-            faults[source, name] = wrong(values)
+        save(described(states[name]), checkpoint_id=folder / name)
+        digests[name] = digest_checkpoint(folder / name).sha256
+    for source, name in PAIRS:
+        for _, leaf in leaves(states[name]):
+            leaf.to_local().zero_()
+        load(described(states[name]), storage_reader=CheckpointReader(folder / source))
+        faults[source, name] = wrong(states[name])
     return {
         "digests": digests,
         "faults": faults,
-        "alone": read_as_it_is(states["fsdp 2 x tp 2"], folder / family / "fsdp 4"),
+        "alone": read_as_it_is(states["fsdp 2 x tp 2"], folder / "fsdp 4"),
         "tensors": len(leaves(states["fsdp 4"])),
     }
 
@@ -172,10 +185,7 @@ def everything(folder: Path) -> dict[str, Any]:
         "differences": differences(),
         "losses": losses(),
         "norms": norms(folder),
-        "layouts": {
-            family: saved_in_each_layout(folder, family, UNEVEN | {"tie_word_embeddings": tied})
-            for family, tied in (("qwen3", True), ("phi3", False))
-        },
+        "layouts": saved_in_each_layout(folder, "qwen3", UNEVEN | {"tie_word_embeddings": True}),
     }
 
 
@@ -184,8 +194,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(4, everything, tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.mark.parametrize("mesh", [case.mesh for case in MESHES])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in CASES])
 def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], family: str, mesh: str) -> None:
     assert found[0]["differences"][family, mesh] < 1e-5
 
@@ -202,13 +211,12 @@ def test_norm_counts_each_parameter_once(found: list[dict[str, Any]]) -> None:
     assert counted_twice > norm * 1.0001, "expected parameters that several ranks have"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
-def test_checkpoint_of_any_layout_loads_in_any_other(found: list[dict[str, Any]], family: str) -> None:
-    layouts = found[0]["layouts"][family]
+def test_checkpoint_of_any_layout_loads_in_any_other(found: list[dict[str, Any]]) -> None:
+    layouts = found[0]["layouts"]
     assert layouts["tensors"] > 20
-    assert layouts["faults"] == {(source, name): [] for source in LAYOUTS for name in LAYOUTS}
+    assert layouts["faults"] == {pair: [] for pair in PAIRS}
     assert len(set(layouts["digests"].values())) == 1
 
 
 def test_torch_alone_would_read_another_layout_wrongly(found: list[dict[str, Any]]) -> None:
-    assert found[0]["layouts"]["qwen3"]["alone"], "`described` is not needed"
+    assert "['packed']" in found[0]["layouts"]["alone"], "`described` is not needed"

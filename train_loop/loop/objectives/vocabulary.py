@@ -37,7 +37,7 @@ class VocabularyPart:
         sums = [(logits - top.unsqueeze(1)).exp().sum(-1), picked, *([logits.sum(-1)] if smoothing else [])]
         exponentials, target, *total = sum_of_ranks(torch.stack(sums), self.group)
         normaliser = exponentials.log() + top
-        loss = normaliser - target
+        loss: Tensor = normaliser - target
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (normaliser - total[0] / self.size)
         if z_loss:
