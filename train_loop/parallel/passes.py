@@ -63,7 +63,7 @@ class Layers:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Split the layers by the plan of the model's family."""
         assert mesh.tp is not None, "the plan has this axis"
-        built.anatomy.family.share_layers(built.anatomy.model, mesh.tp)
+        built.anatomy.family.share_layers(built.anatomy, mesh.tp)
 
 
 class Sequence:

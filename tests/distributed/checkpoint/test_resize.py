@@ -79,7 +79,8 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
             yield rows
 
     session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stopped_stream)
-    outcome = train(job, session, find_dataset(job, folder))
+    dataset = find_dataset(job, folder)
+    outcome = train(job, session, dataset, evaluation=dataset)
     assert (outcome.result, outcome.step) == ("resized" if leg.stops_at < STEPS else "succeeded", leg.stops_at)
 
 

@@ -200,9 +200,9 @@ class Family(Protocol):
         """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
         raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
 
-    def share_layers(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh) -> None:
         """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens."""
-        raise ModelError(f"{type(model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
+        raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
 
     def own_attention(
         self, model: nn.Module, attention: Mapping[str, AttentionUse], ranks: int

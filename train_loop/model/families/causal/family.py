@@ -149,9 +149,9 @@ class Causal(Family):
         apply_longrope(model, part=part, parts=parts)
         apply_counted(model, part=part, parts=parts)
 
-    def share_layers(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh) -> None:
         """Split the layers by transformers' plan."""
-        share_layers(model, mesh)
+        share_layers(anatomy, mesh)
 
     def own_attention(
         self, model: PreTrainedModel, attention: Mapping[str, AttentionUse], ranks: int

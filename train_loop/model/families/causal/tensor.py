@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
@@ -22,7 +23,7 @@ from train_loop.plan import divisors, one_of
 from train_loop.spec import JobSpec
 
 _PROVEN = frozenset({"qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2"})
-"""Families whose loss and gradients `tests/distributed/model/test_tensor.py` compares with those of one rank."""
+"""Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank."""
 _SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
 """Projections that give a rank the keys of its heads, if their plan is `colwise`."""
 _OF_OWN_HEADS = "replicated_with_grad_allreduce"
@@ -30,9 +31,9 @@ _OF_OWN_HEADS = "replicated_with_grad_allreduce"
 _STYLES = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", _OF_OWN_HEADS}
 
 
-def check_plan(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec) -> None:
+def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
     """Raise ModelError if ranks cannot share the layers of a model."""
-    size, sequences, kind = spec.strategy.tp_size, spec.strategy.ulysses_size, model.config.model_type
+    size, sequences, kind = spec.strategy.tp_size, spec.strategy.ulysses_size, config_of(model).model_type
     if size == 1:
         return
     strange = sorted({*model.tp_plan.values()} - _STYLES)
@@ -63,9 +64,9 @@ def check_plan(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec) -> None:
     check_dropout(model, size)
 
 
-def check_dropout(model: PreTrainedModel, size: int) -> None:
+def check_dropout(model: Any, size: int) -> None:
     """Raise ModelError for a model with dropout, whose ranks would have to draw alike for the same tokens."""
-    rates = {name: value for name, value in model.config.to_dict().items() if "drop" in name and _is_rate(value)}
+    rates = {name: value for name, value in config_of(model).to_dict().items() if "drop" in name and _is_rate(value)}
     found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
     if found is not None:
         raise ModelError(
@@ -77,13 +78,13 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def own_attention(model: PreTrainedModel, attention: Mapping[str, AttentionUse], size: int) -> dict[str, AttentionUse]:
+def own_attention(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, AttentionUse]:
     """Return the heads of each attention module that a rank has, of `size` ranks that share layers."""
     owned = {name: _own_heads(model, use, size) for name, use in attention.items()}
     return {name: use for name, use in owned.items() if use is not None}
 
 
-def _own_heads(model: PreTrainedModel, use: AttentionUse, size: int) -> AttentionUse | None:
+def _own_heads(model: Any, use: AttentionUse, size: int) -> AttentionUse | None:
     """Return a rank's heads; None if they do not divide. Where a plan gathers keys, each rank has all heads."""
     if not _splits_heads(model):
         return use
@@ -92,28 +93,27 @@ def _own_heads(model: PreTrainedModel, use: AttentionUse, size: int) -> Attentio
     return use._replace(heads=use.heads // size, kv_heads=use.kv_heads // size)
 
 
-def _splits_heads(model: PreTrainedModel) -> bool:
+def _splits_heads(model: Any) -> bool:
     return any(name.rpartition(".")[2] in _SPLIT_HEADS and style == "colwise" for name, style in model.tp_plan.items())
 
 
-def share_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def share_layers(anatomy: Anatomy, mesh: DeviceMesh) -> None:
     """Split a model on the meta device over a mesh, in place. Tied embeddings stay one parameter."""
-    plan, head, table = _expanded(model), model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is table.weight
-    names = {module: name for name, module in model.named_modules()}
-    if tied:
+    model, head, table, tied = anatomy.model, anatomy.head, anatomy.embeddings, anatomy.is_tied
+    plan, names = _expanded(model), {module: name for name, module in model.named_modules()}
+    if tied and head is not None and table is not None:
         # The head has its rows of the vocabulary, and the embeddings must have the same.
         plan |= dict.fromkeys((names[table], f"{names[table]}.weight"), "embedding_rowwise")
         del plan[f"{names[head]}.weight"]
     whole = {name for name, style in plan.items() if style == _OF_OWN_HEADS}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in whole})
-    if tied:
+    if tied and head is not None and table is not None:
         head.weight = table.weight
     for module, name in names.items():
         _keep_whole(module, mesh, Partial() if name in whole else Replicate())
 
 
-def _expanded(model: PreTrainedModel) -> dict[str, str]:
+def _expanded(model: Any) -> dict[str, str]:
     """Return the style of each module and parameter by name; parameters come before their module."""
     found: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
     return found
