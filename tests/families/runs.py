@@ -64,6 +64,9 @@ DISTURBED = (
     Leg(CASES["one rank, plain"]),
 )
 """SIGKILL ends the first attempt after the checkpoint of step 2 and a third step that no checkpoint contains."""
+_SHARED = Case("tp 2", 2, tp_size=2)
+SHARED = (DISTURBED[0]._replace(case=_SHARED), DISTURBED[1], DISTURBED[2]._replace(case=_SHARED))
+"""The same, with ranks that share layers in the first and the last attempt."""
 
 
 def job_of(kind: Kind, case: Case) -> JobSpec:

@@ -21,6 +21,7 @@ from tests.families.objectives import MATRIX, OBJECTIVES, OWN, write_rows
 from tests.families.parity import CASES, NONE, TOLERANCE, Case, Settings
 from tests.families.runs import (
     DISTURBED,
+    SHARED,
     STEPS,
     UNDISTURBED,
     Kind,
@@ -46,6 +47,7 @@ from train_loop.loop.build import count_flops
 from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.tensor import PROVEN
 from train_loop.preflight.checks import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
@@ -131,7 +133,8 @@ def trained(
 ) -> Trained:
     folder = tmp_path_factory.mktemp("runs")
     found = Trained(kind_of(request.param[0], request.param[1], rows), folder / "undisturbed", folder / "disturbed")
-    for legs, run in ((UNDISTURBED, found.undisturbed), (DISTURBED, found.disturbed)):
+    disturbed = SHARED if request.param[0] in PROVEN and request.param[1] == TOKENS else DISTURBED
+    for legs, run in ((UNDISTURBED, found.undisturbed), (disturbed, found.disturbed)):
         for attempt, leg in enumerate(legs, start=1):
             RunDir(run).write_fence(attempt)
             train(call_ranks, found.kind, leg, run, attempt)

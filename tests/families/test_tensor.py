@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -15,10 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves_with_path
 
+from tests.families.objectives import write_rows
 from tests.families.parity import NONE, Case, difference, raw_job
+from tests.families.runs import STEPS, Kind, Leg, train_leg
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.torchrun import load_checkpoint
 from train_loop.checkpoint.digest import digest_checkpoint
+from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.parts import described
 from train_loop.checkpoint.state_dict import tensors_of
@@ -29,6 +34,7 @@ from train_loop.loop.objectives.token_cross_entropy import LossRule
 from train_loop.loop.objectives.vocabulary import VocabularyPart
 from train_loop.loop.reduction import PlainReduction
 from train_loop.model.parts import own_parts
+from train_loop.run_dir import ExportWish, RunDir
 from train_loop.spec import JobSpec, parse
 
 FAMILIES = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
@@ -178,9 +184,23 @@ def norms(folder: Path) -> tuple[float, float, float]:
     return PlainReduction(model, mesh).grad_norm().item(), wholes.item(), squares.sqrt().item()
 
 
+def train_twice(folder: Path) -> None:
+    """Train a run, and the same one stopped and resumed on the same mesh."""
+    case = MESHES[0]
+    for name, legs in (("whole", [Leg(case)]), ("resumed", [Leg(case, stops_at=3), Leg(case)])):
+        for attempt, leg in enumerate(legs, start=1):
+            run_dir = RunDir(folder / name)
+            if dist.get_rank() == 0:
+                run_dir.write_fence(attempt)
+                run_dir.stop_file.unlink(missing_ok=True)
+            dist.barrier()
+            train_leg(Kind("qwen3", "token cross entropy", NONE, folder / "rows.parquet"), leg, run_dir.root, attempt)
+
+
 def everything(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     forget_meshes()
+    train_twice(folder)
     return {
         "differences": differences(),
         "losses": losses(),
@@ -190,8 +210,13 @@ def everything(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(4, everything, tmp_path_factory.mktemp("layouts"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("tensor"), 11).parent
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return on_ranks(4, everything, folder)
 
 
 @pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in CASES])
@@ -220,3 +245,18 @@ def test_checkpoint_of_any_layout_loads_in_any_other(found: list[dict[str, Any]]
 
 def test_torch_alone_would_read_another_layout_wrongly(found: list[dict[str, Any]]) -> None:
     assert "['packed']" in found[0]["layouts"]["alone"], "`described` is not needed"
+
+
+@pytest.mark.usefixtures("found")
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path) -> None:
+    assert [*RunDir(folder / "resumed").manifests()] != [*RunDir(folder / "whole").manifests()]
+    whole, resumed = (digest_checkpoint(RunDir(folder / name).checkpoint(STEPS)) for name in ("whole", "resumed"))
+    assert resumed.tensors == whole.tensors
+
+
+@pytest.mark.usefixtures("found")
+def test_an_export_has_the_weights_in_the_public_layout(folder: Path) -> None:
+    stored = load_file(export(RunDir(folder / "whole"), STEPS, ExportWish(dtype="fp32")) / "model.safetensors")
+    weights = load_checkpoint(folder / "whole", STEPS)["model"]
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in stored)

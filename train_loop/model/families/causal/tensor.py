@@ -22,7 +22,7 @@ from train_loop.model.families.family import AttentionUse
 from train_loop.plan import divisors, one_of
 from train_loop.spec import JobSpec
 
-_PROVEN = frozenset({"qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2"})
+PROVEN = frozenset({"qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2"})
 """Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank."""
 _SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
 """Projections that give a rank the keys of its heads, if their plan is `colwise`."""
@@ -43,9 +43,9 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
             f"tp_size={size} needs a plan of how ranks share layers, which {SOURCE} has for many families; that of "
             f"model_type={kind} {reason}; choose tp_size: 1, or another family, for example qwen3 or llama"
         )
-    if kind not in _PROVEN:
+    if kind not in PROVEN:
         raise ModelError(
-            f"tp_size={size} is not proven for model_type={kind}, only for {', '.join(sorted(_PROVEN))}; choose "
+            f"tp_size={size} is not proven for model_type={kind}, only for {', '.join(sorted(PROVEN))}; choose "
             "tp_size: 1"
         )
     for name, use in seen.attention.items():
