@@ -42,12 +42,11 @@ class Case:
     fsdp_size: int = 0
     ulysses_size: int = 1
     tp_size: int = 1
-    sharded: bool = True
     packed: bool = False
     idle: bool = False
     """True if the first half of the rows has no trained token."""
-    recompute: str = "none"
-    tiled: bool = False
+    others: tuple[tuple[str, str, Any], ...] = ()
+    """Further fields of the spec: their part, name and value."""
     chunked_loss: bool = False
 
 
@@ -78,11 +77,11 @@ NONE = Settings()
 
 def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any]:
     """Return the spec of a family's small model."""
-    return raw_spec(
+    raw = raw_spec(
         model={
             "config": small(family) | dict(settings.config),
             "dtype": "fp32",
-            "gradient_checkpointing": case.recompute,
+            "gradient_checkpointing": "none",
         },
         data={"sequence_length": LENGTH, "packing": case.packed},
         training={"per_device_train_batch_size": 2} | ({"chunked_loss": True} if case.chunked_loss else {}),
@@ -90,12 +89,13 @@ def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any
             "fsdp_size": case.fsdp_size,
             "ulysses_size": case.ulysses_size,
             "tp_size": case.tp_size,
-            "apply_tiled_mlp": case.tiled,
-            "sharding_strategy": "FULL_SHARD" if case.sharded else "NO_SHARD",
             "wrap_policy": {"transformer_layer_cls_to_wrap": [*settings.layers]},
         },
         scaling={"num_workers": case.world},
     )
+    for part, field, value in case.others:
+        raw[part][field] = raw[part][field] | value if isinstance(value, dict) else value
+    return raw
 
 
 def advised(family: str, reason: str, settings: Settings) -> Settings:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from tests.families.objectives import write_rows
 from tests.families.parity import NONE, Case, difference, raw_job
 from tests.families.runs import STEPS, Kind, Leg, train_leg
-from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
+from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint
 from train_loop.checkpoint.digest import digest_checkpoint
@@ -31,17 +31,22 @@ from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.build import build_state
 from train_loop.loop.objectives.token_cross_entropy import LossRule
-from train_loop.loop.objectives.vocabulary import VocabularyPart
+from train_loop.loop.objectives.vocabulary import VocabularyPart, _SumOfRanks
 from train_loop.loop.reduction import PlainReduction
 from train_loop.model.parts import own_parts
 from train_loop.run_dir import ExportWish, RunDir
 from train_loop.spec import JobSpec, parse
 
 FAMILIES = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
+NO_SHARDS = ("strategy", "sharding_strategy", "NO_SHARD")
+RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
+TILED = ("strategy", "apply_tiled_mlp", True)
+GATHERED = ("strategy", "reshard_after_forward", False)
+ENDS = ("strategy", "wrap_policy", {"wrap_embeddings": True, "wrap_lm_output": True})
 MESHES = (
-    Case("fsdp 2 x tp 2", 4, tp_size=2),
-    Case("ddp 2 x tp 2, packed", 4, sharded=False, tp_size=2, packed=True, idle=True, recompute="full"),
-    Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, recompute="offload", tiled=True),
+    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(GATHERED, ENDS)),
+    Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, idle=True, others=(NO_SHARDS, RECOMPUTED)),
+    Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(OFFLOADED, TILED)),
 )
 PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "tp 4"), ("tp 4", "fsdp 4")]
 """Layouts in which a checkpoint is saved and loaded; their digests show the rest."""
@@ -87,6 +92,26 @@ def losses() -> list[tuple[Tensor, Tensor]]:
                 found += [(mine.detach(), expected.detach()), (leaf.grad, logits.grad[:, own].clone())]
                 logits.grad = None
     return found
+
+
+def faulty() -> float:
+    """Return the difference if each rank's gradient of the loss is multiplied by their number."""
+
+    def multiplied(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_SumOfRanks, "backward", staticmethod(multiplied))
+        return difference("qwen3", MESHES[0], NONE)
+
+
+def half() -> tuple[float, float]:
+    """Return the loss of a step in bf16, the default, and that in fp32."""
+    found = []
+    for dtype in ("bf16", "fp32"):
+        case = Case("", 4, tp_size=2, others=(("model", "dtype", dtype), RECOMPUTED))
+        found.append(one_step(parse(raw_job("qwen3", case)), random_rows(8, 32, vocab=300, packed=True))[0])
+    return found[0], found[1]
 
 
 def job_of(family: str, tp: int, sizes: dict[str, Any]) -> JobSpec:
@@ -204,6 +229,8 @@ def everything(folder: Path) -> dict[str, Any]:
     return {
         "differences": differences(),
         "losses": losses(),
+        "faulty": faulty(),
+        "half": half(),
         "norms": norms(folder),
         "layouts": saved_in_each_layout(folder, "qwen3", UNEVEN | {"tie_word_embeddings": True}),
     }
@@ -222,6 +249,16 @@ def found(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in CASES])
 def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], family: str, mesh: str) -> None:
     assert found[0]["differences"][family, mesh] < 1e-5
+
+
+def test_a_factor_of_the_ranks_that_share_layers_is_found(found: list[dict[str, Any]]) -> None:
+    assert found[0]["faulty"] > 0.1
+
+
+def test_bf16_trains_near_fp32(found: list[dict[str, Any]]) -> None:
+    half, single = found[0]["half"]
+    assert half == pytest.approx(single, rel=0.01)
+    assert half != single, "expected bf16 computation"
 
 
 def test_parts_of_the_vocabulary_give_the_loss_of_whole_logits(found: list[dict[str, Any]]) -> None:

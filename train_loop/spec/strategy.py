@@ -163,6 +163,7 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[st
         "own code (code)": job.get("code") is not None,
         "offload_policy: true": strategy.offload_policy,
         f"norm_dtype={strategy.norm_dtype}": strategy.norm_dtype is not None,
+        f"min_num_params={strategy.wrap_policy.min_num_params}": strategy.wrap_policy.min_num_params is not None,
         f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
     }
     if model is not None:
@@ -170,6 +171,7 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[st
             "model.head": model.label_head is not None or model.masked is not None,
             f"model.dtype={model.dtype}": model.dtype == "fp16",
             "model.compile: true": model.compile,
+            "model.freeze_module_prefix": bool(model.freeze_module_prefix),
         }
     if training is not None:
         settings[f"training.optimizer={training.optimizer}"] = training.optimizer not in ("adamw", "sgd")
