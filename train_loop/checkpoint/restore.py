@@ -49,7 +49,7 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
     # Parameters without a gradient so far have no saved state: they keep their new state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
     _read(state, manifest, reader, values, seed=seed)
-    states |= unused
+    values["optimizer"]["state"] |= unused
     put_back(state, values)
     state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
     state.unlogged_line = dict(manifest.unlogged_line)
