@@ -1,6 +1,6 @@
 """The whole plan of a job, or all problems that prevent one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory import MemoryTerm, estimate_memory
@@ -64,8 +64,18 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
         )
     if problems:
         raise SpecError(problems)
-    memory = estimate_memory(spec, shape.shared(mesh.tp), mesh, tree)
-    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree)
+    return Plan(mesh, batch, shape, _memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
+
+
+def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None) -> tuple[MemoryTerm, ...]:
+    """Return the memory terms of a worker; with shared layers, those of its part of them."""
+    terms = estimate_memory(spec, shape.shared(mesh.tp), mesh, tree)
+    if mesh.tp == 1:
+        return terms
+    divided = "heads, F, vocab and parameters are those of a worker: / tp"
+    return tuple(
+        term if term.name == "attention_mask" else replace(term, formula=f"{term.formula}; {divided}") for term in terms
+    )
 
 
 def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:

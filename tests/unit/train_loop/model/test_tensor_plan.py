@@ -11,7 +11,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.probe import probe
 from train_loop.model.families.causal.tensor import check_plan
 from train_loop.model.folder import model_shape
-from train_loop.plan import groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh, why_split
 from train_loop.spec import ScalingSpec, SpecError, parse
 
 TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}
@@ -89,11 +89,13 @@ def test_nodes_that_cannot_hold_a_group_get_a_warning() -> None:
 
 
 def test_plan_divides_memory_by_the_ranks_that_share_layers() -> None:
-    def terms(tp: int) -> dict[str, int]:
+    def plan(tp: int) -> Plan:
         job = spec(strategy={"tp_size": tp}, scaling={"num_workers": 4}, training={"global_batch_size": 8})
-        return {term.name: term.bytes for term in plan_job(job, model_shape(job.model)).memory}
+        return plan_job(job, model_shape(job.model))
 
-    whole, shared = terms(1), terms(2)
+    whole, shared = ({term.name: term.bytes for term in plan(tp).memory} for tp in (1, 2))
+    assert plan(2).checkpoint_bytes == pytest.approx(plan(1).checkpoint_bytes, rel=0.02)
+    assert [term.name for term in plan(2).memory if not term.formula.endswith(": / tp")] == ["attention_mask"]
     # Four shards of whole layers, and two of halves.
     assert shared["parameters"] == pytest.approx(whole["parameters"], rel=0.02)
     assert shared["gathered_parameters"] < 0.6 * whole["gathered_parameters"]
