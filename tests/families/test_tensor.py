@@ -169,12 +169,6 @@ def wrong(values: dict[str, Any]) -> list[str]:
     return sorted({name for names in found for name in names})
 
 
-def read_as_it_is(values: dict[str, Any], folder: Path) -> list[str]:
-    """Return the tensors that DCP alone reads wrongly from the checkpoint of another layout."""
-    load(values, storage_reader=CheckpointReader(folder))
-    return wrong(values)
-
-
 def saved_in_each_layout(folder: Path, family: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Save in each layout and read in each other; return the digests, the wrong tensors, and those of DCP alone."""
     states, digests, faults = {}, {}, {}
@@ -188,12 +182,9 @@ def saved_in_each_layout(folder: Path, family: str, sizes: dict[str, Any]) -> di
             leaf.to_local().zero_()
         load(described(states[name]), storage_reader=CheckpointReader(folder / source))
         faults[source, name] = wrong(states[name])
-    return {
-        "digests": digests,
-        "faults": faults,
-        "alone": read_as_it_is(states["fsdp 2 x tp 2"], folder / "fsdp 4"),
-        "tensors": len(leaves(states["fsdp 4"])),
-    }
+    alone = states["fsdp 2 x tp 2"]
+    load(alone, storage_reader=CheckpointReader(folder / "fsdp 4"))
+    return {"digests": digests, "faults": faults, "alone": wrong(alone), "tensors": len(leaves(alone))}
 
 
 def norms(folder: Path) -> tuple[float, float, float]:
