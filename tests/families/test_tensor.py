@@ -17,8 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves_with_path
 
 from tests.families.objectives import write_rows
-from tests.families.parity import NONE, Case, difference, raw_job
+from tests.families.parity import NONE, Case, Settings, difference, raw_job
 from tests.families.runs import STEPS, Kind, Leg, train_leg
+from tests.support.builders.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint
@@ -33,15 +34,16 @@ from train_loop.loop.build import build_state
 from train_loop.loop.objectives.token_cross_entropy import LossRule
 from train_loop.loop.objectives.vocabulary import VocabularyPart, _SumOfRanks
 from train_loop.loop.reduction import PlainReduction
+from train_loop.model.families.causal.tensor import PROVEN
 from train_loop.model.parts import own_parts
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
 
-FAMILIES = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
+KINDS = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
+FAMILIES = sorted(PROVEN) if os.environ.get("MORE") else KINDS
 NO_SHARDS = ("strategy", "sharding_strategy", "NO_SHARD")
 RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
-TILED = ("strategy", "apply_tiled_mlp", True)
-GATHERED = ("strategy", "reshard_after_forward", False)
+TILED, GATHERED = (("strategy", *one) for one in (("apply_tiled_mlp", True), ("reshard_after_forward", False)))
 ENDS = ("strategy", "wrap_policy", {"wrap_embeddings": True, "wrap_lm_output": True})
 MESHES = (
     Case("fsdp 2 x tp 2", 4, tp_size=2, others=(GATHERED, ENDS)),
@@ -58,15 +60,20 @@ CASES = [
     for place, case in enumerate(MESHES)
     if os.environ.get("MORE") or family == "qwen3" or number % 3 == place
 ]
-"""Each family on one mesh, and one family on all; with `MORE=1`, each on all."""
+"""Each kind of family on one mesh, and one on all; with `MORE=1`, every proven family on all."""
 LAYOUTS = {"fsdp 4": 1, "fsdp 2 x tp 2": 2, "tp 4": 4}
 UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Sizes of which ranks have unequal parts."""
 
 
+def without_dropout(family: str) -> Settings:
+    rates = {name: 0.0 for name, value in small(family).items() if "drop" in name and isinstance(value, float)}
+    return Settings(config=tuple(rates.items()))
+
+
 def differences() -> dict[tuple[str, str], float]:
     """Return the largest relative difference of loss and gradients, by family and mesh."""
-    return {(family, case.mesh): difference(family, case, NONE) for family, case in CASES}
+    return {(family, case.mesh): difference(family, case, without_dropout(family)) for family, case in CASES}
 
 
 def losses() -> list[tuple[Tensor, Tensor]]:
@@ -142,7 +149,6 @@ def leaves(values: dict[str, Any]) -> list[tuple[str, DTensor]]:
 
 
 def whole_of(name: str, like: Tensor) -> Tensor:
-    """Return the values of a whole tensor, which no other has."""
     return (
         (torch.arange(like.numel(), dtype=torch.float32) + zlib.crc32(name.encode()) % 4096)
         .view(like.shape)
@@ -247,9 +253,8 @@ def test_a_factor_of_the_ranks_that_share_layers_is_found(found: list[dict[str, 
 
 
 def test_bf16_trains_near_fp32(found: list[dict[str, Any]]) -> None:
-    half, single = found[0]["half"]
-    assert half == pytest.approx(single, rel=0.01)
-    assert half != single, "expected bf16 computation"
+    bf16, fp32 = found[0]["half"]
+    assert 0 < abs(bf16 - fp32) < 0.01 * fp32
 
 
 def test_parts_of_the_vocabulary_give_the_loss_of_whole_logits(found: list[dict[str, Any]]) -> None:
