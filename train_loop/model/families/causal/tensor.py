@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
@@ -21,6 +20,11 @@ from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
 from train_loop.plan import divisors, one_of
 from train_loop.spec import JobSpec
+
+try:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+except ImportError:  # an older version, which trains everything else
+    apply_tensor_parallelism = None
 
 _KINDS = """
     arcee cohere cohere2 cohere_compass_text cwm diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text
@@ -45,7 +49,9 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
     size, sequences, kind = spec.strategy.tp_size, spec.strategy.ulysses_size, config_of(model).model_type
     if size == 1:
         return
-    strange = sorted({*model.tp_plan.values()} - _STYLES)
+    if apply_tensor_parallelism is None:
+        raise ModelError(f"tp_size={size} needs transformers 5.21 or newer, and this is {SOURCE}; install it")
+    strange = sorted({*(model.tp_plan or {}).values()} - _STYLES)
     if not model.tp_plan or strange:
         reason = f"has parts of the style {', '.join(strange)}" if strange else "is missing"
         raise ModelError(
