@@ -238,6 +238,12 @@ def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], f
     assert found[0]["differences"][family, mesh] < 1e-5
 
 
+@pytest.mark.skipif("MORE" not in os.environ, reason="starts eight ranks")
+def test_replicas_of_shards_of_shared_layers_are_one_rank() -> None:
+    case = Case("ddp 2 x fsdp 2 x tp 2", 8, fsdp_size=2, tp_size=2, packed=True)
+    assert on_ranks(8, difference, "qwen3", case, NONE)[0] < 1e-5
+
+
 def test_a_factor_of_the_ranks_that_share_layers_is_found(found: list[dict[str, Any]]) -> None:
     assert found[0]["faulty"] > 0.1
 
