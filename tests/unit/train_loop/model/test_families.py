@@ -164,6 +164,7 @@ BYTES = {"model_type": "blt", "vocab_size": 260}
             "not supported yet: mixture of experts (DogeCDMoE in DogeForCausalLM); choose",
         ),
         (small("marian") | {"decoder_vocab_size": 100}, "has embeddings for 100 tokens, and its config says vocab_siz"),
+        (small("qwen4_exp"), "not supported yet: qwen4_exp_text has layers of type indexed_attention; choose a model"),
         (INDEXED, "not supported yet: glm_moe_dsa has layers of type indexed_attention; choose a model whose layers"),
     ],
 )

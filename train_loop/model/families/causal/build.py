@@ -44,6 +44,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
             check_encoder_kind(hf_config, head)
         else:
             check_kind(hf_config)
+        check_layers(hf_config)
         built = _on_meta(hf_config, DTYPES[spec.master_dtype], head, masked=is_encoder)
         built.row_embedding = None if head is None else head.embedding
         return built
@@ -62,7 +63,6 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         raise ModelError(
             f"{spec.path or 'model.config'} is not a valid {what}: {reason}; correct the config"
         ) from error
-    check_layers(model)
     model.train()
     return model
 
@@ -244,13 +244,12 @@ _LAYERS = ATTENDING | {"linear_attention", "conv", "mlp", "moe"}
 """Types of layers that compute plain rows in this loop as in transformers; a small copy shows the rest."""
 
 
-def check_layers(model: PreTrainedModel) -> None:
+def check_layers(config: PretrainedConfig) -> None:
     """Raise ModelError for types of layers that need other masks, or select tokens."""
-    config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - _LAYERS)
     if strange:
         raise ModelError(
-            f"not supported yet: {model.config.model_type} has layers of type {', '.join(strange)}; choose a model "
+            f"not supported yet: {config.model_type} has layers of type {', '.join(strange)}; choose a model "
             "whose layers have full, sliding, chunked or linear attention"
         )
