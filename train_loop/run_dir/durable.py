@@ -67,7 +67,7 @@ def whole_or_none(file: Path, *, as_of: Path) -> Iterator[None]:
     except OSError as error:
         with suppress(OSError):
             file.unlink(missing_ok=True)
-        error.filename, error.filename2 = str(as_of), None
+        error.filename = str(as_of)
         raise
 
 

@@ -59,7 +59,10 @@ class IdleTimers:
             return None
         usual = max(idle.longest, 1.0)
         message = f"no step has ended since {clock_time(idle.since)}; until then the longest took {usual:.0f} s"
-        remedy = "trainshed nodes lists hosts that are gone; trainshed logs JOB --rank N shows where a rank is"
+        remedy = (
+            "trainshed nodes lists hosts that are gone; trainshed doctor tries to write to the storage; "
+            "trainshed logs JOB --rank N shows where a rank is"
+        )
         return Reason(Code.STALLED, message, remedy)
 
     def forget(self, job_id: str) -> None:

@@ -41,7 +41,7 @@ def test_full_disk_leaves_no_file_and_is_named_with_the_file(tmp_path: Path, mon
             ".trainshed-root.json": lambda: create_root_marker(tmp_path),
         }
         for name, write in writes.items():
-            with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{name}'"):
+            with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{name}'$"):
                 write()
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"old": "before"}
     # A retry is the first to create the file.
