@@ -107,7 +107,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the bytes of living tensors of a call, its batch included.
+    """A dispatch mode that counts the bytes of living tensors of a call, with its batch and the buffers of the model.
 
     Parameters do not count. Gradients of FSDP's root unit live until the end of backward, and count apart; those of
     other units are reduced before, and do not count.
@@ -120,18 +120,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes = list[tuple[int, int]]()
         """Numbers of storages with the bytes that begin or end, by time."""
         self._gradients, self._root = set[int](), set[int]()
-        self._batch = sum(value.nbytes for value in tree_leaves(call.batch) if isinstance(value, Tensor))
+        given = [one for one in (*call.model.buffers(), *tree_leaves(call.batch)) if isinstance(one, Tensor)]
+        self._given = sum(one.nbytes for one in given)
         self._in_units = {id(parameter) for unit in call.units for parameter in unit.parameters()}
-        for one in (*call.model.parameters(), *tree_leaves(call.batch)):
-            if isinstance(one, Tensor):
-                self._numbers[one.untyped_storage()] = -1
+        for one in (*call.model.parameters(), *given):
+            self._numbers[one.untyped_storage()] = -1
         for parameter in call.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._sort)  # type: ignore[no-untyped-call]
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes of activations and of the root's gradients when both together are largest."""
-        activations, gradients = self._batch, 0
+        activations, gradients = self._given, 0
         found = activations, 0
         for number, size in self._changes:
             if number in self._root:
