@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -118,6 +119,21 @@ def precision(case: Case) -> tuple[torch.dtype, bool]:
     sums = _accumulate(loss, random_rows(ROWS, LENGTH, vocab=VOCAB, packed=False), job, mesh)
     finite = all(bool(whole(p.grad).isfinite().all()) for p in model.parameters() if p.grad is not None)
     return loss.watch.logits[0].dtype, finite and bool(sums.loss.isfinite())
+
+
+def gathered_ahead(case: Case) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the units that each unit gathers ahead, in forward and in backward, by name."""
+    forget_meshes()
+    units = {name: one for name, one in build(job_of(case))[0].named_modules() if isinstance(one, FSDPModule)}
+    names = {id(one._get_fsdp_state()): name for name, one in units.items()}
+    found = {}
+    for name, unit in units.items():
+        state = unit._get_fsdp_state()
+        ahead = (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+        if any(ahead):
+            forward, backward = ([names[id(one)] for one in states] for states in ahead)
+            found[name] = (forward, backward)
+    return found
 
 
 def _accumulate(loss: Objective, rows: Rows, job: JobSpec, mesh: Mesh) -> StepSums:

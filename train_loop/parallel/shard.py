@@ -100,15 +100,13 @@ def apply_prefetch(
     """Make each layer prefetch the next `forward` layers, and in backward the previous `backward` layers.
 
     A value of 1 leaves prefetching to FSDP, which gathers one layer ahead in the order that it has seen. The root is
-    not changed. `experts` are units inside of layers, which are gathered after them, one ahead in any case.
+    not changed. `experts` are units inside of layers, which both passes gather after their layer, at least one ahead.
     """
-    order = [unit for layer in layers for unit in (layer, *(one for one in layer.modules() if one in experts))]
-    units, inner = list[FSDPModule](unit for unit in order if isinstance(unit, FSDPModule)), bool(experts)
-    for place, layer in enumerate(units):
-        if forward > 1 or inner:
-            layer.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
-        if backward > 1 or inner:
-            layer.set_modules_to_backward_prefetch(units[max(place - backward, 0) : place][::-1])
+    groups = [(layer, *(one for one in layer.modules() if one in experts)) for layer in layers]
+    for ordered, number, name in ((groups, forward, "forward"), (groups[::-1], backward, "backward")):
+        units = [unit for group in ordered for unit in group if isinstance(unit, FSDPModule)]
+        for place, unit in enumerate(units if number > 1 or experts else []):
+            getattr(unit, f"set_modules_to_{name}_prefetch")(units[place + 1 : place + 1 + number])
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.families.routed import Case, Found, compare, precision
+from tests.families.routed import Case, Found, compare, gathered_ahead, precision
 from tests.families.table import read
 from tests.support.builders.families import small
 from tests.support.builders.small_runs import LENGTH, STEPS, events, job_of, lines, run
@@ -100,6 +100,18 @@ BF16 = {"dtype": "bf16"}
 )
 def test_routers_compute_in_their_dtype(case: Case, dtype: torch.dtype, call_ranks: Callable[..., Any]) -> None:
     assert call_ranks(case.world, precision, case) == (dtype, True)
+
+
+def test_experts_are_gathered_while_attention_computes(call_ranks: Callable[..., Any]) -> None:
+    case = Case(world=2, strategy={"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}})
+    first, second = ("model.layers.0", "model.layers.1")
+    inner, last = (f"{layer}.mlp.experts" for layer in (first, second))
+    assert call_ranks(2, gathered_ahead, case) == {
+        first: ([inner], [inner]),
+        inner: ([second], []),
+        second: ([last], [last]),
+        last: ([], [first]),
+    }
 
 
 def test_a_published_folder_trains_and_is_exported_bit_equal(tmp_path: Path, call_ranks: Callable[..., Any]) -> None:

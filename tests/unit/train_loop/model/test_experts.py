@@ -17,7 +17,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.load import Stored, match_folder
 from train_loop.preflight.checks import check_model
-from train_loop.spec import ModelSpec, parse
+from train_loop.spec import ModelSpec, SpecError, parse
 
 
 def published(family: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -134,6 +134,13 @@ def test_setting_that_does_not_fit_is_rejected(family: str, parts: Any, pointer:
     _, problems = check_model(parse(raw_spec(**parts | {"model": model})), may_read())
     assert [problem.pointer for problem in problems] == [pointer]
     assert message in problems[0].message
+
+
+def test_loss_of_a_whole_step_is_rejected_with_the_reason() -> None:
+    with pytest.raises(SpecError, match="counts of all micro-batches before the first backward pass"):
+        parse(raw_spec(training={"router_aux_loss": {"scope": "step"}}))
+    with pytest.raises(SpecError, match=r"training.router_bias_update is not supported yet"):
+        parse(raw_spec(training={"router_bias_update": 0.001}))
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "Qwen3MoeMLP"])
