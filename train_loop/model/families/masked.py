@@ -15,7 +15,7 @@ from train_loop.errors import ModelError
 from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
-from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.config import why_not_called
 from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.experts import check_experts, check_no_experts
 from train_loop.model.families.causal.family import Causal

@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.families.causal.config import SOURCE, read_config
-from train_loop.model.families.causal.config_faults import stated, with_values
+from train_loop.model.families.causal.config import SOURCE, read_config, stated, with_values
 from train_loop.model.families.causal.refused import check_encoder, check_language, check_name
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED

@@ -31,8 +31,7 @@ from train_loop.model.families.causal.build import (
     config_of,
     decoder_of,
 )
-from train_loop.model.families.causal.config import SOURCE
-from train_loop.model.families.causal.config_faults import stated
+from train_loop.model.families.causal.config import SOURCE, stated
 from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
 from train_loop.model.families.causal.experts import (
     anatomy_of_experts,

@@ -18,7 +18,7 @@ from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.attention import attention_replaced
 from train_loop.model.families.causal.build import config_of
-from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.config import why_not_called
 from train_loop.model.families.causal.experts import route_on_meta
 from train_loop.model.families.causal.positions import PositionLimits, TableWatch, apply_counted, fix_dynamic
 from train_loop.model.families.causal.separation import (

@@ -22,7 +22,7 @@ from train_loop.model.families.causal.attention import (
     registered_attention,
 )
 from train_loop.model.families.causal.build import config_of, decoder_of, embeddings_of
-from train_loop.model.families.causal.config_faults import why_not_called
+from train_loop.model.families.causal.config import why_not_called
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import check_scores, measure_scores
 from train_loop.model.families.causal.positions import apply_counted, apply_longrope, position_inputs
