@@ -228,12 +228,16 @@ def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str],
         for piece in pieces if split.by_row else [whole(pieces)]:
             for stored, rows in split.cut(piece.values, piece.offsets[0] if piece.offsets else 0).items():
                 if stored in shard:
-                    file.put(stored, progress.counted(iter([Piece(_offsets(rows), rows.values)])))
+                    file.put(stored, progress.counted(iter([Piece(_offsets(rows, piece), rows.values)])))
     file.close()
 
 
-def _offsets(rows: Rows) -> tuple[int, ...]:
-    return (rows.first, *(0 for _ in rows.values.shape[1:])) if rows.values.ndim else ()
+def _offsets(rows: Rows, of: Piece) -> tuple[int, ...]:
+    """Return the place of rows that are stored of a piece, whose columns stay where they are."""
+    if not rows.values.ndim:
+        return ()
+    columns = of.offsets[1:] if rows.values.shape == of.values.shape else (0,) * (rows.values.ndim - 1)
+    return rows.first, *columns
 
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:

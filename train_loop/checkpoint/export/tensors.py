@@ -38,11 +38,13 @@ class Piece(NamedTuple):
 
 
 def whole(pieces: Iterable[Piece]) -> Piece:
-    """Return a tensor that its pieces cover, from the first row."""
-    sorted_pieces = sorted(pieces, key=lambda piece: piece.offsets)
-    # Replicas have the same offsets.
-    rows = {piece.offsets: piece.values for piece in sorted_pieces if piece.values.numel()}
-    return Piece(sorted_pieces[0].offsets, torch.cat(list(rows.values())))
+    """Return a tensor that its pieces cover; replicas have the same place."""
+    held = [piece for piece in pieces if piece.values.numel()]
+    shape = [max(part.stop for part in parts) for parts in zip(*(piece.box for piece in held), strict=True)]
+    values = held[0].values.new_empty(shape)
+    for piece in held:
+        values[piece.box] = piece.values
+    return Piece((0,) * len(shape), values)
 
 
 class CheckpointTensors:
