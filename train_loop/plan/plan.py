@@ -129,7 +129,7 @@ def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
         return ()
     if spec.code is not None:
         return _warnings_of_code(shape)
-    if shape.is_measured:
+    if shape.is_measured or shape.active is not None:
         return (f"model_type={shape.model_type}: activations are estimated from a call without values",)
     what = "memory is" if shape.counts is None else "activations are"
     return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)

@@ -16,6 +16,7 @@ from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.load import Stored, match_folder
+from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
 from train_loop.spec import ModelSpec, SpecError, parse
 
@@ -98,6 +99,8 @@ def test_plan_counts_the_parameters_that_a_token_uses() -> None:
     assert shape is not None
     expert = 3 * 64 * 32  # gate, up and down of hidden_size 64 and moe_intermediate_size 32
     assert shape.active == shape.parameters - 2 * 6 * expert  # six of eight experts in two layers
+    plan = plan_job(parse(raw_spec(model={"config": small("qwen3_moe")})), shape)
+    assert plan.warnings == ("model_type=qwen3_moe: activations are estimated from a call without values",)
     assert check_model(parse(raw_spec()), may_read())[0].active is None  # type: ignore[union-attr]
 
 
