@@ -72,7 +72,7 @@ DRAWN = (
 `MODELS_SEED=…` draws those of another commit.
 """
 COUNTED = [(family, TOKENS) for family in KINDS] + [
-    (one.families[0], name) for name, one in OBJECTIVES.items() if name != TOKENS
+    (one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS
 ]
 """Kinds whose bytes and operations are counted."""
 _heads = [(family, name) for family, name in OTHERS if family != OWN]

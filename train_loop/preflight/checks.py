@@ -136,7 +136,8 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     layers = shape.layers if spec.code is None else len(repeated)
     kept = None if shape.known and shape.labels is None else found.kept(repeated)
     whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
-    return replace(whole, call=measure_text_call(spec, whole, found)) if found.sees_whole_rows else whole
+    is_called = found.sees_whole_rows or spec.model.label_head is not None
+    return replace(whole, call=measure_text_call(spec, whole, found)) if is_called else whole
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
