@@ -37,7 +37,7 @@ class Boundaries:
     @property
     def begins_with_bos(self) -> bool:
         """Whether all documents begin with the tokenizer's BOS token."""
-        return 0 < self._documents == self._with_bos
+        return bool(0 < self._documents == self._with_bos)
 
     @property
     def sample_without_end(self) -> str | None:

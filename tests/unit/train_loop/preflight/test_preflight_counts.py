@@ -93,7 +93,10 @@ def ask(tmp_path: Path, data: dict[str, Any], *, tokenizer: bool = True) -> dict
     """Return preflight's answer for data below a folder, with a tokenizer of 300 tokens in its folder `t`."""
     model = {"tokenizer": str(tmp_path / "t")} if tokenizer else {}
     raw = raw_spec(data=data, model=model)
-    return answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
+    found = answer({"spec": raw, "read_policy": may_read(f"file://{tmp_path}").model_dump(), "parent": None})
+    # Its process answers in JSON, which has none of numpy's types.
+    read: dict[str, Any] = json.loads(json.dumps(found))
+    return read
 
 
 @pytest.mark.parametrize(
