@@ -44,7 +44,7 @@ def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
 def _computing(spec: JobSpec) -> list[str]:
     model, training, strategy = spec.model, spec.training, spec.strategy
     by_size = strategy.wrap_policy.min_num_params is not None
-    size = training.per_device_train_batch_size
+    size, whole_layers = training.per_device_train_batch_size, strategy.tp_size == 1
     checkpointing = model.gradient_checkpointing
     choices = [
         (training.chunked_loss is False, "training.chunked_loss: null"),
@@ -55,9 +55,9 @@ def _computing(spec: JobSpec) -> list[str]:
         (checkpointing == "none", "model.gradient_checkpointing: full"),
         (not strategy.apply_tiled_mlp and not by_size, "strategy.apply_tiled_mlp: true"),
         (strategy.fsdp_size > 1, "strategy.fsdp_size: 0"),
-        (training.optimizer == "adamw", "training.optimizer: adamw_8bit"),
+        (training.optimizer == "adamw" and whole_layers, "training.optimizer: adamw_8bit"),
         (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
-        (not strategy.offload_policy and _has_gpu(spec), "strategy.offload_policy: true"),
+        (not strategy.offload_policy and _has_gpu(spec) and whole_layers, "strategy.offload_policy: true"),
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]
     return [change for helps, change in choices if helps]

@@ -145,3 +145,8 @@ def test_cheapest_unused_remedy_is_named_first(parts: dict[str, dict[str, Any]],
         "a larger strategy.ulysses_size than 1, or a smaller data.sequence_length",
         "more workers in scaling.num_workers, for smaller shards",
     ]
+
+
+def test_remedies_are_accepted_with_shared_layers() -> None:
+    shared = spec(scaling={"num_workers": 2} | ON_GPU, strategy={"tp_size": 2})
+    assert not [one for one in memory_remedies(shared, "device") if "adamw_8bit" in one or "offload_policy" in one]

@@ -60,8 +60,22 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
     assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)
     assert "attention_dropout: 0.1; set it to 0.0" in fault(TINY | {"attention_dropout": 0.1})
+    assert "tp_size=8 leaves a worker without a part of model.layers.0.mlp." in fault(
+        TINY | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}, tp_size=8
+    )
     # Their plan gathers queries and keys, so that each rank has all heads.
     assert fault(small("phi3"), tp_size=4) == ""
+
+
+@pytest.mark.parametrize(("family", "setting"), [("phi", "qk_layernorm"), ("cohere", "use_qk_norm")])
+def test_weights_of_heads_without_a_plan_are_refused(family: str, setting: str) -> None:
+    assert fault(small(family)) == ""
+    assert "has none for model.layers.0.self_attn.q_" in fault(small(family) | {setting: True})
+
+
+@pytest.mark.parametrize("family", ["diffllama", "hunyuan_v1_dense"])
+def test_plans_that_split_no_layer_are_refused(family: str) -> None:
+    assert f"that of model_type={family} splits none of its layers" in fault(small(family))
 
 
 def test_mesh_has_the_ranks_that_share_layers_innermost() -> None:

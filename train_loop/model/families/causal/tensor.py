@@ -27,10 +27,9 @@ except ImportError:  # an older version, which trains everything else
     apply_tensor_parallelism = None
 
 _KINDS = """
-    arcee cohere cohere2 cohere_compass_text cwm diffllama ernie4_5 exaone4 gemma gemma2 gemma3_text
-    gemma4_unified_text glm glm4 gpt_neox granite helium hrm_text hunyuan_v1_dense hyperclovax internlm3 iquestcoder
-    jais2 llama ministral ministral3 mistral nanochat nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss
-    smollm3 starcoder2 vaultgemma youtu
+    arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_unified_text glm glm4
+    gpt_neox granite helium hrm_text hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral nanochat
+    nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma youtu
 """
 PROVEN = frozenset(_KINDS.split())
 """Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank.
@@ -41,7 +40,9 @@ _SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
 """Projections that give a rank the keys of its heads, if their plan is `colwise`."""
 _OF_OWN_HEADS = "replicated_with_grad_allreduce"
 """Style of weights that each rank has whole, and uses for its own heads only, so that gradients are parts of a sum."""
-_STYLES = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", _OF_OWN_HEADS}
+_SPLIT_ROWS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
+_SPLIT_COLUMNS = {"rowwise", "rowwise_split_input"}
+_STYLES = {*_SPLIT_ROWS, *_SPLIT_COLUMNS, _OF_OWN_HEADS}
 
 
 def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
@@ -51,9 +52,7 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
         return
     if apply_tensor_parallelism is None:
         raise ModelError(f"tp_size={size} needs transformers 5.21 or newer, and this is {SOURCE}; install it")
-    strange = sorted({*(model.tp_plan or {}).values()} - _STYLES)
-    if not model.tp_plan or strange:
-        reason = f"has parts of the style {', '.join(strange)}" if strange else "is missing"
+    if reason := _fault_of_plan(model):
         raise ModelError(
             f"tp_size={size} needs a plan of how ranks share layers, which {SOURCE} has for many families; that of "
             f"model_type={kind} {reason}; choose tp_size: 1, or another family, for example qwen3 or llama"
@@ -77,6 +76,39 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
             "output of its head, scaled or capped; choose tp_size: 1"
         )
     check_dropout(model, size)
+    _check_weights(model, seen, size)
+
+
+def _fault_of_plan(model: Any) -> str | None:
+    """Return what a family's plan lacks; None if ranks can share its layers."""
+    plan: dict[str, str] = model.tp_plan or {}
+    if strange := sorted({*plan.values()} - _STYLES):
+        return f"has parts of the style {', '.join(strange)}"
+    if not plan:
+        return "is missing"
+    return None if any(".layers." in name for name in plan) else "splits none of its layers"
+
+
+def _check_weights(model: Any, seen: ModelProbe, size: int) -> None:
+    """Raise ModelError for weights with wrong gradients, and for those that are too small for the ranks.
+
+    A weight of attention that no plan names would be whole on each rank, which uses it for its own heads only.
+    """
+    plan, attention = _expanded(model), tuple(f"{name}." for name in seen.attention) if _splits_heads(model) else ()
+    for name, parameter in model.named_parameters():
+        style = plan.get(name) or plan.get(name.rpartition(".")[0])
+        if style is None and name.startswith(attention):
+            raise ModelError(
+                f"tp_size={size} needs a plan for each weight of attention, and {SOURCE} has none for {name}; choose "
+                "tp_size: 1, or remove the setting of the model's config that adds it"
+            )
+        dim = 0 if style in _SPLIT_ROWS else parameter.ndim - 1
+        length = parameter.shape[dim] if style in _SPLIT_ROWS | _SPLIT_COLUMNS else size
+        if -(-length // size) * (size - 1) >= length:
+            raise ModelError(
+                f"tp_size={size} leaves a worker without a part of {name}, whose size is {list(parameter.shape)}; "
+                "choose a smaller tp_size"
+            )
 
 
 def check_dropout(model: Any, size: int) -> None:
