@@ -124,7 +124,7 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """Sizes of a call with a micro-batch, counted without values: of own code, encoders, models with a head of labels."""
+    """Sizes of a call with a micro-batch, counted without values: of own code, encoders and models with labels."""
 
     rows: int
     activations: int | None = None
