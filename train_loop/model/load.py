@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 from train_loop.errors import ModelError
 from train_loop.model.build import allocate, draw_weights, materialise
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.families.family import Join
+from train_loop.model.families.family import Join, StoredNames
 from train_loop.model.folder import model_folder
 from train_loop.model.parts import own_parts
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input, read_input
 
 _SHOWN = 3
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Names of dtypes in safetensors that hold a weight itself; others need a scale."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Stored:
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str
+    """Name of its dtype in safetensors, such as BF16."""
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """Return a part of the tensor in its stored dtype; its pages stay mapped as long as the result lives."""
@@ -60,6 +65,11 @@ class Joined:
     def name(self) -> str:
         """Return the name of the first of them."""
         return self.parts[0][0].name
+
+    @property
+    def dtype(self) -> str:
+        """Return a dtype of them, if there is one that does not hold weights themselves."""
+        return min((one.dtype for one in chain(*self.parts)), key=_FLOATS.__contains__)
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """Return a part of the tensor, for which only the stored tensors of its rows are read if that is possible."""
@@ -128,23 +138,30 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
     """
     model, found = blueprint.model, read_headers(folder)
     names = blueprint.family.stored_names(model, {name: stored.shape for name, stored in found.items()})
-    left: dict[str, Stored | Joined] = {names.own[name]: stored for name, stored in found.items()}
-    left |= {name: _joined(join, found) for name, join in names.joins.items()}
+    left, lost, others = _by_own_name(names, found)
     homes = {of[0]: [left.pop(name) for name in of if name in left] for of in _tensors(model)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     unused = [stored for stored in left.values() if stored.name in names.unused]
     faults = {
         "missing": [
-            f"{name} {_shape(shapes[name])}"
+            one
             for name, stored in homes.items()
             if not stored and name not in names.optional
+            for one in lost.get(name, [f"{name} {_shape(shapes[name])}"])
         ],
-        "unexpected": [f"{s.name} {_shape(s.shape)}" for s in left.values() if s not in unused],
+        "unexpected": [f"{s.name} {_shape(s.shape)}" for s in [*left.values(), *others] if s not in unused],
         "wrong shape": [
             f"{s.name} is {_shape(s.shape)}, expected {_shape(shapes[name])}"
             for name, stored in homes.items()
             for s in stored
             if s.shape != shapes[name]
+        ],
+        "quantised": [
+            f"{s.name} has values of dtype {s.dtype}"
+            for name, stored in homes.items()
+            for s in stored
+            if s.dtype not in _FLOATS and tensors[name].is_floating_point()
         ],
     }
     if any(faults.values()):
@@ -154,6 +171,24 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
             "causal language model with the config.json that belongs to it"
         )
     return FolderMatch(homes, [stored.name for stored in unused])
+
+
+def _by_own_name(
+    names: StoredNames, found: Mapping[str, Stored]
+) -> tuple[dict[str, Stored | Joined], dict[str, list[str]], list[Stored]]:
+    """Return a folder's tensors by the model's names, the parts that tensors lack, and the parts that none has."""
+    left: dict[str, Stored | Joined] = {names.own[name]: stored for name, stored in found.items()}
+    lost, used = dict[str, list[str]](), set[str]()
+    for target, join in names.joins.items():
+        del left[target]
+        parts = [*chain(*join.parts)]
+        used.update(parts)
+        if absent := [name for name in parts if name not in found]:
+            lost[target] = absent
+        else:
+            left[target] = _joined(join, found)
+    # Experts beyond the model's, and a tensor that is stored whole besides its parts.
+    return left, lost, [one for name, one in found.items() if names.own[name] in names.joins and name not in used]
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -197,7 +232,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _header(file: Path) -> Iterable[Stored]:
     with open_tensors(file) as content:
-        return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
+        described = ((name, content.get_slice(name)) for name in content.keys())  # noqa: SIM118
+        return [Stored(file, name, tuple(one.get_shape()), one.get_dtype()) for name, one in described]
 
 
 def _tensors(model: nn.Module) -> Iterable[list[str]]:

@@ -1,5 +1,6 @@
 """Mixtures of experts: published layouts of weights in both directions, sizes, names of experts, refused settings."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,40 @@ def test_a_rank_reads_only_the_experts_of_its_rows(tmp_path: Path, monkeypatch: 
     assert read == [f"model.layers.0.mlp.experts.2.{name}_proj.weight" for name in ("gate", "up")]
 
 
-def test_a_folder_that_lacks_an_expert_is_rejected(tmp_path: Path) -> None:
+PLACE = "model.layers.1.mlp.experts."
+
+
+def change(stored: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Return the tensors of a folder with a fault."""
+    up, whole = f"{PLACE}3.up_proj.weight", stored[f"{PLACE}3.up_proj.weight"]
+    others = {name: tensor for name, tensor in stored.items() if name != up}
+    return {
+        "lacks one": others,
+        "other number": others | {f"{PLACE}8.up_proj.weight": whole},
+        "one more": stored | {f"{PLACE}8.up_proj.weight": whole.clone()},
+        "whole too": stored | {f"{PLACE}gate_up_proj": torch.zeros(8, 64, 64)},
+        "no gates": {name: tensor for name, tensor in stored.items() if "gate_proj" not in name},
+        "other shape": others | {up: whole[:16].clone()},
+        "fp8": others | {up: whole.to(torch.float8_e4m3fn)},
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("lacks one", f"missing: {PLACE}3.up_proj.weight;"),
+        ("other number", f"missing: {PLACE}3.up_proj.weight; unexpected: {PLACE}8.up_proj.weight [32, 64];"),
+        ("one more", f"unexpected: {PLACE}8.up_proj.weight [32, 64];"),
+        ("whole too", f"unexpected: {PLACE}gate_up_proj [8, 64, 64];"),
+        ("no gates", "none named mlp.experts.*.gate_proj.weight; copy the folder again"),
+        ("other shape", f"{PLACE}3.up_proj.weight of shape [16, 64]; copy the folder again"),
+        ("fp8", "quantised: model.layers.1.mlp.experts"),
+    ],
+)
+def test_folder_with_other_experts_than_the_config_is_rejected(kind: str, message: str, tmp_path: Path) -> None:
     _, stored = published("qwen3_moe", tmp_path)
-    del stored["model.layers.1.mlp.experts.3.up_proj.weight"]
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"gate_up_proj: 8 of .*experts.0.gate_proj.weight, 7 of .*up"):
+    save_file(change(stored, kind), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=re.escape(message)):
         match_folder(CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32")), tmp_path)
 
 

@@ -18,8 +18,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -48,10 +46,24 @@ def own_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[str, 
             parts[own[name]][pattern].append(name)
     return own, {
         target: _Joined(
-            tuple(tuple(names) for names in by.values()), tuple(by), by_pattern[next(iter(by))], model, target
+            tuple(_counted(names, pattern, known.get(target)) for pattern, names in by.items()),
+            tuple(by),
+            by_pattern[next(iter(by))],
+            model,
+            target,
         )
         for target, by in parts.items()
     }
+
+
+def _counted(names: Sequence[str], pattern: str, target: Tensor | None) -> tuple[str, ...]:
+    """Return the names of a pattern with `*` for each row of a tensor, in order, whether they are stored or not."""
+    _, star, after = pattern.rpartition("*")
+    if not star or target is None:
+        return tuple(names)
+    numbered, *last = names[0].rsplit(".", after.count("."))
+    first, _, _ = numbered.rpartition(".")
+    return tuple(".".join([first, str(row), *last]) for row in range(len(target)))
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,22 @@ class _Joined:
         try:
             (made,) = rule.convert(self.target, model=self.model, config=self.model.config).values()
         except Exception as error:  # operations have no common error class
-            numbers = ", ".join(f"{len(names)} of {names[0]}" for names in self.parts)
             raise ModelError(
-                f"the stored tensors do not make one {self.target}: {numbers} and its kind; copy the folder again"
+                f"the stored tensors do not make one {self.target}: {', '.join(self._facts(parts))}; "
+                "copy the folder again"
             ) from error
-        found: Tensor = made[0] if isinstance(made, list) else made
-        return found
+        whole: Tensor = made[0] if isinstance(made, list) else made
+        return whole
+
+    def _facts(self, parts: Sequence[Sequence[Tensor]]) -> list[str]:
+        """Return a tensor of each shape among the parts, and the patterns that no tensor has."""
+        shapes = {
+            tuple(tensor.shape): name
+            for names, tensors in zip(self.parts, parts, strict=True)
+            for name, tensor in zip(names, tensors, strict=False)  # a rank reads some rows
+        }
+        absent = [pattern for pattern in self.rule.source_patterns if pattern not in self.patterns]
+        return [f"{n} of shape {list(s)}" for s, n in shapes.items()] + [f"none named {one}" for one in absent]
 
 
 def _is_by_row(operations: Sequence[Any]) -> bool:
@@ -105,10 +127,10 @@ def splits(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, Spl
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found = dict[str, Split]()
     for name, shape in shapes.items():
-        renamed, pattern = apply_converters(name, converters)
+        renamed, pattern = rename_source_key(name, [], converters)
         if pattern is not None:
             found[name] = _Reverted(name, renamed, pattern, by_pattern[pattern], model, renamings, shape)
-        elif (other := apply_renamings(name, renamings)) != name:
+        elif (other := _renamed(name, renamings)) != name:
             found[name] = Unchanged(other, shape)
     return found
 
@@ -149,10 +171,12 @@ class _Reverted:
         rule = deepcopy(self.rule)
         rule.add_tensor(self.renamed, self.name, self.pattern, tensor)
         made = rule.convert(self.renamed, model=self.model, config=self.model.config)
-        return {
-            apply_renamings(name, self.renamings): one[0] if isinstance(one, list) else one
-            for name, one in made.items()
-        }
+        return {_renamed(name, self.renamings): one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    renamed: str = rename_source_key(name, renamings, [])[0]
+    return renamed
 
 
 def write_configs(model: Any, config: Any, folder: Path, facts: ExportFacts) -> None:
