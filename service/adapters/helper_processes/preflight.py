@@ -260,7 +260,15 @@ def _cache_key(spec: JobSpec) -> str:
         "model": True,
         "data": True,
         "strategy": True,
-        "training": {"chunked_loss"},
+        "training": {
+            "chunked_loss",
+            "optimizer",
+            "per_device_train_batch_size",
+            "reproducible",
+            "router_aux_loss",
+            "router_z_loss",
+            "seed",
+        },
     }
     return spec.model_dump_json(include=parts)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits, _cache_key
 from service.errors import PreflightFailed, StorageAway
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
@@ -69,6 +69,21 @@ def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str,
             with pytest.raises(PreflightFailed, match=message):
                 helper.check(a_spec(name="bad"))
             assert helper.check(a_spec()).problems
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"optimizer": "muon"},
+        {"reproducible": "any_size", "global_batch_size": 4},
+        {"router_aux_loss": {"coef": 0.1}},
+        {"router_z_loss": 0.1},
+        {"chunked_loss": True},
+        {"per_device_train_batch_size": 3},
+    ],
+)
+def test_result_is_not_reused_for_settings_that_a_check_reads(training: dict[str, object]) -> None:
+    assert _cache_key(a_spec(training=training)) != _cache_key(a_spec())
 
 
 OWN_CODE = """{
