@@ -207,7 +207,7 @@ def resume(run: Run) -> None:
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
-    """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
+    """Return this data rank's samples of the next step, identical on all of its peers."""
     read, consumed = next(rows), run.state.consumed
     check_vocabulary(read, run.objective.anatomy.vocabulary)
     if run.dataset.masking is not None:

@@ -1,6 +1,7 @@
-"""The number and order of workers on each node, so that Ulysses groups stay on one host. Pure.
+"""The number and order of workers on each node, so that groups of peers stay on one host. Pure.
 
-Ranks are contiguous per node and each Ulysses group is `group` consecutive ranks.
+Peers have the same samples: they share sequences (Ulysses) or layers (tensor parallelism). Ranks are contiguous per
+node, and each group of peers is `group` consecutive ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ def arrange(places: Sequence[int], world: int, *, strategy: str, group: int) -> 
 
 
 def count_splits(arrangement: Arrangement, group: int) -> int:
-    """Return the number of Ulysses groups that span several nodes."""
+    """Return the number of groups of peers that span several nodes."""
     first, whole = 0, 0
     for _, count in arrangement:
         last = first + count

@@ -1,6 +1,6 @@
 """Explicit placement: `lay_out` chooses the node of each rank, and Ray Train uses these nodes.
 
-Ray's PACK and SPREAD ignore Ulysses groups and choose nodes by their load, so that a plan cannot predict them.
+Ray's PACK and SPREAD ignore groups of peers and choose nodes by their load, so that a plan cannot predict them.
 A label selector on each bundle of the placement group fixes its node; rank r gets bundle r.
 """
 
@@ -84,7 +84,7 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         """Report missing capacity; called several times a second while nodes have no room. Subclasses override it."""
 
     def _least(self, scaling: ScalingSpec, total: Nodes) -> int:
-        """Return the number of Ulysses groups that must cross hosts even on empty nodes."""
+        """Return the number of groups of peers that must cross hosts even on empty nodes."""
         ranks = lay_out(scaling, list(total.values()), group=self._group)
         return 0 if ranks is None else splits(ranks, self._group)
 

@@ -64,7 +64,7 @@ class Standby:
 def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
     """Prestart the processes of a driver's workers in the background, as soon as nodes have room.
 
-    It waits up to 30 s for room. `group` is the Ulysses size. `Placement` will choose the same nodes if the cluster
+    It waits up to 30 s for room. `group` is the number of peers. `Placement` will choose the same nodes if the cluster
     does not change. Unused processes exit after 60 s.
     """
     _in_background(partial(_start_ahead, scaling, environment, group))

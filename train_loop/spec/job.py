@@ -64,7 +64,9 @@ class JobSpec(SpecModel):
     infer: Annotated[InferSpec | None, only(None)] = Field(
         default=None, description="settings of an infer job; not supported yet"
     )
-    strategy: StrategySpec = Field(default=StrategySpec(), description="sharding over the workers: FSDP2 and Ulysses")
+    strategy: StrategySpec = Field(
+        default=StrategySpec(), description="sharding over the workers: FSDP2, Ulysses and tensor parallelism"
+    )
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="schedule and retention of checkpoints")
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")

@@ -104,7 +104,8 @@ _OURS = _by_name(
         "training.global_batch_size": "train_batch_size",
         "strategy.ulysses_size": "sp_size ulysses_degree ulysses_sequence_parallel_size sequence_parallel_size "
         "cp_size context_parallel_size",
-        "strategy.tp_size": "tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree autotp_size",
+        "strategy.tp_size": "tp tp_degree tensor_parallel tensor_parallel_size tensor_model_parallel_size "
+        "tensor_parallel_degree autotp_size",
         "strategy.fsdp_size and scaling.num_workers": "dp_size",
         "scaling.num_workers": "num_processes nproc_per_node nnodes num_nodes num_machines world_size workers",
         "scaling.num_workers and scaling.resources_per_worker": "num_gpus n_gpus gpus",

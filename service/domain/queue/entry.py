@@ -29,7 +29,7 @@ class QueueEntry:
     since: float = 0.0
     """Start of the newest attempt (Unix seconds)."""
     group: int = 1
-    """Ulysses size: this many consecutive workers should share a node."""
+    """Number of peers: this many consecutive workers should share a node."""
     memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
 

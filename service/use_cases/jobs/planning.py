@@ -129,7 +129,7 @@ class Planner:
     def warnings(self, spec: JobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
         """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
 
-        Such a job never starts, has Ulysses groups that cross nodes, uses none of the GPUs, lacks CPUs for its data, or
+        Such a job never starts, has peers on several nodes, uses none of the GPUs, lacks CPUs for its data, or
         is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds

@@ -67,10 +67,18 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert fault(small("phi3"), tp_size=4) == ""
 
 
-@pytest.mark.parametrize(("family", "setting"), [("phi", "qk_layernorm"), ("cohere", "use_qk_norm")])
-def test_weights_of_heads_without_a_plan_are_refused(family: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "setting", "reason"),
+    [
+        ("phi", {"qk_layernorm": True}, "has none for model.layers.0.self_attn.q_layernorm.weight"),
+        ("cohere", {"use_qk_norm": True}, "has none for model.layers.0.self_attn.q_norm.weight"),
+        ("llama", {"hidden_act": "xielu"}, "has none for model.layers.0.mlp.act_fn.alpha_p"),
+        ("olmo", {"clip_qkv": 8.0}, "the model's config has clip_qkv: 8.0"),
+    ],
+)
+def test_settings_with_other_gradients_are_refused(family: str, setting: dict[str, Any], reason: str) -> None:
     assert fault(small(family)) == ""
-    assert "has none for model.layers.0.self_attn.q_" in fault(small(family) | {setting: True})
+    assert reason in fault(small(family) | setting)
 
 
 @pytest.mark.parametrize("family", ["diffllama", "hunyuan_v1_dense"])

@@ -75,8 +75,8 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
             f"tp_size={size} computes the loss from parts of the logits, and those of {seen.model} are more than the "
             "output of its head, scaled or capped; choose tp_size: 1"
         )
-    check_dropout(model, size)
-    _check_weights(model, seen, size)
+    check_config(model, size)
+    _check_weights(model, size)
 
 
 def _fault_of_plan(model: Any) -> str | None:
@@ -89,18 +89,20 @@ def _fault_of_plan(model: Any) -> str | None:
     return None if any(".layers." in name for name in plan) else "splits none of its layers"
 
 
-def _check_weights(model: Any, seen: ModelProbe, size: int) -> None:
+def _check_weights(model: Any, size: int) -> None:
     """Raise ModelError for weights with wrong gradients, and for those that are too small for the ranks.
 
-    A weight of attention that no plan names would be whole on each rank, which uses it for its own heads only.
+    In attention and MLPs that ranks share, a weight without a plan would be whole on each rank, which uses it for its
+    own heads or rows only.
     """
-    plan, attention = _expanded(model), tuple(f"{name}." for name in seen.attention) if _splits_heads(model) else ()
+    plan = _expanded(model)
+    shared = tuple(f"{name.rpartition('.')[0]}." for name, style in plan.items() if style == "rowwise")
     for name, parameter in model.named_parameters():
         style = plan.get(name) or plan.get(name.rpartition(".")[0])
-        if style is None and name.startswith(attention):
+        if style is None and name.startswith(shared):
             raise ModelError(
-                f"tp_size={size} needs a plan for each weight of attention, and {SOURCE} has none for {name}; choose "
-                "tp_size: 1, or remove the setting of the model's config that adds it"
+                f"tp_size={size} needs a plan for each weight of attention and MLP, and {SOURCE} has none for {name}; "
+                "choose tp_size: 1, or change the setting of the model's config that adds it"
             )
         dim = 0 if style in _SPLIT_ROWS else parameter.ndim - 1
         length = parameter.shape[dim] if style in _SPLIT_ROWS | _SPLIT_COLUMNS else size
@@ -111,13 +113,22 @@ def _check_weights(model: Any, seen: ModelProbe, size: int) -> None:
             )
 
 
-def check_dropout(model: Any, size: int) -> None:
-    """Raise ModelError for a model with dropout, whose ranks would have to draw alike for the same tokens."""
-    rates = {name: value for name, value in config_of(model).to_dict().items() if "drop" in name and _is_rate(value)}
+def check_config(model: Any, size: int) -> None:
+    """Raise ModelError for dropout, for which ranks would have to draw alike, and for clipped projections.
+
+    transformers clips them in place, which torch rejects for parts of a `DTensor`.
+    """
+    config: dict[str, Any] = config_of(model).to_dict()
+    rates = {name: value for name, value in config.items() if "drop" in name and _is_rate(value)}
     found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
     if found is not None:
         raise ModelError(
             f"tp_size={size} is not proven with dropout, and the model's config has {found}; set it to 0.0"
+        )
+    if (limit := config.get("clip_qkv")) is not None:
+        raise ModelError(
+            f"tp_size={size} cannot clip projections, and the model's config has clip_qkv: {limit}; "
+            "choose tp_size: 1, or a model without clip_qkv"
         )
 
 
