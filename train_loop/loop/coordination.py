@@ -17,7 +17,7 @@ from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.reduction import Reduction
 from train_loop.loop.session import Session
 from train_loop.parallel.mesh import Mesh
-from train_loop.plan import MeshPlan, Role, groups_across_hosts
+from train_loop.plan import MeshPlan, Role, groups_across_hosts, list_ranks
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.system.limited_log import LimitedLog
 from train_loop.telemetry.event_log import EventLog
@@ -71,17 +71,19 @@ def gather_workers() -> list[dict[str, Any]]:
 
 def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: EventLog) -> None:
     """Warn about groups that exchange in each layer and span several hosts, because that crosses the network."""
-    of_tensors = f"tp_size={mesh.tp} workers, or choose a smaller tp_size"
-    of_sequences = f"ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
-    kinds: tuple[tuple[Role, str, str], ...] = (
-        ("sequence", "Ulysses groups span several hosts, where their all-to-all is slow", of_sequences),
-        ("tensor", "tensor parallel groups span several hosts, where their all-reduce is slow", of_tensors),
+    peers = f"ulysses_size={mesh.sp}" if mesh.tp == 1 else f"tp_size x ulysses_size={mesh.peers}"
+    kinds: tuple[tuple[Role, str, str, str], ...] = (
+        ("sequence", "Ulysses groups", "all-to-all", f"{peers} workers, or choose a smaller ulysses_size"),
+        ("tensor", "tensor parallel groups", "all-reduce", f"tp_size={mesh.tp} workers, or choose a smaller tp_size"),
     )
-    for role, problem, remedy in kinds:
+    for role, groups, exchange, remedy in kinds:
         found = groups_across_hosts(mesh, [worker["host"] for worker in workers], role)
-        named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
+        named = "; ".join(f"{list_ranks(group)} on {', '.join(hosts)}" for group, hosts in found.items())
         if found:
-            journal.warn(f"{problem}: {named}; give each host a multiple of {remedy}")
+            journal.warn(
+                f"{groups} span several hosts, where their {exchange} is slow: {named}; give each host a multiple of "
+                f"{remedy}"
+            )
 
 
 class StopSignal:

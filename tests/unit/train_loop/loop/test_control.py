@@ -35,6 +35,14 @@ def test_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnin
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], EventLog(attempt))
     messages = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
     assert messages == warnings * [
-        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
+        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2 and 3 on a, b; ranks 6 and 7 on b, a; "
         "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
     ]
+
+
+def test_warnings_name_the_ranks_that_share_layers_and_sequences(tmp_path: Path) -> None:
+    attempt, mesh = AttemptDir(tmp_path, 1), plan_mesh(world=4, fsdp_size=0, ulysses_size=2, tp_size=2)
+    warn_of_hosts(mesh, [{"rank": rank, "host": host} for rank, host in enumerate("aabb")], EventLog(attempt))
+    (message,) = (line["message"] for line in read_lines(attempt.events) if line["event"] == "warning")
+    assert "Ulysses groups span several hosts, where their all-to-all is slow: ranks 0 and 2 on a, b; " in message
+    assert "give each host a multiple of tp_size x ulysses_size=4 workers" in message

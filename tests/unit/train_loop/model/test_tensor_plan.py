@@ -56,6 +56,7 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert fault(TINY) == ""
     assert "that of model_type=gpt2 is missing; choose tp_size: 1" in fault(small("gpt2"))
     assert "tp_size=2 is not proven for model_type=apertus" in fault(small("apertus"))
+    assert "that of model_type=qwen3_moe splits experts, which is not supported yet" in fault(small("qwen3_moe"))
     assert "must divide the 2 kv heads of model.layers.0.self_attn" in fault(TINY, tp_size=4)
     assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
     assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)

@@ -82,7 +82,10 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
 def _fault_of_plan(model: Any) -> str | None:
     """Return what a family's plan lacks; None if ranks can share its layers."""
     plan: dict[str, str] = model.tp_plan or {}
-    if strange := sorted({*plan.values()} - _STYLES):
+    strange = sorted({*plan.values()} - _STYLES)
+    if any("experts" in style for style in strange):
+        return "splits experts, which is not supported yet"
+    if strange:
         return f"has parts of the style {', '.join(strange)}"
     if not plan:
         return "is missing"
