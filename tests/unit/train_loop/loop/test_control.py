@@ -35,8 +35,8 @@ def test_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnin
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], EventLog(attempt))
     messages = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
     assert messages == warnings * [
-        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2 and 3 on a, b; ranks 6 and 7 on b, a; "
-        "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
+        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2 and 3 on a, b; "
+        "ranks 6 and 7 on b, a; give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
     ]
 
 
