@@ -57,13 +57,12 @@ class ModelSpec(SpecModel):
     )
     experts_implementation: Literal["auto", "grouped_mm", "eager"] = Field(
         default="auto",
-        description="kernels of a mixture of experts; auto: grouped_mm where model and GPU have it; eager: one expert "
+        description="kernels of a mixture of experts; auto: grouped_mm if model, sizes and GPU allow it; eager: one expert "
         "after the other",
     )
     router_dtype: Literal["fp32"] | None = Field(
         default="fp32",
-        description="dtype in which routers of a mixture of experts keep their weights and compute; null: the compute "
-        "dtype",
+        description="dtype in which routers of a mixture of experts compute; null: the compute dtype",
     )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",

@@ -1,5 +1,6 @@
 """Mixtures of experts: published layouts of weights in both directions, sizes, names of experts, refused settings."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,38 @@ def test_quantised_folder_is_rejected(tmp_path: Path) -> None:
         CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32"))
 
 
-def test_biases_that_balance_experts_stay_in_fp32() -> None:
-    model = CAUSAL.build(ModelSpec(config=small("deepseek_v3"), dtype="bf16", master_dtype="bf16")).model
-    found = {name: buffer.dtype for name, buffer in model.named_buffers() if "correction" in name}
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "afmoe"])
+def test_biases_that_balance_experts_stay_in_fp32(family: str) -> None:
+    model = CAUSAL.build(ModelSpec(config=small(family), dtype="bf16", master_dtype="bf16")).model
+    found = {name: buffer.dtype for name, buffer in model.named_buffers() if re.search("correction|expert_bias", name)}
+    assert found
     assert set(found.values()) == {torch.float32}
-    assert next(model.parameters()).dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_few_kernels_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    CAUSAL.build(ModelSpec(config=small("qwen3")))
+    assert "LRU_CACHE_CAPACITY" not in os.environ
+    CAUSAL.build(ModelSpec(config=small("qwen3_moe")))
+    assert (os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"]) == ("64", "64")
+
+
+def test_experts_of_sizes_that_grouped_products_do_not_accept_compute_eagerly() -> None:
+    for size, chosen in ((20, "eager"), (24, "grouped_mm")):
+        job = parse(raw_spec(model={"config": small("qwen3_moe") | {"moe_intermediate_size": size}, "dtype": "bf16"}))
+        model: Any = CAUSAL.build(job.model).model
+        CAUSAL.choose_attention(model, job, torch.device("cpu"))
+        assert model.config._experts_implementation == chosen
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_token_that_uses_more_experts_than_there_are_is_rejected(chosen: int) -> None:
+    with pytest.raises(
+        ModelError, match=f"has 8 experts in each layer, of which a token uses {chosen} .*choose 1 to 8"
+    ):
+        CAUSAL.build(ModelSpec(config=small("qwen3_moe") | {"num_experts_per_tok": chosen}))
 
 
 def test_plan_counts_the_parameters_that_a_token_uses() -> None:
@@ -134,6 +162,7 @@ def test_plan_counts_the_parameters_that_a_token_uses() -> None:
     assert check_model(parse(raw_spec()), may_read())[0].active is None  # type: ignore[union-attr]
 
 
+ODD = small("qwen3_moe") | {"moe_intermediate_size": 20}
 NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3ForCausalLM has none"
 
 
@@ -159,7 +188,20 @@ NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3
         ("qwen3", {"model": {"router_dtype": None}}, "/model/router_dtype", "router_dtype=null has no effect on"),
         ("qwen3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", "has no effect on Qwen3ForCausalLM"),
         ("deepseek_v3", {"training": {"router_aux_loss": {"coef": 0.1}}}, "/training/router_aux_loss", NONE),
+        ("deepseek_v3", {"training": {"router_aux_loss": {"scope": "sequence"}}}, "/training/router_aux_loss", NONE),
         ("deepseek_v3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", NONE),
+        (
+            "qwen3_moe",
+            {"training": {"router_aux_loss": {"scope": "sequence"}}},
+            "/training/router_aux_loss",
+            "scope=sequence has no effect, because the loss has the weight 0 by the config of Qwen3MoeForCausalLM",
+        ),
+        (
+            "qwen3_moe",
+            {"model": {"experts_implementation": "grouped_mm", "config": ODD, "dtype": "bf16"}},
+            "/model/experts_implementation",
+            "needs rows of a multiple of 16 bytes, and experts of Qwen3MoeForCausalLM have sizes of 20 in bf16",
+        ),
     ],
 )
 def test_setting_that_does_not_fit_is_rejected(family: str, parts: Any, pointer: str, message: str) -> None:

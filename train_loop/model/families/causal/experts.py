@@ -1,5 +1,6 @@
 """Experts and routers of transformers' mixtures of experts."""
 
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Experts
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import has_labels
@@ -18,9 +20,16 @@ from train_loop.spec import JobSpec
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 """Fields with the number of experts that a token uses."""
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-"""Names of numbers that balance experts, which some families keep as parameters that are not trained."""
+"""Names of numbers that balance experts."""
 _OLDEST = (8, 0)
 """First compute capability on which grouped matrix products run."""
+_ALIGNED = 16
+"""Bytes of which grouped matrix products need a multiple in each row."""
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Variables with the numbers of kernels that oneDNN and torch's layer above it keep on CPUs."""
+_KERNELS = "64"
+"""Such a number: they build a kernel for each number of tokens of an expert, and 1024 of them need a gigabyte."""
+_LACKS = "is for families whose code has an auxiliary loss, and that of {} has none"
 
 
 def experts_of(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -55,15 +64,31 @@ def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Expe
     modules = experts_of(model)
     if not modules:
         return None
-    number = len(next(p for p in modules[0].parameters() if p.ndim > 1))
-    return Experts(modules, routers_of(model), number, _chosen(config), _auxiliary(model, config))
+    number, chosen = len(next(p for p in modules[0].parameters() if p.ndim > 1)), _chosen(config)
+    if not 0 < chosen <= number:
+        raise ModelError(
+            f"{type(model).__name__} has {number} experts in each layer, of which a token uses {chosen} by its config; "
+            f"choose 1 to {number}"
+        )
+    return Experts(modules, routers_of(model), number, chosen, _auxiliary(model, config))
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
-    """Keep buffers that routers add to their scores in fp32, and leave the auxiliary loss to this loop, in place."""
+    """Keep what routers add to their scores in fp32, and leave the auxiliary loss to this loop, in place."""
     if not experts_of(model):
         return
+    # oneDNN reads them when it first computes.
+    for name in _CACHES:
+        os.environ.setdefault(name, _KERNELS)
     for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if leaf.endswith(_CORRECTIONS) and not parameter.requires_grad:
+                # Some families state it as a parameter without a gradient, which FSDP2 would cast.
+                del module._parameters[leaf]
+                module.register_buffer(leaf, parameter.detach())
+            else:
+                # Some routers are in fp32, and FSDP2 needs one dtype in a unit.
+                parameter.data = parameter.data.to(model.get_input_embeddings().weight.dtype)
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = buffer.float()
@@ -112,43 +137,66 @@ def choose_experts(model: PreTrainedModel, spec: JobSpec, device: torch.device) 
     if not experts_of(model):
         return
     wanted = spec.model.experts_implementation
-    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST
-    if wanted == "grouped_mm" and not grouped:
+    has_kernels = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST
+    if wanted == "grouped_mm" and not has_kernels:
         raise ModelError(
             f"experts_implementation=grouped_mm needs a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]} or later; "
             "choose eager"
         )
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm" if grouped and wanted != "eager" else "eager")
+        grouped = has_kernels and wanted != "eager" and not _odd_sizes(model, spec)
+        model.set_experts_implementation("grouped_mm" if grouped else "eager")
+
+
+def _odd_sizes(model: PreTrainedModel, spec: JobSpec) -> list[int]:
+    """Return the sizes of experts with which rows are not aligned as grouped matrix products need."""
+    sizes = {size for one in experts_of(model) for p in one.parameters() if p.ndim == 3 for size in p.shape[1:]}
+    return sorted(size for size in sizes if size * DTYPES[spec.strategy.param_dtype].itemsize % _ALIGNED)
 
 
 def faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
     """Return the faults of settings that do not fit a model with experts, by pointer; false for settings that do."""
-    name, training, wanted = type(model).__name__, spec.training, spec.model.experts_implementation
-    auxiliary, z_loss = training.router_aux_loss, training.router_z_loss
-    lacks = f"is for families whose code has an auxiliary loss, and that of {name} has none"
+    name, training, z_loss = type(model).__name__, spec.training, spec.training.router_z_loss
     return {
-        "/model/experts_implementation": wanted == "grouped_mm"
-        and not model._can_set_experts_implementation()
-        and f"experts_implementation=grouped_mm is not available for {name}; choose auto",
+        "/model/experts_implementation": spec.model.experts_implementation == "grouped_mm"
+        and _kernel_fault(model, spec),
         "/model/compile": spec.model.compile and f"compile is not proven for experts, which {name} has; remove compile",
-        "/model/master_dtype": spec.model.master_dtype != "fp32"
-        and any(name.endswith(_CORRECTIONS) for name, _ in model.named_parameters())
-        and f"master_dtype={spec.model.master_dtype} rounds the bias of experts of {name}, which needs fp32; "
-        "choose fp32",
         "/training/optimizer": training.optimizer == "muon"
         and f"muon updates matrices, and the experts of {name} are tensors of three dimensions; choose adamw",
         "/training/reproducible": training.reproducible == "any_size"
         and f"any_size is not proven for experts, which {name} has; choose reproducible: same_size",
-        "/training/router_aux_loss": bool(auxiliary.coef)
-        and experts.auxiliary is None
-        and f"router_aux_loss {lacks}; remove router_aux_loss",
+        "/training/router_aux_loss": _auxiliary_fault(name, experts, spec),
         "/training/router_z_loss": bool(z_loss)
         and experts.auxiliary is None
-        and f"router_z_loss {lacks}; remove router_z_loss",
+        and f"router_z_loss {_LACKS.format(name)}; remove router_z_loss",
         "/strategy/apply_tiled_mlp": spec.strategy.apply_tiled_mlp
         and f"apply_tiled_mlp would route each tile apart, and {name} has experts; set apply_tiled_mlp: false",
     }
+
+
+def _kernel_fault(model: PreTrainedModel, spec: JobSpec) -> str | bool:
+    name, dtype = type(model).__name__, spec.strategy.param_dtype
+    if not model._can_set_experts_implementation():
+        return f"experts_implementation=grouped_mm is not available for {name}; choose auto"
+    odd = ", ".join(map(str, _odd_sizes(model, spec)))
+    return bool(odd) and (
+        f"experts_implementation=grouped_mm needs rows of a multiple of {_ALIGNED} bytes, and experts of {name} have "
+        f"sizes of {odd} in {dtype}; choose auto"
+    )
+
+
+def _auxiliary_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
+    chosen = spec.training.router_aux_loss
+    has_scope = chosen.scope != "micro"
+    if experts.auxiliary is None:
+        lacks = bool(chosen.coef) or has_scope
+        return lacks and f"router_aux_loss {_LACKS.format(name)}; remove router_aux_loss"
+    coefficient = experts.auxiliary if chosen.coef is None else chosen.coef
+    no_effect = has_scope and not coefficient
+    return no_effect and (
+        f"scope={chosen.scope} has no effect, because the loss has the weight 0 by "
+        f"{'the config of ' + name if chosen.coef is None else 'router_aux_loss.coef'}; set router_aux_loss.coef"
+    )
 
 
 def check_experts(model: PreTrainedModel, experts: Experts | None, spec: JobSpec) -> tuple[SettingCheck, ...]:
