@@ -160,8 +160,10 @@ def fill(model: PreTrainedModel) -> None:
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all parameters to a sharded model. Buffers stay: each model computes its own."""
-    values = dict(source.named_parameters(remove_duplicate=False))
+    """Copy all parameters to a sharded model, also those that are buffers there: each model computes other buffers."""
+    values, buffers = dict(source.named_parameters(remove_duplicate=False)), dict(target.named_buffers())
+    for name in values.keys() & buffers.keys():
+        buffers[name].copy_(values[name].detach())
     for name, parameter in target.named_parameters(remove_duplicate=False):
         for own, box in own_parts(parameter):
             own.copy_(values[name].detach()[box])

@@ -166,7 +166,7 @@ def _send_all_to_two(model: PreTrainedModel) -> None:
 def _copy_buffers(source: PreTrainedModel, target: Any) -> None:
     values = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith("correction_bias") and name in values:
             buffer.copy_(values[name])
 
 

@@ -99,7 +99,11 @@ def _build(kind: Any, config: dict[str, Any]) -> nn.Module:
         raise ValueError(f"a copy with few layers and heads has {weights} weights; expected at most {_MOST_WEIGHTS}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _filled(kind._from_config(small, attn_implementation=attention, dtype=torch.float32))
+        built = kind._from_config(small, attn_implementation=attention, dtype=torch.float32)
+        if built._can_set_experts_implementation():
+            # Grouped matrix products do not accept all sizes.
+            built.set_experts_implementation("eager")
+        return _filled(built)
 
 
 def _filled(model: nn.Module) -> nn.Module:
