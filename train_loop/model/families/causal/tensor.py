@@ -75,7 +75,7 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
             f"tp_size={size} computes the loss from parts of the logits, and those of {seen.model} are more than the "
             "output of its head, scaled or capped; choose tp_size: 1"
         )
-    check_config(model, size)
+    _check_config(model, size)
     _check_weights(model, size)
 
 
@@ -116,7 +116,7 @@ def _check_weights(model: Any, size: int) -> None:
             )
 
 
-def check_config(model: Any, size: int) -> None:
+def _check_config(model: Any, size: int) -> None:
     """Raise ModelError for dropout, for which ranks would have to draw alike, and for clipped projections.
 
     transformers clips them in place, which torch rejects for parts of a `DTensor`.
