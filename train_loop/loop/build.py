@@ -76,7 +76,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         first, count = sharded.unused[0], len(sharded.unused)
         session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
     if spec.strategy.apply_expert_patch:
-        session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy))
+        session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy, spec))
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(
@@ -109,7 +109,9 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     )
 
 
-def _why_no_patch(anatomy: Anatomy) -> str:
+def _why_no_patch(anatomy: Anatomy, spec: JobSpec) -> str:
+    if spec.code is not None:
+        return "ranks add zeros for parameters of own code that their rows have not used"
     if anatomy.experts is None:
         return "the model has no experts"
     return "all experts of a layer are one tensor, so that those without tokens have gradients of zero"

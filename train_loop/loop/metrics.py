@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
     """Write `training_started` with workers, sizes and settings, and warn about slow or unreachable settings."""
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
+    if isinstance(run.objective, RoutedLoss):
+        run.objective.idle.begin = run.state.step
     run.session.journal.event(
         "training_started",
         workers=workers,

@@ -57,8 +57,8 @@ class ModelSpec(SpecModel):
     )
     experts_implementation: Literal["auto", "grouped_mm", "eager"] = Field(
         default="auto",
-        description="kernels of a mixture of experts; auto: grouped_mm if model, sizes and GPU allow it; eager: one expert "
-        "after the other",
+        description="kernels of a mixture of experts; auto: grouped_mm if model, sizes and GPU allow it; eager: one "
+        "expert after the other",
     )
     router_dtype: Literal["fp32"] | None = Field(
         default="fp32",

@@ -179,6 +179,8 @@ class IdleExperts:
     """Experts that get no token, step after step."""
 
     def __init__(self) -> None:
+        self.begin = 0
+        """Step after which tokens are counted."""
         self._seen = dict[tuple[int, int], int]()
         """Newest step with tokens of each expert (layer, number); that of the warning after one."""
 
@@ -186,8 +188,8 @@ class IdleExperts:
         """Return the experts (layer, number) without tokens for another `IDLE_STEPS` steps, given tokens up to now."""
         each = [(layer, number) for layer, experts in enumerate(loads) for number in range(len(experts))]
         for layer, number in each:
-            if loads[layer][number] or (layer, number) not in self._seen:
-                self._seen[layer, number] = step
+            seen = self._seen.setdefault((layer, number), self.begin)
+            self._seen[layer, number] = step if loads[layer][number] else seen
         late = [one for one in each if step - self._seen[one] >= IDLE_STEPS]
         self._seen |= dict.fromkeys(late, step)
         return late

@@ -237,6 +237,7 @@ def test_own_config_decides_about_the_auxiliary_loss() -> None:
 
 def test_experts_without_tokens_are_reported_once_in_so_many_steps() -> None:
     idle, loads = IdleExperts(), [[5, 0], [3, 4]]
-    found = {step: news for step in range(1, 2 * IDLE_STEPS + 2) if (news := idle.news(loads, step=step))}
-    assert found == {1 + IDLE_STEPS: [(0, 1)], 1 + 2 * IDLE_STEPS: [(0, 1)]}
+    idle.begin = 7  # the step of the checkpoint
+    found = {step: news for step in range(17, 2 * IDLE_STEPS + 18, 10) if (news := idle.news(loads, step=step))}
+    assert found == {7 + IDLE_STEPS: [(0, 1)], 7 + 2 * IDLE_STEPS: [(0, 1)]}
     assert idle.news([[5, 1], [3, 4]], step=400) == []
