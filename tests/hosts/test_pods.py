@@ -89,10 +89,16 @@ def listens(host: Host, port: int) -> bool:
 
 
 def test_doctor_confirms_that_pods_share_user_and_storage(pods: PodSet) -> None:
-    report = json.loads(pods["test"].run("trainshed", "doctor", "--json", seconds=120))
-    found = {one["check"]: one["verdict"] for one in report["findings"]}
+    def verdicts() -> dict[str, str] | None:
+        report = json.loads(pods["test"].run("trainshed", "doctor", "--json", seconds=120))
+        found = {one["check"]: one["verdict"] for one in report["findings"]}
+        # On a busy machine, doctor's time may end before its last check.
+        return None if "skipped" in {found[name] for name in named} else found
+
+    named = ("user", "storage.shared", "versions", "network")
+    found = wait_for(verdicts, "an answer with all checks")
     assert {name: verdict for name, verdict in found.items() if verdict == "failed"} == {}
-    assert {found["user"], found["storage.shared"], found["versions"], found["network"]} == {"ok"}, report
+    assert {found[name] for name in named} == {"ok"}
 
 
 def test_metrics_key_of_the_release_gives_access_to_metrics(pods: PodSet) -> None:

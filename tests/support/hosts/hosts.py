@@ -104,6 +104,7 @@ class Host:
             "LANG": "C.UTF-8",
             "TMPDIR": "/run",
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",
             **(env or {}),
         }
         words = [f"{name}={value}" for name, value in own.items()]

@@ -66,6 +66,7 @@ class LiveService:
             "TRAINSHED_RECONCILE_SECONDS": "0.2",
             "TRAINSHED_RAY_CPUS": "3",
             "RAY_AUTH_MODE": "token",
+            "RAY_worker_niceness": "0",
             "OMP_NUM_THREADS": "1",
         }
         environment |= self._forks | self._environment | {HOLDS_VARIABLE: str(self.home)}
