@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
@@ -150,6 +152,23 @@ def test_token_that_uses_more_experts_than_there_are_is_rejected(chosen: int) ->
         ModelError, match=f"has 8 experts in each layer, of which a token uses {chosen} .*choose 1 to 8"
     ):
         CAUSAL.build(ModelSpec(config=small("qwen3_moe") | {"num_experts_per_tok": chosen}))
+
+
+@pytest.mark.parametrize(("stated", "found"), [({}, 0), ({"router_logits": OutputRecorder(nn.Linear, index=0)}, 9)])
+def test_version_of_transformers_that_does_not_name_each_router_is_rejected(
+    stated: dict[str, Any], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "_can_record_outputs", stated)
+    with pytest.raises(ModelError, match=f"names {found} routers for the 2 layers .*install a newer version"):
+        CAUSAL.build(ModelSpec(config=small("qwen3_moe")))
+
+
+def test_routers_are_found_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = {"router_logits": OutputRecorder(nn.Linear, index=0, layer_name="q_proj")}
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "_can_record_outputs", stated)
+    anatomy = CAUSAL.build(ModelSpec(config=small("qwen3_moe")))
+    assert anatomy.experts is not None
+    assert anatomy.experts.routers == tuple(layer.self_attn.q_proj for layer in anatomy.layers)  # type: ignore[union-attr]
 
 
 def test_plan_counts_the_parameters_that_a_token_uses() -> None:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Experts
+from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.family import SettingCheck, faults_without_experts, rejecting
@@ -70,7 +71,13 @@ def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Expe
             f"{type(model).__name__} has {number} experts in each layer, of which a token uses {chosen} by its config; "
             f"choose 1 to {number}"
         )
-    return Experts(modules, routers_of(model), number, chosen, _auxiliary(model, config))
+    routers = routers_of(model)
+    if len(routers) != len(modules):
+        raise ModelError(
+            f"not supported: {SOURCE} names {len(routers)} routers for the {len(modules)} layers with experts of "
+            f"{type(model).__name__}; install a newer version, or choose another mixture, for example qwen3_moe"
+        )
+    return Experts(modules, routers, number, chosen, _auxiliary(model, config))
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
@@ -113,9 +120,17 @@ def _auxiliary(model: PreTrainedModel, config: PretrainedConfig) -> float | None
 def routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """Return the modules that choose experts, as transformers records their logits."""
     recorders = [getattr(one, "_can_record_outputs", None) for one in (model, model.base_model)]
-    stated = next((one["router_logits"] for one in recorders if one and "router_logits" in one), ())
-    kinds = {getattr(one, "target_class", one) for one in (stated if isinstance(stated, list) else [stated])}
-    return tuple(one for one in model.modules() if type(one) in kinds)
+    stated: Any = next((one["router_logits"] for one in recorders if one and "router_logits" in one), [])
+    kinds = [(getattr(one, "target_class", one), getattr(one, "layer_name", None) or "") for one in _as_list(stated)]
+    return tuple(
+        module
+        for name, module in model.named_modules()
+        if any(type(module) is kind and f".{name}".endswith(f".{place}" if place else "") for kind, place in kinds)
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _chosen(config: PretrainedConfig) -> int:
