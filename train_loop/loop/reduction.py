@@ -91,7 +91,7 @@ class PlainReduction:
         """Sum one value per micro-batch of this rank, in at least float32, whatever the model's output_dtype is."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         total: Tensor = sum(values.unbind(), start=torch.zeros((), dtype=dtype, device=values.device))
-        return self._summed(total)
+        return _sum_once(total, self.mesh)
 
     def sum_shares(self, shares: Tensor, plain: float) -> float:
         """Return the plain sum."""
@@ -104,14 +104,15 @@ class PlainReduction:
             total += values
         if self._calls is not None:
             self._calls.agree()
-        return self._summed(total)
+        return _sum_once(total, self.mesh)
 
-    def _summed(self, values: Tensor) -> Tensor:
-        """Sum values over all ranks; those that split layers have the same, which count once."""
-        if self.mesh.plan.tensor_rank(self.mesh.rank):
-            values = torch.zeros_like(values)
-        dist.all_reduce(values)
-        return values
+
+def _sum_once(values: Tensor, mesh: Mesh) -> Tensor:
+    """Sum values over all ranks; those that split layers have the same, which count once."""
+    if mesh.plan.tensor_rank(mesh.rank):
+        values = torch.zeros_like(values)
+    dist.all_reduce(values)
+    return values
 
 
 class OrderedReduction:
