@@ -11,6 +11,7 @@ from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
 _NOISE = 1e-9
+_EACH_LAYER = "exchanges in each layer are"
 AUTOSCALED_VARIABLE = "TRAINSHED_AUTOSCALED"
 """Environment variable of drivers if nodes may join on demand (the operator set TRAINSHED_CLUSTER_LIMIT)."""
 
@@ -60,10 +61,9 @@ def why_split(
         f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
     )
     whole = sum(count // group for count in places)
-    kind = "Ulysses groups cross nodes, where their all-to-all is slow"
-    if name != "ulysses_size":
-        kind = "tensor parallel groups cross nodes, where their exchanges in each layer are slow"
-    head = f"{crossing} of {scaling.world // group} {kind}: "
+    kinds = {"ulysses_size": ("Ulysses groups", "all-to-all is"), "tp_size": ("tensor parallel groups", _EACH_LAYER)}
+    kind, exchange = kinds.get(name, (f"groups of {name} workers", _EACH_LAYER))
+    head = f"{crossing} of {scaling.world // group} {kind} cross nodes, where their {exchange} slow: "
     if scaling.placement_strategy == "STRICT_SPREAD":
         return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
     fewer = f" or at most {whole * group} workers" if whole else ""

@@ -75,7 +75,10 @@ def estimate_memory(
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
-    """Estimate the bytes that the forward pass keeps: as measured, or as those of a decoder; none of own code."""
+    """Estimate the bytes that the forward pass keeps: as measured, or as those of a decoder.
+
+    Own code without a measured call has no estimate.
+    """
     if spec.code is not None or shape.is_measured:
         return _measured(spec, shape, mesh, beside=beside)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
@@ -92,7 +95,8 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
     if (call := shape.call) is None or call.activations is None:
         return ()
     kept = call.activations * spec.training.per_device_train_batch_size // (call.rows * mesh.sp)
-    each = DTYPE_BYTES[spec.strategy.param_dtype] * spec.sequences_per_device * spec.data.sequence_length
+    tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
+    each = DTYPE_BYTES[spec.strategy.param_dtype] * tokens
     inputs = each * shape.hidden * shape.layers if spec.model.gradient_checkpointing == "offload" else 0
     formula = f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sp"
     moved = MemoryTerm("offloaded_activations", inputs, "inputs of layers", beside)

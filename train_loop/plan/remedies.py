@@ -25,7 +25,7 @@ def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
     return f"the plan estimates {total} per rank: {sizes}; remedies, cheapest first: {remedies}"
 
 
-def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
+def memory_remedies(spec: JobSpec, place: Place, *, has_experts: bool = False) -> list[str]:
     """Return changes that reduce memory at a place: spec changes without cost, slower ones, then cluster changes.
 
     Without a GPU, the model computes in host memory too.
@@ -33,7 +33,7 @@ def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
     found = [
         *(_beside(spec) if place == "host" else []),
-        *(_computing(spec) if place == "device" or not on_gpu else []),
+        *(_computing(spec, has_experts=has_experts) if place == "device" or not on_gpu else []),
     ]
     workers = "more workers in scaling.num_workers, for smaller shards"
     shards = spec.strategy.sharding_strategy != "NO_SHARD"
@@ -41,7 +41,7 @@ def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
     return [*found, *([workers] if shards and place == "device" else []), *last]
 
 
-def _computing(spec: JobSpec) -> list[str]:
+def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
     model, training, strategy = spec.model, spec.training, spec.strategy
     by_size = strategy.wrap_policy.min_num_params is not None
     size, whole_layers = training.per_device_train_batch_size, strategy.tp_size == 1
@@ -53,7 +53,7 @@ def _computing(spec: JobSpec) -> list[str]:
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
         (checkpointing == "none", "model.gradient_checkpointing: full"),
-        (not strategy.apply_tiled_mlp and not by_size, "strategy.apply_tiled_mlp: true"),
+        (not strategy.apply_tiled_mlp and not by_size and not has_experts, "strategy.apply_tiled_mlp: true"),
         (strategy.fsdp_size > 1, "strategy.fsdp_size: 0"),
         (training.optimizer == "adamw" and whole_layers, "training.optimizer: adamw_8bit"),
         (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),

@@ -75,11 +75,6 @@ class UnitSizes:
     has_head: bool = False
     """True if the head is a unit of its own by its size."""
 
-    def shared(self, ranks: int) -> "UnitSizes":
-        """Return the sizes of a rank's part of each unit."""
-        parts: dict[str, Any] = {name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int}
-        return replace(self, **parts)
-
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -103,9 +98,8 @@ class ParameterCounts:
 
     def shared(self, ranks: int) -> "ParameterCounts":
         """Return the numbers of a rank's part of each layer; it draws whole modules."""
-        parts = {name: -(-size // ranks) for name, size in asdict(self).items() if type(size) is int}
-        units = None if self.units is None else self.units.shared(ranks)
-        return replace(self, **parts | {"module": self.module}, units=units)
+        parts: dict[str, Any] = {n: -(-size // ranks) for n, size in asdict(self).items() if type(size) is int}
+        return replace(self, **parts | {"module": self.module})
 
 
 @dataclass(frozen=True)

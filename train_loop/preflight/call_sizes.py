@@ -21,7 +21,7 @@ from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import Examination
 from train_loop.parallel.build import ShardedModel
-from train_loop.plan import CallSizes, ModelShape, plan_job
+from train_loop.plan import CallSizes, ModelShape, plan_sizes
 from train_loop.preflight.fork_server import lacks_memory
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
@@ -51,8 +51,9 @@ def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> C
     """Return the bytes of a model of transformers with a micro-batch of whole rows, or why they are unknown."""
 
     def measure() -> CallSizes:
-        job = spec.at(spec.scaling.bounds[1])
-        anatomy, plan = family_of(job).build(job.model), plan_job(job, shape)
+        plans = plan_sizes(spec, shape)
+        job, plan = spec.at(max(plans)), plans[max(plans)]
+        anatomy = family_of(job).build(job.model)
         family, model = anatomy.family, anatomy.model.train()
         family.choose_attention(model, job, CPU)
         on_gpu = bool(job.scaling.resources_per_worker.get("GPU"))
@@ -92,7 +93,7 @@ def _text_batch(spec: JobSpec) -> dict[str, Tensor]:
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode for models that ask for values: whether a row has something rare, or activations have a fault.
 
-    Unknown values are 0, and equal to what they are compared with.
+    Unknown values are 0, and equal to any value in a comparison.
     """
 
     _compares = False

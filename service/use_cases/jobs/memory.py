@@ -75,7 +75,9 @@ def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
     less = [replace(one, host=None if one.host is None else max(one.host - one.object_store, 0)) for one in nodes]
     if not fits(spec, need, less):
         on_gpu = bool(need.device) and fits(spec, replace(need, device=()), less)
-        remedies = "; ".join(memory_remedies(spec, "device" if on_gpu else "host")[:_REMEDIES])
+        has_experts = plan.shape.active is not None
+        changes = memory_remedies(spec, "device" if on_gpu else "host", has_experts=has_experts)
+        remedies = "; ".join(changes[:_REMEDIES])
         return [
             f"a worker may run out of memory: {need.when}, each needs about {describe_terms(need, on_device=on_gpu)}, "
             f"beside {format_bytes(max(node.object_store for node in nodes))} for Ray's objects; remedies, cheapest "

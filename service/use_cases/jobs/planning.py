@@ -9,6 +9,7 @@ from service.errors import InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from train_loop.plan import (
+    Capacity,
     LargestRead,
     ModelShape,
     Plan,
@@ -135,7 +136,7 @@ class Planner:
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
         cluster, group = self.cluster.capacity(), spec.strategy.peers
         never = never_fits(spec.scaling.at(fewest), cluster, group=group)
-        split = self._split(spec, most)
+        split = _split(spec.at(most), cluster)
         starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
         idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
@@ -145,12 +146,12 @@ class Planner:
             *notes,
         ]
 
-    def _split(self, spec: JobSpec, workers: int) -> str | None:
-        """Return why groups of workers with the same samples cross nodes; None if none does."""
-        cluster, strategy = self.cluster.capacity(), spec.strategy
-        if cluster is None:
-            return None
-        return why_split(spec.scaling.at(workers), cluster.nodes, group=strategy.peers, name=strategy.name_of_peers)
+
+def _split(spec: JobSpec, cluster: Capacity | None) -> str | None:
+    """Return why groups of workers with the same samples cross nodes; None if none does."""
+    if cluster is None:
+        return None
+    return why_split(spec.scaling, cluster.nodes, group=spec.strategy.peers, name=spec.strategy.name_of_peers)
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

@@ -148,5 +148,14 @@ def test_cheapest_unused_remedy_is_named_first(parts: dict[str, dict[str, Any]],
 
 
 def test_remedies_are_accepted_with_shared_layers() -> None:
-    shared = spec(scaling={"num_workers": 2} | ON_GPU, strategy={"tp_size": 2})
-    assert not [one for one in memory_remedies(shared, "device") if "adamw_8bit" in one or "offload_policy" in one]
+    whole, shared = (
+        memory_remedies(spec(scaling={"num_workers": 2} | ON_GPU, strategy={"tp_size": size}), "device")
+        for size in (1, 2)
+    )
+    refused = ["training.optimizer: adamw_8bit", "strategy.offload_policy: true"]
+    assert [one for one in whole if one not in shared] == refused
+
+
+def test_remedies_of_mixtures_tile_no_mlp() -> None:
+    dense, mixture = (memory_remedies(spec(), "device", has_experts=has) for has in (False, True))
+    assert [one for one in dense if one not in mixture] == ["strategy.apply_tiled_mlp: true"]

@@ -1,5 +1,6 @@
 """Preflight checks of models: supported features, positions and shared parameters."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from train_loop.errors import ModelError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.units import repeated_layers
+from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
-from train_loop.spec import Problem, WrapPolicySpec, parse
+from train_loop.spec import Problem, WrapPolicySpec, parse, parse_text
 
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
     "num_hidden_layers": 2,
@@ -133,3 +135,12 @@ def test_parameter_shared_by_units_is_found_on_meta_with_the_classes_to_choose()
     assert problem.message.endswith("set strategy.wrap_policy.transformer_layer_cls_to_wrap: [BertLayer]")
     policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
     assert check_model(parse(raw_spec(model={"config": BERT}, strategy=policy)), may_read())[1] == []
+
+
+@pytest.mark.parametrize("name", ["moe", "tensor-parallel"])
+def test_example_passes_the_checks_of_a_job(name: str) -> None:
+    job = parse_text(Path(f"examples/{name}.yaml").read_text())
+    shape, problems = check_model(job, may_read())
+    assert problems == []
+    assert shape is not None
+    assert plan_job(job, shape).mesh.tp == job.strategy.tp_size
