@@ -260,14 +260,19 @@ def _cache_key(spec: JobSpec) -> str:
         "model": True,
         "data": True,
         "strategy": True,
+        "scaling": True,
         "training": {
             "chunked_loss",
+            "global_batch_size",
+            "gradient_accumulation_steps",
+            "label_smoothing_factor",
             "optimizer",
             "per_device_train_batch_size",
             "reproducible",
             "router_aux_loss",
             "router_z_loss",
             "seed",
+            "z_loss",
         },
     }
     return spec.model_dump_json(include=parts)

@@ -80,10 +80,17 @@ def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str,
         {"router_z_loss": 0.1},
         {"chunked_loss": True},
         {"per_device_train_batch_size": 3},
+        {"global_batch_size": 4},
+        {"label_smoothing_factor": 0.1},
+        {"z_loss": 0.1},
     ],
 )
 def test_result_is_not_reused_for_settings_that_a_check_reads(training: dict[str, object]) -> None:
     assert _cache_key(a_spec(training=training)) != _cache_key(a_spec())
+
+
+def test_result_is_not_reused_for_other_resources() -> None:
+    assert _cache_key(a_spec(scaling={"resources_per_worker": {"GPU": 1}})) != _cache_key(a_spec())
 
 
 OWN_CODE = """{
@@ -268,7 +275,7 @@ def test_passed_check_is_cached_for_same_model_data_and_project() -> None:
     shape = asdict(read_shape({"model_type": "qwen3"}))
     with preflight(f"{{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}") as helper:
         first = helper.check(a_spec())
-        again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
+        again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}))
         assert again is first
         assert helper.check(a_spec(data={"sequence_length": 64})) is not first
         # Another project may read other files.
