@@ -38,7 +38,7 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import ExportFacts, Rows, Split, Unchanged
+from train_loop.model.families.family import ExportFacts, Split, Unchanged
 from train_loop.model.folder import model_folder
 from train_loop.run_dir import (
     ExportStatus,
@@ -163,7 +163,7 @@ class Source:
     names: dict[str, str]
     """Key in the checkpoint of each weight and buffer of the model."""
     parts: Mapping[str, Split]
-    """How each of them is stored in the folder."""
+    """The stored tensors of each of them."""
     tokenizer: Path | None
     """Folder of the run's tokenizer; None if the run has none."""
 
@@ -228,16 +228,9 @@ def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str],
         for piece in pieces if split.by_row else [whole(pieces)]:
             for stored, rows in split.cut(piece.values, piece.offsets[0] if piece.offsets else 0).items():
                 if stored in shard:
-                    file.put(stored, progress.counted(iter([Piece(_offsets(rows, piece), rows.values)])))
+                    place = (rows.first, *(0 for _ in rows.values.shape[1:]))[: rows.values.ndim]
+                    file.put(stored, progress.counted(iter([Piece(place, rows.values)])))
     file.close()
-
-
-def _offsets(rows: Rows, of: Piece) -> tuple[int, ...]:
-    """Return the place of rows that are stored of a piece, whose columns stay where they are."""
-    if not rows.values.ndim:
-        return ()
-    columns = of.offsets[1:] if rows.values.shape == of.values.shape else (0,) * (rows.values.ndim - 1)
-    return rows.first, *columns
 
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:

@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from train_loop.checkpoint.export.tensors import Piece
 from train_loop.run_dir import sync
@@ -86,24 +84,11 @@ class ShardFile:
         """Write the pieces of a tensor."""
         shape, dtype = self._shard[name]
         for piece in pieces:
-            values = piece.values.to(dtype).contiguous()
-            if values.shape[1:] != shape[1:]:
-                self._put_part(name, piece.box, values)
-                continue
-            # FSDP2 shards tensors along their first dimension, so a piece is contiguous in the whole tensor.
+            # Pieces are whole rows, so that each is contiguous in the whole tensor.
+            assert piece.values.shape[1:] == shape[1:], f"{name} was cut along another dimension than its first"
             start = (piece.offsets[0] if piece.offsets else 0) * math.prod(shape[1:])
             self._file.seek(self._base + self._starts[name] + start * dtype.itemsize)
-            self._file.write(values.reshape(-1).view(torch.uint8).numpy().data)
-
-    def _put_part(self, name: str, box: tuple[slice, ...], values: Tensor) -> None:
-        """Write a part of a tensor's rows, as ranks that share layers have it."""
-        shape, dtype = self._shard[name]
-        whole = (*shape[:-1], shape[-1] * dtype.itemsize)
-        self._file.flush()
-        content = np.memmap(self._file, np.uint8, "r+", self._base + self._starts[name], whole)
-        columns = slice(box[-1].start * dtype.itemsize, box[-1].stop * dtype.itemsize)
-        content[(*box[:-1], columns)] = values.view(torch.uint8).numpy()
-        content.flush()
+            self._file.write(piece.values.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Make the file durable and close it."""

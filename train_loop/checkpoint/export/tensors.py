@@ -77,7 +77,10 @@ class CheckpointTensors:
         return self._tensors[name].properties.dtype
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """Yield a tensor in pieces of some megabytes, so that only one piece is in memory at a time."""
+        """Yield a tensor in pieces of whole rows, some megabytes each, so that only one is in memory at a time."""
+        if self._has_columns(name):
+            yield from self._joined(name)
+            return
         tensor = self._tensors[name]
         for chunk in tensor.chunks:
             yield from self._pieces_of(name, chunk, tensor.properties.dtype)
@@ -89,7 +92,8 @@ class CheckpointTensors:
         it, as those of ranks that share layers.
         """
         if self._has_columns(name):
-            yield from self._joined(name)
+            for piece in self._joined(name):
+                yield _bytes(piece.values)
             return
         tensor, row = self._tensors[name], 0
         # Replicas have the same offsets. A rank without rows has an empty chunk.
@@ -113,8 +117,8 @@ class CheckpointTensors:
         tensor = self._tensors[name]
         return any(chunk.sizes[1:] != tensor.size[1:] for chunk in tensor.chunks if math.prod(chunk.sizes))
 
-    def _joined(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of rows that are joined from the chunks that have parts of them."""
+    def _joined(self, name: str) -> Iterator[Piece]:
+        """Yield rows that are joined from the chunks that have parts of them."""
         tensor = self._tensors[name]
         chunks = list({tuple(one.offsets): one for one in tensor.chunks if math.prod(one.sizes)}.values())
         if sum(math.prod(one.sizes) for one in chunks) != math.prod(tensor.size):
@@ -130,7 +134,7 @@ class CheckpointTensors:
                     part = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
                     place = (slice(first - start, last - start), *(slice(o, o + size) for o, size in part))
                     rows[place] = self._rows_of(name, chunk, first - chunk.offsets[0], last - chunk.offsets[0])
-            yield rows.reshape(-1).view(torch.uint8).numpy().data
+            yield Piece((start, *(0 for _ in tensor.size[1:])), rows)
 
     def _rows_of(self, name: str, chunk: ChunkStorageMetadata, first: int, last: int) -> Tensor:
         place, dtype = self._places[MetadataIndex(name, chunk.offsets)], self.dtype(name)
@@ -149,7 +153,7 @@ class CheckpointTensors:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 with self._whole_chunk:
-                    yield _load(file, place).contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    yield _bytes(_load(file, place))
                 return
             # One buffer for all reads: an allocation for each would leave large gaps in the heap.
             buffer, left = memoryview(bytearray(min(_PIECE_BYTES, frame.nbytes))), frame.nbytes
@@ -182,6 +186,11 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     described = pickle.loads(metadata_file(folder).read_bytes()).state_dict_metadata
     tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
+
+
+def _bytes(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order."""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _load(file: io.BufferedIOBase, place: _StorageInfo) -> Tensor:
