@@ -24,9 +24,9 @@ TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}
         ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit"),
         ("training", {"reproducible": "any_size", "global_batch_size": 8}, "tp_size=2"),
         ("model", {"dtype": "fp16"}, "model.dtype=fp16"),
-        ("model", {"compile": True}, "model.compile"),
+        ("model", {"compile": True}, "model.compile: true"),
         ("model", {"freeze_module_prefix": ["model.layers.0"]}, "model.freeze_module_prefix"),
-        ("strategy", {"offload_policy": True}, "offload_policy"),
+        ("strategy", {"offload_policy": True}, "offload_policy: true"),
         ("strategy", {"wrap_policy": {"min_num_params": 100}}, "min_num_params=100"),
         ("strategy", {"norm_dtype": "fp32"}, "norm_dtype=fp32"),
         ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2"),
@@ -38,7 +38,7 @@ def test_unproven_settings_are_refused(part: str, setting: dict[str, Any], found
     raw[part] = raw.get(part, {}) | setting
     with pytest.raises(SpecError) as error:
         parse(raw)
-    assert any(f"{found} is not proven" in one.message or found in one.message for one in error.value.problems)
+    assert any(f"{found} is not proven" in one.message for one in error.value.problems)
 
 
 def fault(config: dict[str, Any], **strategy: int) -> str:
@@ -60,6 +60,9 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert "must divide the 2 kv heads of model.layers.0.self_attn" in fault(TINY, tp_size=4)
     assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
     assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)
+    assert "choose another ulysses_size" in fault(TINY, ulysses_size=3)
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 6}
+    assert "choose tp_size=1, 3 or 6" in fault(TINY | heads, ulysses_size=2)
     assert "attention_dropout: 0.1; set it to 0.0" in fault(TINY | {"attention_dropout": 0.1})
     assert "tp_size=8 leaves a worker without a part of model.layers.0.mlp." in fault(
         TINY | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}, tp_size=8

@@ -1,6 +1,6 @@
 """Tensor parallelism by transformers' own plans: ranks share each layer, by its heads and by the rows of its MLP.
 
-Every parameter becomes a `DTensor` of the ranks that share layers, also those that each of them has whole. Optimizers,
+Every parameter becomes a `DTensor` of the ranks that share layers, also if each of them has all of it. Optimizers,
 norms and checkpoints then see one mesh.
 """
 
@@ -59,16 +59,16 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
         )
     if kind not in PROVEN:
         raise ModelError(
-            f"tp_size={size} is not proven for model_type={kind}; see the page on tensor parallelism for "
-            "those that are; choose tp_size: 1, or another family, for example qwen3 or llama"
+            f"tp_size={size} is not proven for model_type={kind}; see the proven families on the page on tensor "
+            "parallelism; choose tp_size: 1, or another family, for example qwen3 or llama"
         )
     for name, use in seen.attention.items():
-        own = _own_heads(model, use, size)
-        if own is None or own.heads % sequences or (own.kv_heads % sequences and sequences % own.kv_heads):
-            fits = [n for n in divisors(use.kv_heads) if not use.heads % (n * sequences)]
+        if not _can_divide(_own_heads(model, use, size), sequences):
+            fits = [n for n in divisors(use.kv_heads) if _can_divide(_own_heads(model, use, n), sequences)]
             raise ModelError(
                 f"tp_size={size} must divide the {use.kv_heads} kv heads of {name}, and tp_size x ulysses_size="
-                f"{size * sequences} its {use.heads} heads; choose tp_size={one_of(fits)}"
+                f"{size * sequences} its {use.heads} heads; ulysses_size must divide a rank's kv heads, or be a "
+                f"multiple of them; choose {f'tp_size={one_of(fits)}' if fits else 'another ulysses_size'}"
             )
     if seen.after_head is None:
         raise ModelError(
@@ -80,7 +80,7 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
 
 
 def _fault_of_plan(model: Any) -> str | None:
-    """Return what a family's plan lacks; None if ranks can share its layers."""
+    """Return the fault of a family's plan; None if ranks can share its layers."""
     plan: dict[str, str] = model.tp_plan or {}
     strange = sorted({*plan.values()} - _STYLES)
     if any("experts" in style for style in strange):
@@ -93,7 +93,7 @@ def _fault_of_plan(model: Any) -> str | None:
 
 
 def _check_weights(model: Any, size: int) -> None:
-    """Raise ModelError for weights with wrong gradients, and for those that are too small for the ranks.
+    """Raise ModelError for weights with wrong gradients, and for weights too small for the ranks.
 
     In attention and MLPs that ranks share, a weight without a plan would be whole on each rank, which uses it for its
     own heads or rows only.
@@ -139,8 +139,8 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def own_attention(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, AttentionUse]:
-    """Return the heads of each attention module that a rank has, of `size` ranks that share layers."""
+def heads_of_rank(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, AttentionUse]:
+    """Return the heads of each attention module that a rank has if `size` of them share the layers."""
     owned = {name: _own_heads(model, use, size) for name, use in attention.items()}
     return {name: use for name, use in owned.items() if use is not None}
 
@@ -152,6 +152,11 @@ def _own_heads(model: Any, use: AttentionUse, size: int) -> AttentionUse | None:
     if use.heads % size or use.kv_heads % size:
         return None
     return use._replace(heads=use.heads // size, kv_heads=use.kv_heads // size)
+
+
+def _can_divide(own: AttentionUse | None, sequences: int) -> bool:
+    """Return whether Ulysses can divide a rank's heads; None are no heads."""
+    return own is not None and not (own.heads % sequences or (own.kv_heads % sequences and sequences % own.kv_heads))
 
 
 def _splits_heads(model: Any) -> bool:
@@ -183,7 +188,8 @@ def _expanded(model: Any) -> dict[str, str]:
 def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replicate) -> None:
     """Make a module's own parameters `DTensor`s that each rank has whole, unless they are split.
 
-    The module computes with plain tensors. `gradient` says what a rank's gradient is: all of it, or a part of a sum.
+    The module computes with plain tensors. `gradient` is the placement of a rank's gradient: all of it, or a part of
+    a sum.
     """
     own = {leaf: p for leaf, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     if not own:
