@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.families.parity import LENGTH, VOCAB, copy_weights, fill, shorten
+from tests.families.parity import LENGTH, VOCAB, copy_weights, fill, shorten, untrained_first
 from tests.support.builders.families import small
 from tests.support.builders.specs import raw_spec
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     config: Mapping[str, Any] = {}
     packed: bool = False
     idle: bool = False
-    """Whether all tokens choose the first two experts."""
+    """True if all tokens choose the first two experts."""
 
 
 def job_of(case: Case) -> JobSpec:
@@ -63,8 +63,6 @@ class Found(NamedTuple):
     """Differences from a plain loop, relative to it, and facts of the step."""
 
     error: float
-    named: dict[str, float]
-    """Named sums of the metrics line."""
     named_error: float
     loads: list[list[int]]
     expected_tokens: int
@@ -87,13 +85,13 @@ def compare(case: Case) -> Found:
         _send_all_to_two(plain)
     copy_weights(plain, model)
     _copy_buffers(plain, model)
-    rows = _untrained_first(shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed))
+    rows = untrained_first(shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed))
     sums = _accumulate(loss, rows, job, mesh)
     found = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
     assert isinstance(loss, RoutedLoss)
     loads = loss.watch.take_loads()
     if dist.get_rank() > 0:
-        return Found(0.0, {}, 0.0, [], 0)
+        return Found(0.0, 0.0, [], 0)
     expected, named = _plainly(plain, rows, job, mesh, chosen=_chosen(loss))
     torch.autograd.backward(expected)
     wanted = {name: p.grad for name, p in plain.named_parameters()}
@@ -102,7 +100,6 @@ def compare(case: Case) -> Found:
     tokens = int(rows.values["length"].sum())
     return Found(
         max(error, largest_difference(trained, {name: wanted[name] for name in trained})),
-        sums.means,
         max((abs(sums.means[name] - value) / abs(value) for name, value in named.items()), default=0.0),
         loads,
         tokens * _chosen(loss),
@@ -115,10 +112,12 @@ def precision(case: Case) -> tuple[torch.dtype, bool]:
     forget_meshes()
     job = job_of(case)
     model, loss, mesh = build(job)
-    assert isinstance(loss, RoutedLoss)
+    assert loss.anatomy.experts is not None
+    dtypes = list[torch.dtype]()
+    loss.anatomy.experts.routers[0].register_forward_hook(lambda _, __, output: dtypes.append(output[0].dtype))
     sums = _accumulate(loss, random_rows(ROWS, LENGTH, vocab=VOCAB, packed=False), job, mesh)
     finite = all(bool(whole(p.grad).isfinite().all()) for p in model.parameters() if p.grad is not None)
-    return loss.watch.logits[0].dtype, finite and bool(sums.loss.isfinite())
+    return dtypes[0], finite and bool(sums.loss.isfinite())
 
 
 def gathered_ahead(case: Case) -> dict[str, tuple[list[str], list[str]]]:
@@ -147,13 +146,6 @@ def _accumulate(loss: Objective, rows: Rows, job: JobSpec, mesh: Mesh) -> StepSu
 def _chosen(loss: Objective) -> int:
     assert loss.anatomy.experts is not None
     return loss.anatomy.experts.chosen
-
-
-def _untrained_first(rows: Rows) -> Rows:
-    """Return the rows with no labels in the first half: a data rank then has no trained token."""
-    labels = rows.labels.copy()
-    labels[: ROWS // 2] = IGNORE
-    return Rows({**rows.values, "labels": labels})
 
 
 def _send_all_to_two(model: PreTrainedModel) -> None:
@@ -200,16 +192,12 @@ def _plainly(model: Any, rows: Rows, job: JobSpec, mesh: Mesh, *, chosen: int) -
         total, labels = total + cross, labels + count
         if auxiliary.coef:
             aux = _library_loss(model)(routed, routed[0].shape[-1], chosen)
-            total, named["router_aux_loss"] = (
-                total + auxiliary.coef * count * aux,
-                named["router_aux_loss"] + count * aux,
-            )
+            total = total + auxiliary.coef * count * aux
+            named["router_aux_loss"] += count * aux
         if training.router_z_loss:
             z = torch.cat(routed).logsumexp(-1).square().mean()
-            total, named["router_z_loss"] = (
-                total + training.router_z_loss * count * z,
-                named["router_z_loss"] + count * z,
-            )
+            total = total + training.router_z_loss * count * z
+            named["router_z_loss"] += count * z
         if auxiliary.coef or training.router_z_loss:
             logs = torch.cat(routed).log_softmax(-1)
             named["router_entropy"] += count * -(logs.exp() * logs).sum(-1).mean()

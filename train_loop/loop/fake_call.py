@@ -63,7 +63,7 @@ def count_flops_of_rows(spec: JobSpec, columns: dict[str, Any]) -> int:
 def count_row_flops(spec: JobSpec, dataset: Dataset) -> int | None:
     """Return the FLOPs of a row, from a micro-batch of a run's first rows; None if the code needs values.
 
-    The run's random numbers stay as they are.
+    The run's random number generators do not change.
     """
     rows = min(spec.training.per_device_train_batch_size, dataset.samples)
     with random_numbers_of(0), suppress(Exception):  # the code's errors have no common class, in backward either
@@ -84,9 +84,9 @@ def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the tensors of a model on meta by such of the current mode, with float parameters in the given dtype.
+    """Replace the tensors of a model on meta with those of the current mode, with float parameters in the given dtype.
 
-    Tied ones stay one.
+    Tied parameters stay tied.
     """
     made = dict[int, Tensor]()
     for module in model.modules():

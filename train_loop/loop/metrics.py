@@ -125,16 +125,22 @@ def _ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
 
 
 def _loads(run: Run) -> dict[str, Any]:
-    """Return the load of the busiest expert of each layer, over that of all, and warn of experts without tokens."""
+    """Return the load of each layer's busiest expert over the mean, and warn of experts without tokens.
+
+    A collective call.
+    """
     routed = run.objective
     if not isinstance(routed, RoutedLoss):
         return {}
     loads = routed.watch.take_loads()
     if late := routed.idle.news(loads, step=run.state.step):
+        remedy = "set training.router_aux_loss.coef, or a larger one"
+        if not routed.has_auxiliary:
+            remedy = "choose a larger global_batch_size, or another mixture: the code of this one has no auxiliary loss"
         named = ", ".join(f"{expert} of layer {layer}" for layer, expert in late[:_NAMED])
         run.session.journal.warn(
             f"{len(late)} experts got no token in {IDLE_STEPS} steps, for example {named} (counting layers with "
-            "experts); set training.router_aux_loss.coef, or a larger one"
+            f"experts); {remedy}"
         )
     means = [sum(experts) / len(experts) for experts in loads]
     return {"expert_load": [round(max(one) / mean, 3) if mean else 0.0 for one, mean in zip(loads, means, strict=True)]}

@@ -108,7 +108,7 @@ class PlainReduction:
 
 
 def _sum_once(values: Tensor, mesh: Mesh) -> Tensor:
-    """Sum values over all ranks; those that split layers have the same, which count once."""
+    """Sum values over all ranks; ranks that split layers have equal values, which count once."""
     if mesh.plan.tensor_rank(mesh.rank):
         values = torch.zeros_like(values)
     dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: their losses beside that of an objective, and the load of experts.
+"""Routers of a mixture of experts: their losses, which are added to an objective's, and the load of experts.
 
 T: tokens of this rank's slice, E: experts of a layer, L: layers with experts, K: experts that a token uses, S: scopes.
 """
@@ -30,7 +30,7 @@ class RouterRule:
     auxiliary: float
     z_loss: float
     by_document: bool
-    """Whether the auxiliary loss counts in each document alone, and not in all ranks' micro-batches together."""
+    """True if the losses are means over each document, and not over the micro-batches of all ranks together."""
 
     @classmethod
     def of(cls, training: TrainingSpec, experts: Experts) -> "RouterRule":
@@ -41,11 +41,12 @@ class RouterRule:
 
 
 class RouterWatch:
-    """What a model's routers choose in the calls of an objective. Recomputation and evaluations are not seen."""
+    """Recorder of routers' logits and choices in an objective's calls, without recomputation and evaluations."""
 
     def __init__(self, experts: Experts, device: torch.device) -> None:
-        self._seeing, self.logits = False, list[Tensor]()
+        self._logits = list[Tensor]()
         self._valid: Tensor | None = None
+        """True for the tokens of a call that count, [T]; None outside of calls."""
         self._loads = torch.zeros(len(experts.modules), experts.number, dtype=torch.int64, device=device)
         for router in experts.routers:
             router.register_forward_hook(self._see_logits)
@@ -55,21 +56,26 @@ class RouterWatch:
     @contextmanager
     def seeing(self, valid: Tensor) -> Iterator[None]:
         """Watch the calls within the context, whose tokens count where `valid` [T] is true."""
-        self._seeing, self._valid, self.logits = True, valid, []
+        self._valid, self._logits = valid, []
         try:
             yield
         finally:
-            self._seeing = False
+            self._valid = None
 
     def _see_logits(self, router: nn.Module, inputs: Any, output: Any) -> None:
-        if self._seeing:
-            self.logits.append(output if isinstance(output, Tensor) else output[0])
+        if self._valid is not None:
+            self._logits.append(output if isinstance(output, Tensor) else output[0])
 
     def see_choices(self, layer: int, chosen: Tensor) -> None:
         """Count the tokens of each expert, given the experts [T, K] that a layer's tokens use."""
-        if self._seeing and self._valid is not None:
+        if self._valid is not None:
             each = self._valid.long().repeat_interleave(chosen.shape[-1])
             self._loads[layer].index_add_(0, chosen.detach().reshape(-1).long(), each)
+
+    def take_logits(self) -> list[Tensor]:
+        """Return the logits [T, E] of each router in the last call, and keep none: they need memory."""
+        logits, self._logits = self._logits, []
+        return logits
 
     def take_loads(self) -> list[list[int]]:
         """Return the tokens of each expert [L, E] of all ranks since the last call. A collective call."""
@@ -206,8 +212,8 @@ class RoutedLoss:
         self._inner, self._rule, self._mesh, self._chosen = inner, rule, mesh, experts.chosen
         self.watch = RouterWatch(experts, mesh.device)
         on = {"router_aux_loss": rule.auxiliary, "router_z_loss": rule.z_loss, "router_entropy": True}
-        self.idle = IdleExperts()
-        self._names = tuple(name for name, weight in on.items() if weight and experts.auxiliary is not None)
+        self.idle, self.has_auxiliary = IdleExperts(), experts.auxiliary is not None
+        self._names = tuple(name for name, weight in on.items() if weight and self.has_auxiliary)
         self.sums = (*inner.sums, *self._names)
         self.columns, self.evaluation_sums = inner.columns, inner.evaluation_sums
 
@@ -232,10 +238,11 @@ class RoutedLoss:
         """Return the inner objective's terms with the losses of routers. A collective call."""
         with self.watch.seeing(_valid(batch, self._mesh).flatten()):
             terms = self._inner(batch)
+        logits = self.watch.take_logits()
         if not self._names:
             return terms
         scopes = Scopes.of(batch, self._mesh, by_document=self._rule.by_document)
-        found = self._losses([one.float() for one in self.watch.logits], scopes)
+        found = self._losses([one.float() for one in logits], scopes)
         total = terms.total + self._rule.auxiliary * found.get("router_aux_loss", 0.0)
         total = total + self._rule.z_loss * found.get("router_z_loss", 0.0)
         return Terms(total, terms.count, {**terms.sums, **found}, terms.stands_in)

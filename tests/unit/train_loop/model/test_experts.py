@@ -254,7 +254,7 @@ def test_own_config_decides_about_the_auxiliary_loss() -> None:
         assert check_model(parse(raw_spec(model={"config": config})), may_read())[1] == []
 
 
-def test_experts_without_tokens_are_reported_once_in_so_many_steps() -> None:
+def test_experts_without_tokens_are_reported_every_idle_steps() -> None:
     idle, loads = IdleExperts(), [[5, 0], [3, 4]]
     idle.begin = 7  # the step of the checkpoint
     found = {step: news for step in range(17, 2 * IDLE_STEPS + 18, 10) if (news := idle.news(loads, step=step))}
