@@ -51,7 +51,7 @@ def whole(gradient: Tensor | None) -> Tensor:
 
 
 def joined(tensor: DTensor) -> Tensor:
-    """Return a whole tensor from the parts of all ranks, the mean of those that several have. A collective call."""
+    """Return a whole tensor from the parts of all ranks, the mean of replicas. A collective call."""
     total, holders = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2))
     for own, box in own_parts(tensor):
         total[box], holders[box] = own, 1

@@ -41,6 +41,11 @@ class Stored:
     dtype: str
     """Name of its dtype in safetensors, such as BF16."""
 
+    @property
+    def label(self) -> str:
+        """Return the name for a message."""
+        return self.name
+
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """Return a part of the tensor in its stored dtype; its pages stay mapped as long as the result lives."""
         with open_tensors(self.file) as file:
@@ -67,8 +72,13 @@ class Joined:
         return self.parts[0][0].name
 
     @property
+    def label(self) -> str:
+        """Return the name of the first of them, and the number of the others, for a message about all."""
+        return f"{self.name} joined with {sum(map(len, self.parts)) - 1} others"
+
+    @property
     def dtype(self) -> str:
-        """Return a dtype of them, if there is one that does not hold weights themselves."""
+        """Return a dtype of the stored tensors; a quantised one, if there is any."""
         return min((one.dtype for one in chain(*self.parts)), key=_FLOATS.__contains__)
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
@@ -152,7 +162,7 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
         ],
         "unexpected": [f"{s.name} {_shape(s.shape)}" for s in [*left.values(), *others] if s not in unused],
         "wrong shape": [
-            f"{s.name} is {_shape(s.shape)}, expected {_shape(shapes[name])}"
+            f"{s.label} is {_shape(s.shape)}, expected {_shape(shapes[name])}"
             for name, stored in homes.items()
             for s in stored
             if s.shape != shapes[name]

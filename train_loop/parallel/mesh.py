@@ -25,9 +25,9 @@ class Mesh:
     sp: dist.ProcessGroup
     """The process group of the ranks that share a sequence."""
     peers: dist.ProcessGroup
-    """The process group of the ranks that have the same samples: those of sp, and those that split layers."""
+    """The process group of the ranks that have the same samples, along sp and tp."""
     tp: DeviceMesh | None = None
-    """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole ones."""
+    """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole layers."""
 
     @property
     def data_rank(self) -> int:
@@ -65,17 +65,13 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
             f"num_workers={plan.world}, but {started} ranks started; start {plan.world}, or change the spec"
         )
     parameters, samples = (_device_mesh(device, axes) for axes in (plan.parameters, plan.samples))
-    peers = samples.get_group("sp")
-    if plan.tp > 1:
-        peers = samples["sp", "tp"]._flatten("peers").get_group()
+    sequence = samples.get_group("sp")
+    peers = sequence if plan.tp == 1 else samples["sp", "tp"]._flatten("peers").get_group()
     for group in (*parameters.get_all_groups(), *samples.get_all_groups(), peers):
         # A mesh accepts no timeout: without this call its groups use torch's default of 30 min.
         _set_pg_timeout(timeout, group)
-    rank, sequence = dist.get_rank(), samples.get_group("sp")
-    if plan.tp == 1:
-        return Mesh(plan, rank, device, parameters, sequence, peers)
-    shards = parameters[plan.names[:-1]]
-    return Mesh(plan, rank, device, shards, sequence, peers, parameters["tp"])
+    shards, tp = (parameters, None) if plan.tp == 1 else (parameters[plan.names[:-1]], parameters["tp"])
+    return Mesh(plan, dist.get_rank(), device, shards, sequence, peers, tp)
 
 
 def _device_mesh(device: torch.device, axes: Sequence[Axis]) -> DeviceMesh:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 def norm_by_parts(model: nn.Module, device: torch.device) -> Tensor:
     """Return the norm of all gradients over all ranks, in float32. A collective call.
 
-    Each part of a gradient counts once: a rank leaves out those that an earlier rank of an axis holds, too.
+    Each part of a gradient counts once: a rank leaves out parts that an earlier rank of an axis holds, too.
     """
     own = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor) and _is_first(p.grad)]
     squares = torch.zeros((), dtype=torch.float32, device=device)

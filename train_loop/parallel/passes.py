@@ -79,7 +79,7 @@ class Sequence:
         if anatomy.family.split_sequence(anatomy.model, part):
             part.watch(anatomy.model)
         else:
-            attention = anatomy.family.own_attention(anatomy.model, built.attention, mesh.plan.tp)
+            attention = anatomy.family.heads_of_rank(anatomy.model, built.attention, mesh.plan.tp)
             apply_ulysses(anatomy, mesh.sp, built.timer, attention)
 
 
@@ -134,11 +134,11 @@ class Shard:
         """Make the units, and set how far each gathers ahead."""
         anatomy, strategy = built.anatomy, built.spec.strategy
         # Found by class name, before FSDP2 changes the names of classes.
-        layers, experts = (of(anatomy, strategy.wrap_policy) for of in (wrapped_layers, expert_units))
+        layers, experts = wrapped_layers(anatomy, strategy.wrap_policy), expert_units(anatomy, strategy.wrap_policy)
         apply_fsdp(anatomy, mesh, strategy, router_dtype=built.spec.model.router_dtype)
         units = [layer for layer in layers if isinstance(layer, FSDPModule)]
-        ahead = {"forward": strategy.forward_prefetch, "backward": strategy.backward_prefetch}
-        apply_prefetch(units, **ahead, experts=experts)
+        forward, backward = strategy.forward_prefetch, strategy.backward_prefetch
+        apply_prefetch(units, forward=forward, backward=backward, experts=experts)
 
 
 class Timing:
@@ -155,8 +155,9 @@ class Timing:
 
 # Changes of a layer's parameters or inputs come first. Then each pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
-# a layer is gathered once. `Layers`, and a pass for experts, belong before `Sequence`, which counts the heads of a
-# rank, and before `Shard`, which shards what they leave on it. Timing hooks surround those of FSDP2 and come last.
+# a layer is gathered once. `Layers`, and a later pass for expert parallelism, belong before `Sequence`, which counts
+# the heads of a rank, and before `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and
+# come last.
 PASSES: tuple[Pass, ...] = (Positions(), Layers(), Sequence(), Tiles(), Recompute(), Compile(), Shard(), Timing())
 
 

@@ -22,7 +22,7 @@ from train_loop.telemetry.timers import ComputeTimer
 def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_dtype: Dtype | None = None) -> None:
     """Shard each unit, then the rest as the root unit; gradients are plain sums over all ranks.
 
-    Routers in another dtype than the rest are units of their own.
+    Routers in another dtype than the rest are separate units.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
@@ -44,15 +44,15 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
         for norm in anatomy.norms:
             shard([norm], keep)
     if experts is not None and router_dtype is not None and router_dtype != strategy.param_dtype:
-        # Weights of experts stay in this dtype, too: the model multiplies with them.
+        # Their output keeps this dtype: the model multiplies the results of experts by it.
         precise = MixedPrecisionPolicy(DTYPES[router_dtype], policy.reduce_dtype)
         for router in experts.routers:
             shard([router], precise)
     for unit in units:
-        if experts is not None and unit[0] in experts.modules:
-            shard(unit, replace(policy, cast_forward_inputs=False))
         if not isinstance(unit[0], FSDPModule):
-            shard(unit, policy)
+            # An input of experts is the output of their router, which keeps its dtype.
+            casts = experts is None or unit[0] not in experts.modules
+            shard(unit, replace(policy, cast_forward_inputs=casts))
     shard([anatomy.model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in anatomy.model.modules():
         # A single rank has nothing to sum, but would divide every gradient by the factor.
@@ -103,10 +103,14 @@ def apply_prefetch(
     not changed. `experts` are units inside of layers, which both passes gather after their layer, at least one ahead.
     """
     groups = [(layer, *(one for one in layer.modules() if one in experts)) for layer in layers]
-    for ordered, number, name in ((groups, forward, "forward"), (groups[::-1], backward, "backward")):
-        units = [unit for group in ordered for unit in group if isinstance(unit, FSDPModule)]
+    orders = (
+        (groups, forward, FSDPModule.set_modules_to_forward_prefetch),
+        (groups[::-1], backward, FSDPModule.set_modules_to_backward_prefetch),
+    )
+    for ordered, number, prefetch in orders:
+        units = list[FSDPModule](unit for group in ordered for unit in group if isinstance(unit, FSDPModule))
         for place, unit in enumerate(units if number > 1 or experts else []):
-            getattr(unit, f"set_modules_to_{name}_prefetch")(units[place + 1 : place + 1 + number])
+            prefetch(unit, units[place + 1 : place + 1 + number])
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

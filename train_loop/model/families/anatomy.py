@@ -30,7 +30,7 @@ class Experts:
     def idle(self) -> int:
         """Return the number of parameters of experts that a token does not use, in all layers together."""
         total = sum(p.numel() for module in self.modules for p in module.parameters())
-        return total * (self.number - min(self.chosen, self.number)) // self.number
+        return total * (self.number - self.chosen) // self.number
 
     @property
     def biases(self) -> set[int]:

@@ -204,10 +204,10 @@ class Family(Protocol):
         """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens."""
         raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
 
-    def own_attention(
+    def heads_of_rank(
         self, model: nn.Module, attention: Mapping[str, AttentionUse], ranks: int
     ) -> Mapping[str, AttentionUse]:
-        """Return the heads that each of the ranks has that share layers."""
+        """Return the heads of each attention module that a rank has if `ranks` of them share the layers."""
         return attention
 
     def split_sequence(self, model: nn.Module, part: object) -> bool:
@@ -215,7 +215,7 @@ class Family(Protocol):
         return False
 
     def fused_attention(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which attention computes nothing, and keeps for backward what a GPU's kernels keep."""
+        """Return a context in which attention only saves for backward the tensors that a GPU's kernels save."""
         return nullcontext()
 
     def initialise(self, model: nn.Module, name: str) -> None:

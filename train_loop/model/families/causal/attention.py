@@ -139,7 +139,7 @@ ALL_ATTENTION_FUNCTIONS.register("eager", eager_attention)
 
 
 def register_attention(model: nn.Module) -> None:
-    """Make modules with attention of their own call the registry, in place; other models stay."""
+    """Make modules that compute attention themselves call the registry, in place; other models stay."""
     call_registry(model, _registered_eager)
 
 

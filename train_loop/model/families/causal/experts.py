@@ -71,7 +71,7 @@ def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Expe
             f"{type(model).__name__} has {number} experts in each layer, of which a token uses {chosen} by its config; "
             f"choose 1 to {number}"
         )
-    routers = routers_of(model)
+    routers = _routers_of(model)
     if len(routers) != len(modules):
         raise ModelError(
             f"not supported: {SOURCE} names {len(routers)} routers for the {len(modules)} layers with experts of "
@@ -117,20 +117,17 @@ def _auxiliary(model: PreTrainedModel, config: PretrainedConfig) -> float | None
     return float(coefficient) if getattr(model, "trains_routers", False) else 0.0
 
 
-def routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+def _routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """Return the modules that choose experts, as transformers records their logits."""
     recorders = [getattr(one, "_can_record_outputs", None) for one in (model, model.base_model)]
     stated: Any = next((one["router_logits"] for one in recorders if one and "router_logits" in one), [])
-    kinds = [(getattr(one, "target_class", one), getattr(one, "layer_name", None) or "") for one in _as_list(stated)]
+    listed = stated if isinstance(stated, list) else [stated]
+    kinds = [(getattr(one, "target_class", one), getattr(one, "layer_name", None) or "") for one in listed]
     return tuple(
         module
         for name, module in model.named_modules()
         if any(type(module) is kind and f".{name}".endswith(f".{place}" if place else "") for kind, place in kinds)
     )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _chosen(config: PretrainedConfig) -> int:
@@ -169,7 +166,7 @@ def _odd_sizes(model: PreTrainedModel, spec: JobSpec) -> list[int]:
     return sorted(size for size in sizes if size * DTYPES[spec.strategy.param_dtype].itemsize % _ALIGNED)
 
 
-def faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
+def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
     """Return the faults of settings that do not fit a model with experts, by pointer; false for settings that do."""
     name, training, z_loss = type(model).__name__, spec.training, spec.training.router_z_loss
     return {
@@ -218,7 +215,7 @@ def check_experts(model: PreTrainedModel, experts: Experts | None, spec: JobSpec
     """Return a check for each setting that does not fit the experts of a model, or their absence."""
     if experts is None:
         return rejecting(faults_without_experts(type(model).__name__, spec))
-    return rejecting(faults_of_settings(model, experts, spec))
+    return rejecting(_faults_of_settings(model, experts, spec))
 
 
 def route_on_meta(model: nn.Module) -> None:

@@ -61,7 +61,7 @@ from train_loop.model.families.causal.probe import (
 from train_loop.model.families.causal.published import own_names, splits, write_configs
 from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
-from train_loop.model.families.causal.tensor import check_plan, own_attention, share_layers
+from train_loop.model.families.causal.tensor import check_plan, heads_of_rank, share_layers
 from train_loop.model.families.family import (
     Attention,
     AttentionUse,
@@ -152,11 +152,11 @@ class Causal(Family):
         """Split the layers by transformers' plan."""
         share_layers(anatomy, mesh)
 
-    def own_attention(
+    def heads_of_rank(
         self, model: PreTrainedModel, attention: Mapping[str, AttentionUse], ranks: int
     ) -> Mapping[str, AttentionUse]:
-        """Return the heads that each of the ranks has that share layers."""
-        return own_attention(model, attention, ranks)
+        """Return the heads of each attention module that a rank has if `ranks` of them share the layers."""
+        return heads_of_rank(model, attention, ranks)
 
     def divert_attention(self, model: PreTrainedModel) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""

@@ -27,7 +27,7 @@ def own_attention(module: nn.Module) -> Attention | None:
 
 
 def call_registry(model: nn.Module, registered: Attention) -> None:
-    """Make modules with attention of their own call `registered`, and BLOOM accept a mask [B, 1, T, T], in place."""
+    """Make modules outside the registry call `registered`, and BLOOM accept a mask [B, 1, T, T], in place."""
     for module in model.modules():
         method, kind = getattr(type(module), _METHOD, None), type(module).__name__
         if method is not None and list(inspect.signature(method).parameters)[1:] == _INPUTS:

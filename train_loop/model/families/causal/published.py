@@ -1,4 +1,4 @@
-"""Folders as transformers publishes them: experts that are stored one by one, and the configs beside weights."""
+"""Folders in the layout that transformers publishes: experts stored one by one, and configs."""
 
 import json
 from collections import defaultdict
