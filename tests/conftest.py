@@ -19,7 +19,7 @@ for _number in (signal.SIGINT, signal.SIGTERM):
 
 # One thread per process: ranks share the cores, and results do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray gives its workers the priority 15. Beside the ranks of another test, they would get 3 % of a core.
+# Ray gives its workers the priority 15. While ranks of another test run, they would get 3 % of a core.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # No deadlines: a shared machine is sometimes slow, which is not a fault of the code.
 settings.register_profile("suite", deadline=None, derandomize=True)

@@ -1,6 +1,6 @@
 """Heads: loss, gradients, evaluation and export equal those of transformers' own models.
 
-They are compared on one rank. `tests/families/test_conformance.py` compares meshes with one rank.
+They are compared on one rank. `tests/families/test_conformance.py` compares meshes with it, for some heads in each run.
 """
 
 import json

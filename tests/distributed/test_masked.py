@@ -1,6 +1,7 @@
 """Masked language models: loss, gradients, evaluation and export equal those of transformers' own models.
 
-They are compared on one rank, and with `MORE=1` on others. `tests/families/test_conformance.py` compares meshes.
+They are compared on one rank, and with `MORE=1` on others. Some runs of `tests/families/test_conformance.py` compare
+meshes.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def name_recorder() -> tuple[list[str], Any]:
 
     def report(name: str, **fields: object) -> None:
         # A slow machine reports progress every five seconds.
-        if names[-1:] != [name]:
+        if name != "prepare_progress" or names[-1:] != [name]:
             names.append(name)
 
     return names, report
@@ -101,14 +101,21 @@ def test_second_job_reuses_prepared_samples(tmp_path: Path) -> None:
     assert longer.fingerprint != first.fingerprint
 
 
-def test_uncommitted_cache_is_not_read(tmp_path: Path) -> None:
+def test_damaged_and_uncommitted_caches_are_rebuilt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(40))
-    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", name_recorder()[1])
-    folder = tmp_path / "_cache" / first.fingerprint
-    folder.rename(folder.with_name(f"{folder.name}.tmp-dead"))
-    names, report = name_recorder()
-    assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["preparing", "prepare_progress"]
+    job, cache = text_spec(tmp_path / "a.txt"), tmp_path / "_cache"
+    first = prepare(job, cache, name_recorder()[1])
+    folder = cache / first.fingerprint
+    faults: tuple[Callable[[], object], ...] = (
+        lambda: Path(first.parts[0].files[0].path).write_bytes(b"cut short"),
+        lambda: folder.rename(folder.with_name(f"{folder.name}.tmp-dead")),
+    )
+    for fault in faults:
+        fault()
+        names, report = name_recorder()
+        assert prepare(job, cache, report) == first
+        assert names == ["preparing", "prepare_progress"]
+        assert read_rows(first, np.arange(1)).lengths[0] > 0
 
 
 def test_eval_data_is_tokenised_like_the_training_data(tmp_path: Path) -> None:
@@ -355,13 +362,3 @@ def test_small_tokenised_data_follows_the_same_rules(tmp_path: Path) -> None:
         pq.write_table(pa.table({"ids": [[1], wrong]}), tmp_path / "a.parquet")
         with pytest.raises(DataError, match=rf"a.parquet, row 1: column 'ids' holds {message}"):
             prepare(plain, tmp_path / "_cache", name_recorder()[1])
-
-
-def test_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(words(40))
-    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", name_recorder()[1])
-    Path(first.parts[0].files[0].path).write_bytes(b"cut short")
-    names, report = name_recorder()
-    assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["preparing", "prepare_progress"]
-    assert read_rows(first, np.arange(1)).lengths[0] > 0

@@ -16,7 +16,10 @@ from tests.support.waiting import wait_for
 from train_loop.spec import ScalingSpec
 from trainshed import ApiError
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif("MORE" not in os.environ, reason="takes minutes")]
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif("MORE" not in os.environ, reason="takes minutes: `make more` runs it"),
+]
 STEPS = 24
 
 

@@ -43,7 +43,7 @@ class Case:
     ulysses_size: int = 1
     tp_size: int = 1
     packed: bool = False
-    idle: bool = False
+    half_untrained: bool = False
     """True if the first half of the rows has no trained token."""
     others: tuple[tuple[str, str, Any], ...] = ()
     """Further fields of the spec: their part, name and value."""
@@ -126,6 +126,13 @@ def differences(family: str, names: Sequence[str], settings: Settings) -> dict[s
     return {name: difference(family, CASES[name], settings) for name in names}
 
 
+def untrained_first(rows: Rows) -> Rows:
+    """Return the rows with no labels in the first half: a data rank then has no trained token."""
+    labels = rows.labels.copy()
+    labels[: ROWS // 2] = IGNORE
+    return Rows({**rows.values, "labels": labels})
+
+
 def difference(family: str, case: Case, settings: Settings) -> float:
     """Return the largest relative difference of loss and gradients from transformers' on rank 0; 0 on other ranks."""
     job = parse(raw_job(family, case, settings))
@@ -137,8 +144,8 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     fill(plain)
     copy_weights(plain, model)
     rows = shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed)
-    if case.idle:
-        rows.labels[: ROWS // 2] = IGNORE
+    if case.half_untrained:
+        rows = untrained_first(rows)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
     mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)

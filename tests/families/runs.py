@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.families.objectives import OBJECTIVES, OWN, with_objective
 from tests.families.parity import CASES, Case, Settings, raw_job
 from tests.support.builders.specs import may_read
+from tests.support.ranks.first_step import divisor_of
 from tests.support.ranks.gradients import forget_meshes, mesh_of
 from tests.support.waiting import wait_for
 from train_loop.code.package import read_package, unpack
@@ -24,12 +25,10 @@ from train_loop.data.dataset import Rows
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.prepare.pointer import pin
 from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
-from train_loop.loop.batch import StepBatch, micro_batches, share_rows
+from train_loop.loop.batch import micro_batches, share_rows
 from train_loop.loop.build import build_objective, build_state
-from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.session import Session
 from train_loop.parallel.build import build_sharded
-from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
 from train_loop.preflight.checks import check_model
@@ -132,18 +131,9 @@ def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str,
     rows = read_rows(dataset, np.arange(4 * mesh.data_rank, 4 * mesh.data_rank + 4))
     batch = share_rows(rows, count=4, dataset=dataset, mesh=mesh)
     found = measure.measure_memory(
-        state, loss, lambda: micro_batches(batch, 2, sharded.anatomy, mesh), _divisor(loss, batch, mesh), mesh
+        state, loss, lambda: micro_batches(batch, 2, sharded.anatomy, mesh), divisor_of(loss, batch, mesh), mesh
     )
     return {term.name: term.bytes for term in plan.memory}, found
-
-
-def _divisor(objective: Objective, batch: StepBatch, mesh: Mesh) -> float | None:
-    share = objective.divisor(batch)
-    if share is None:
-        return None
-    total = share * (mesh.sequence_rank == 0)
-    dist.all_reduce(total)
-    return float(total.item())
 
 
 def default_job(kind: Kind, *, world: int) -> JobSpec:

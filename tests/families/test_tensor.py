@@ -47,7 +47,7 @@ TILED, GATHERED = (("strategy", *one) for one in (("apply_tiled_mlp", True), ("r
 ENDS = ("strategy", "wrap_policy", {"wrap_embeddings": True, "wrap_lm_output": True})
 MESHES = (
     Case("fsdp 2 x tp 2", 4, tp_size=2, others=(GATHERED, ENDS)),
-    Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, idle=True, others=(NO_SHARDS, RECOMPUTED)),
+    Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(NO_SHARDS, RECOMPUTED)),
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(OFFLOADED, TILED)),
 )
 PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "tp 4"), ("tp 4", "fsdp 4")]
@@ -239,7 +239,7 @@ def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], f
     assert found[0]["differences"][family, mesh] < 1e-5
 
 
-@pytest.mark.skipif("MORE" not in os.environ, reason="starts eight ranks")
+@pytest.mark.skipif("MORE" not in os.environ, reason="starts eight ranks: `make more` runs it")
 def test_replicas_of_shards_of_shared_layers_are_one_rank() -> None:
     case = Case("ddp 2 x fsdp 2 x tp 2", 8, fsdp_size=2, tp_size=2, packed=True)
     assert on_ranks(8, difference, "qwen3", case, NONE)[0] < 1e-5

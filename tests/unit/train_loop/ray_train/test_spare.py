@@ -20,7 +20,7 @@ begun = threading.Event()
 
 
 def begin_torch_together(event, arguments):
-    # If neither has torch, the thread of the actor begins with it, and goes on once the other thread waits for it.
+    # If neither has torch, the thread of the actor begins with it, and continues once the other thread waits for it.
     if event != "import":
         return
     if threading.current_thread() is threading.main_thread():
