@@ -26,8 +26,8 @@ class WrapPolicySpec(SpecModel):
     wrap_lm_output: bool = Field(default=False, description="make the output layer an FSDP unit")
     moe_experts: tuple[str, ...] = Field(
         default=(),
-        description="class names of experts, as Qwen3MoeExperts or ROLL's Qwen3MoeMLP: those of each layer become an "
-        "FSDP unit of their own inside of it",
+        description="class names of experts, as Qwen3MoeExperts or ROLL's Qwen3MoeMLP: the experts of each "
+        "layer become a separate FSDP unit inside it",
     )
 
     @model_validator(mode="after")
@@ -119,12 +119,12 @@ class StrategySpec(SpecModel):
 
     @property
     def peers(self) -> int:
-        """The workers that have the same samples, which belong on one node."""
+        """The number of workers with the same samples, which belong on one node."""
         return self.ulysses_size * self.tp_size
 
     @property
     def name_of_peers(self) -> str:
-        """The setting, or the product of settings, that says how many they are."""
+        """The setting, or the product of settings, with the number of peers."""
         if self.tp_size == 1:
             return "ulysses_size"
         return "tp_size" if self.ulysses_size == 1 else "tp_size x ulysses_size"

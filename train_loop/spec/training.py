@@ -43,8 +43,8 @@ class RouterAuxLossSpec(SpecModel):
     )
     scope: Literal["micro", "sequence", "step"] = Field(
         default="micro",
-        description="tokens over which the loss counts: micro: all ranks of a micro-batch, as transformers; sequence: "
-        "each document, at any number of ranks the same",
+        description="tokens of one mean: micro: those of a micro-batch on all ranks, as transformers; sequence: those "
+        "of each document, so that the number of ranks does not matter; step: not supported",
     )
 
     @field_validator("scope")
