@@ -209,6 +209,7 @@ def train_twice(folder: Path) -> None:
                 run_dir.stop_file.unlink(missing_ok=True)
             dist.barrier()
             train_leg(Kind("qwen3", "token cross entropy", NONE, folder / "rows.parquet"), leg, run_dir.root, attempt)
+            dist.barrier()  # the next attempt fences this one: no rank may still be flushing its journal
 
 
 def everything(folder: Path) -> dict[str, Any]:
