@@ -168,7 +168,16 @@ def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
 
 
 def _mesh(mesh: MeshPlan) -> MeshOut:
-    return MeshOut(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, tp=mesh.tp, shape=mesh.shape, names=mesh.names)
+    return MeshOut(
+        ddp=mesh.ddp,
+        fsdp=mesh.fsdp,
+        sp=mesh.sp,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        efsdp=mesh.efsdp,
+        shape=mesh.shape,
+        names=mesh.names,
+    )
 
 
 def checkpoint_out(checkpoint: Checkpoint) -> CheckpointOut:

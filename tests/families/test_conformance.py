@@ -47,7 +47,7 @@ from train_loop.loop.build import count_flops
 from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.model.families.causal.tensor import PROVEN
+from train_loop.model.families.causal.parallel.tensor import PROVEN
 from train_loop.preflight.checks import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of

@@ -1,7 +1,6 @@
 """Ranks that share layers (tensor parallelism): equal to transformers' own model on one rank, in every layout."""
 
 import os
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_leaves_with_path
 
-from tests.families.objectives import write_rows
+from tests.families.layouts import folder_with_rows, saved_in_each_layout, train_runs, values_of, wrong
 from tests.families.parity import NONE, VOCAB, Case, Settings, difference, raw_job
-from tests.families.runs import STEPS, Kind, Leg, train_leg
+from tests.families.runs import STEPS, Leg
 from tests.support.builders.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
@@ -26,16 +23,12 @@ from tests.support.ranks.torchrun import load_checkpoint
 from train_loop.checkpoint.digest import digest_checkpoint
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.files.reader import CheckpointReader
-from train_loop.checkpoint.parts import described
-from train_loop.checkpoint.state_dict import tensors_of
 from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.loop.batch import micro_batches
-from train_loop.loop.build import build_state
 from train_loop.loop.objectives.token_cross_entropy import LossRule
 from train_loop.loop.objectives.vocabulary import VocabularyPart, _SumOfRanks
 from train_loop.loop.reduction import PlainReduction
-from train_loop.model.families.causal.tensor import PROVEN
-from train_loop.model.parts import own_parts
+from train_loop.model.families.causal.parallel.tensor import PROVEN
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
 
@@ -120,69 +113,24 @@ def job_of(tp: int, sizes: dict[str, Any], dtype: str = "fp32") -> JobSpec:
     return parse(raw)
 
 
-def values_of(job: JobSpec) -> dict[str, Any]:
+def values_with_matrices(job: JobSpec) -> dict[str, Any]:
     """Return the tensors of a job's checkpoints, and a weight of two matrices of which each rank has parts."""
-    _, loss, mesh = build(job)
-    state = tensors_of(build_state(loss.anatomy, job, mesh, steps=2))
-    model, optimizer, average = state["model"], state["optimizer"]["state"], state["ema"]
-    grid = next(one for one in model.values() if isinstance(one, DTensor)).device_mesh
+    values = values_of(job)
+    grid = next(one for one in values["model"].values() if isinstance(one, DTensor)).device_mesh
     placements = [Shard(0)] if grid.ndim == 1 else [_StridedShard(0, split_factor=grid.size(1)), PACKED]
     packed = DTensor.from_local(
         torch.zeros(6, 5), grid, placements, run_check=False, shape=torch.Size([24, 5]), stride=(5, 1)
     )
-    return {"model": model, "optimizer": optimizer, "ema": average, "packed": packed}
+    return values | {"packed": packed}
 
 
-def leaves(values: dict[str, Any]) -> list[tuple[str, DTensor]]:
-    found = tree_leaves_with_path(values)
-    # The head of tied embeddings is the same tensor.
-    names = (("".join(map(str, path)).replace("lm_head", "model.embed_tokens"), leaf) for path, leaf in found)
-    return [(name, leaf) for name, leaf in names if isinstance(leaf, DTensor)]
-
-
-def whole_of(name: str, like: Tensor) -> Tensor:
-    return (
-        (torch.arange(like.numel(), dtype=torch.float32) + zlib.crc32(name.encode()) % 4096)
-        .view(like.shape)
-        .to(like.dtype)
-    )
-
-
-def fill(values: dict[str, Any]) -> None:
-    for name, leaf in leaves(values):
-        whole = whole_of(name, leaf)
-        for own, box in own_parts(leaf):
-            own.copy_(whole[box])
-
-
-def wrong(values: dict[str, Any]) -> list[str]:
-    """Return the tensors of which a rank has other values than the whole one."""
-    mine = [
-        name
-        for name, leaf in leaves(values)
-        if not all(torch.equal(own, whole_of(name, leaf)[box]) for own, box in own_parts(leaf))
-    ]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return sorted({name for names in found for name in names})
-
-
-def saved_in_each_layout(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Save in each layout and read in each other; return the digests, the wrong tensors, and those of DCP alone."""
-    states, digests, faults = {}, {}, {}
-    for name, tp in LAYOUTS.items():
-        states[name] = values_of(job_of(tp, sizes))
-        fill(states[name])
-        save(described(states[name]), checkpoint_id=folder / name)
-        digests[name] = digest_checkpoint(folder / name).sha256
-    for source, name in PAIRS:
-        for _, leaf in leaves(states[name]):
-            leaf.to_local().zero_()
-        load(described(states[name]), storage_reader=CheckpointReader(folder / source))
-        faults[source, name] = wrong(states[name])
+def layouts(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Save in each layout and read in each other; return what is wrong, also in what DCP alone reads."""
+    states = {name: values_with_matrices(job_of(tp, sizes)) for name, tp in LAYOUTS.items()}
+    found = saved_in_each_layout(folder, states, PAIRS)
     alone = states["fsdp 2 x tp 2"]
     load(alone, storage_reader=CheckpointReader(folder / "fsdp 4"))
-    return {"digests": digests, "faults": faults, "alone": wrong(alone), "tensors": len(leaves(alone))}
+    return found | {"alone": wrong(alone)}
 
 
 def norms(dtype: str) -> tuple[float, float, float, float]:
@@ -198,36 +146,22 @@ def norms(dtype: str) -> tuple[float, float, float, float]:
     return mean.item(), PlainReduction(model, mesh).grad_norm().item(), wholes.item(), squares.sqrt().item()
 
 
-def train_twice(folder: Path) -> None:
-    """Train a run, and the same one stopped and resumed on the same mesh."""
-    case = MESHES[0]
-    for name, legs in (("whole", [Leg(case)]), ("resumed", [Leg(case, stops_at=3), Leg(case)])):
-        for attempt, leg in enumerate(legs, start=1):
-            run_dir = RunDir(folder / name)
-            if dist.get_rank() == 0:
-                run_dir.write_fence(attempt)
-                run_dir.stop_file.unlink(missing_ok=True)
-            dist.barrier()
-            train_leg(Kind("qwen3", "token cross entropy", NONE, folder / "rows.parquet"), leg, run_dir.root, attempt)
-            dist.barrier()  # the next attempt fences this one: no rank may still be flushing its journal
-
-
 def everything(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     forget_meshes()
-    train_twice(folder)
+    train_runs(folder, "qwen3", {"whole": [Leg(MESHES[0])], "resumed": [Leg(MESHES[0], stops_at=3), Leg(MESHES[0])]})
     return {
         "differences": differences(),
         "losses": losses(),
         "faulty": faulty(),
         "norms": {dtype: norms(dtype) for dtype in ("bf16", "fp32")},
-        "layouts": saved_in_each_layout(folder, UNEVEN | {"tie_word_embeddings": True}),
+        "layouts": layouts(folder, UNEVEN | {"tie_word_embeddings": True}),
     }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("tensor"), 11).parent
+    return folder_with_rows(tmp_path_factory.mktemp("tensor"), 11)
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
-    shape = plan.shape.shared(plan.mesh.tp)
+    shape = plan.shape.shared(tp=plan.mesh.tp)
     rows = chunk_rows(spec, shape, tokens=tokens) if sharded.after_head is not None else None
     vocabulary = None
     if sharded.sharers is not None:

@@ -75,6 +75,7 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: EventL
     kinds: tuple[tuple[Role, str, str, str], ...] = (
         ("sequence", "Ulysses groups", "all-to-all", f"{peers} workers, or choose a smaller ulysses_size"),
         ("tensor", "tensor parallel groups", "all-reduce", f"tp_size={mesh.tp} workers, or choose a smaller tp_size"),
+        ("expert", "expert parallel groups", "all-to-all", f"ep_size={mesh.ep} workers, or choose a smaller ep_size"),
     )
     for role, groups, exchange, remedy in kinds:
         found = groups_across_hosts(mesh, [worker["host"] for worker in workers], role)

@@ -82,7 +82,7 @@ class PlainReduction:
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients."""
-        if self.mesh.tp is not None:
+        if self.mesh.tp is not None or self.mesh.experts is not None:
             return norm_by_parts(self._model, self.mesh.device)
         norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

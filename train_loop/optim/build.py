@@ -1,19 +1,21 @@
 """Optimizers of a sharded model, and gradient clipping."""
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.optim.adafactor import Adafactor
+from train_loop.optim.by_mesh import ByMesh, by_mesh
 from train_loop.optim.eight_bit import adamw_8bit_class
 from train_loop.optim.muon import Muon
 from train_loop.spec import TrainingSpec
 from train_loop.telemetry.timers import ComputeTimer
 
 Group = dict[str, Any]
+T = TypeVar("T", bound=Optimizer)
 
 
 def build_optimizers(anatomy: Anatomy, training: TrainingSpec) -> tuple[Optimizer, ...]:
@@ -47,7 +49,7 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, bi
     groups, lr = list(_groups(parameters, training.weight_decay, biases)), training.learning_rate
     if name == "sgd":
         # Set explicitly: torch's default for sharded tensors processes one at a time.
-        return SGD(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
+        return _by_mesh(SGD, parameters)(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
     if name == "adafactor":
         return Adafactor(groups, lr)
     if name == "muon":
@@ -57,7 +59,12 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, bi
         return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
     # On CPUs the bits of the fused step depend on how parameters are sharded; on GPUs they do not.
     fused = training.reproducible == "same_size" or all(p.is_cuda for p in parameters)
-    return AdamW(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+    return _by_mesh(AdamW, parameters)(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+
+
+def _by_mesh(kind: type[T], parameters: Iterable[Tensor]) -> type[T]:
+    """Return a class of optimizers that step lists of parameters, which may be on several meshes."""
+    return kind if len(by_mesh(parameters)) < 2 else cast("type[T]", type(kind.__name__, (ByMesh, kind), {}))
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float, biases: Container[int]) -> Iterator[Group]:
@@ -92,7 +99,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> No
     """Scale all gradients, whose common norm is `norm`, to one of at most `max_norm`."""
     if max_norm is not None:
         parameters = [p for p in model.parameters() if p.grad is not None]
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for part in by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(part, max_norm, norm)
 
 
 def time_optimizers(optimizers: Iterable[Optimizer], timer: ComputeTimer) -> None:

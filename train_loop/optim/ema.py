@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from train_loop.optim.by_mesh import by_mesh
+
 
 class Ema:
     """fp32 averages of all trained weights by name, each sharded like its weight."""
@@ -23,10 +25,14 @@ class Ema:
         """Move the averages towards the weights: decay x average + (1 - decay) x weight."""
         same = all(weight.dtype == torch.float32 for weight in self._weights.values())
         # Copies in fp32 of all weights at once would take the memory of another model.
-        groups = [list(self._weights)] if same else [[name] for name in self._weights]
+        groups = self._names_by_mesh() if same else [[name] for name in self._weights]
         for names in groups:
             weights = [self._weights[name].detach().float() for name in names]
             self._average([self.averages[name] for name in names], weights, 0)
+
+    def _names_by_mesh(self) -> list[list[str]]:
+        names = {id(weight): name for name, weight in self._weights.items()}
+        return [[names[id(weight)] for weight in part] for part in by_mesh(self._weights.values())]
 
     def begin(self, names: Iterable[str]) -> None:
         """Restart averages at the current weights."""

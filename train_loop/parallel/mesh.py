@@ -14,6 +14,18 @@ from train_loop.plan import Axis, MeshPlan
 
 
 @dataclass(frozen=True)
+class ExpertMesh:
+    """The meshes of parameters of experts, if ranks hold different experts."""
+
+    ep: DeviceMesh
+    """The mesh with axis [ep] of the ranks that have all experts of a layer together."""
+    efsdp: DeviceMesh
+    """The mesh for `fully_shard` of experts, with axes [efsdp], or [ddp, efsdp] for HSDP."""
+    tokens: DeviceMesh
+    """The mesh of the ranks with the same tokens: that of tp, or this rank alone."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The meshes and process groups of this rank."""
 
@@ -28,6 +40,8 @@ class Mesh:
     """The process group of the ranks that have the same samples, along sp and tp."""
     tp: DeviceMesh | None = None
     """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole layers."""
+    experts: "ExpertMesh | None" = None
+    """The meshes of experts; None if each rank has all experts of its layers."""
 
     @property
     def data_rank(self) -> int:
@@ -71,7 +85,17 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
         # A mesh accepts no timeout: without this call its groups use torch's default of 30 min.
         _set_pg_timeout(timeout, group)
     shards, tp = (parameters, None) if plan.tp == 1 else (parameters[plan.names[:-1]], parameters["tp"])
-    return Mesh(plan, dist.get_rank(), device, shards, sequence, peers, tp)
+    experts = None if plan.ep == 1 else _build_experts(plan, device, tp, timeout)
+    return Mesh(plan, dist.get_rank(), device, shards, sequence, peers, tp, experts)
+
+
+def _build_experts(plan: MeshPlan, device: torch.device, tp: DeviceMesh | None, timeout: timedelta) -> ExpertMesh:
+    """Build the groups of experts. A mesh slices axes of one grid only, so the rank alone is an axis of it, too."""
+    grid = _device_mesh(device, (*plan.experts, Axis("alone", "tensor", 1)))
+    for group in grid.get_all_groups():
+        _set_pg_timeout(timeout, group)
+    *shards, ep = (axis.name for axis in plan.experts)
+    return ExpertMesh(grid[ep], grid[tuple(shards)], tokens=grid["alone"] if tp is None else tp)
 
 
 def _device_mesh(device: torch.device, axes: Sequence[Axis]) -> DeviceMesh:

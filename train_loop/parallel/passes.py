@@ -66,6 +66,19 @@ class Layers:
         built.anatomy.family.share_layers(built.anatomy, mesh.tp)
 
 
+class Experts:
+    """Ranks share the experts of each layer (expert parallelism)."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether ranks have different experts of a layer."""
+        return mesh.ep > 1
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Split the experts by the plan of the model's family."""
+        assert mesh.experts is not None, "the plan has this axis"
+        built.anatomy.family.share_experts(built.anatomy, mesh.experts.ep, mesh.experts.tokens)
+
+
 class Sequence:
     """Ranks share each sequence (Ulysses)."""
 
@@ -135,6 +148,8 @@ class Shard:
         anatomy, strategy = built.anatomy, built.spec.strategy
         # Found by class name, before FSDP2 changes the names of classes.
         layers, experts = wrapped_layers(anatomy, strategy.wrap_policy), expert_units(anatomy, strategy.wrap_policy)
+        if mesh.experts is not None and anatomy.experts is not None:
+            experts = [*anatomy.experts.modules]
         apply_fsdp(anatomy, mesh, strategy, router_dtype=built.spec.model.router_dtype)
         units = [layer for layer in layers if isinstance(layer, FSDPModule)]
         forward, backward = strategy.forward_prefetch, strategy.backward_prefetch
@@ -155,10 +170,19 @@ class Timing:
 
 # Changes of a layer's parameters or inputs come first. Then each pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
-# a layer is gathered once. `Layers`, and a later pass for expert parallelism, belong before `Sequence`, which counts
-# the heads of a rank, and before `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and
-# come last.
-PASSES: tuple[Pass, ...] = (Positions(), Layers(), Sequence(), Tiles(), Recompute(), Compile(), Shard(), Timing())
+# a layer is gathered once. `Layers` and `Experts` come before `Sequence`, which counts the heads of a rank, and before
+# `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and come last.
+PASSES: tuple[Pass, ...] = (
+    Positions(),
+    Layers(),
+    Experts(),
+    Sequence(),
+    Tiles(),
+    Recompute(),
+    Compile(),
+    Shard(),
+    Timing(),
+)
 
 
 def parallelize(anatomy: Anatomy, mesh: Mesh, spec: JobSpec, attention: Mapping[str, AttentionUse]) -> ComputeTimer:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -22,7 +23,7 @@ from train_loop.telemetry.timers import ComputeTimer
 def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_dtype: Dtype | None = None) -> None:
     """Shard each unit, then the rest as the root unit; gradients are plain sums over all ranks.
 
-    Routers in another dtype than the rest are separate units.
+    Routers in another dtype than the rest are separate units, and so are experts that ranks share.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
@@ -32,11 +33,13 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
             one.forward = partial(_without_views, one.forward)
         # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
-        reshard = strategy.reshard_after_forward
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
+        ranks, reshard = _ranks_of(unit[0], anatomy, mesh), strategy.reshard_after_forward
+        fully_shard(module, mesh=ranks, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
 
     # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
     units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
+    if experts is not None and mesh.experts is not None:
+        units = [[module] for module in experts.modules] + units
     if strategy.norm_dtype is not None:
         keep = MixedPrecisionPolicy(
             DTYPES[strategy.norm_dtype], policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=False
@@ -58,6 +61,13 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
         # A single rank has nothing to sum, but would divide every gradient by the factor.
         if isinstance(module, FSDPModule) and mesh.plan.world > 1:
             _sum_gradients(module)
+
+
+def _ranks_of(unit: nn.Module, anatomy: Anatomy, mesh: Mesh) -> DeviceMesh:
+    """Return the ranks that shard a unit: experts that ranks share have a mesh of their own."""
+    if mesh.experts is None or anatomy.experts is None or unit not in anatomy.experts.modules:
+        return mesh.fsdp
+    return mesh.experts.efsdp
 
 
 def _sum_gradients(unit: FSDPModule) -> None:

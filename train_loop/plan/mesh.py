@@ -1,14 +1,15 @@
 """Plan of the device mesh: the ranks that shard, replicate, and share a sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
-Role = Literal["replicate", "shard", "data", "sequence", "tensor"]
+Role = Literal["replicate", "shard", "data", "sequence", "tensor", "expert"]
 """Task of the ranks of an axis: hold copies or shards of parameters; read other samples, or parts of the same ones.
 
-Those of a tensor axis compute parts of each layer for the same tokens.
+Those of a tensor axis compute parts of each layer for the same tokens. Those of an expert axis have other experts of
+each layer, and compute them for the tokens of all.
 """
 
 
@@ -34,22 +35,37 @@ class Axis:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The device mesh of a run: two grids of the same ranks, one for parameters and one for samples.
+    """The device mesh of a run: grids of the same ranks for parameters, for those of experts, and for samples.
 
     `fsdp` counts the ranks that share one copy of the parameters, `ddp` the copies. Ulysses groups of `sp` ranks lie
     inside fsdp, or inside ddp if nothing is sharded. Each place of these axes has `tp` ranks with parts of its layers
-    (tensor parallelism). Both are innermost: their ranks are neighbours and see the same samples.
+    (tensor parallelism). Both are innermost: their ranks are neighbours and see the same samples. Groups of `ep`
+    neighbours hold all experts of a layer, and `efsdp` ranks share the same experts (expert parallelism).
     """
 
     ddp: int
     fsdp: int
     sp: int
     tp: int = 1
+    ep: int = 1
 
     @property
     def parameters(self) -> tuple[Axis, ...]:
         """Return the axes over which parameters are replicated, sharded and split, the outermost first."""
         shards = (Axis("fsdp", "shard", self.fsdp, stride=self.tp), *self._parts)
+        if self.ddp == 1:
+            return shards
+        return Axis("ddp", "replicate", self.ddp, stride=self.fsdp * self.tp), *shards
+
+    @property
+    def efsdp(self) -> int:
+        """Return the number of ranks that share one copy of an expert's parameters."""
+        return self.fsdp * self.tp // self.ep
+
+    @property
+    def experts(self) -> tuple[Axis, ...]:
+        """Return the axes over which the parameters of experts are replicated, sharded and split, as `parameters`."""
+        shards = Axis("efsdp", "shard", self.efsdp, stride=self.ep), Axis("ep", "expert", self.ep)
         if self.ddp == 1:
             return shards
         return Axis("ddp", "replicate", self.ddp, stride=self.fsdp * self.tp), *shards
@@ -92,7 +108,8 @@ class MeshPlan:
     @property
     def axes(self) -> dict[str, int]:
         """Return the size of every axis, including the Ulysses groups inside fsdp; dp follows from them."""
-        return {axis.name: axis.size for axis in (*self.parameters, *self.samples) if axis.role != "data"}
+        experts = () if self.ep == 1 else self.experts
+        return {axis.name: axis.size for axis in (*self.parameters, *self.samples, *experts) if axis.role != "data"}
 
     def leads(self, rank: int) -> bool:
         """Return whether a rank is the first of those with its samples, which reads and counts them."""
@@ -113,12 +130,15 @@ class MeshPlan:
 
 def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T], role: Role = "sequence") -> dict[range, tuple[T, ...]]:
     """Return the groups of a role on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
-    groups = [group for axis in mesh.samples if axis.role == role for group in axis.groups(mesh.world)]
+    axes = (*mesh.samples, *mesh.experts)
+    groups = [group for axis in axes if axis.role == role for group in axis.groups(mesh.world)]
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
     return {group: names for group, names in found.items() if len(names) > 1}
 
 
-def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, tp_size: int = 1, sharded: bool = True) -> MeshPlan:
+def plan_mesh(
+    *, world: int, fsdp_size: int, ulysses_size: int, tp_size: int = 1, ep_size: int = 1, sharded: bool = True
+) -> MeshPlan:
     """Plan the mesh by ROLL's rule: fsdp_size <= 1 or >= all ranks is one fsdp dimension, anything else is HSDP.
 
     Ranks that split layers count as one. Without sharding every one is a replica. Raises ValueError with rule, value
@@ -133,7 +153,7 @@ def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, tp_size: int = 1
             raise ValueError(
                 f"ulysses_size={ulysses_size} does not divide the {workers}; choose {one_of(divisors(whole))}"
             )
-        return MeshPlan(ddp=whole, fsdp=1, sp=ulysses_size, tp=tp_size)
+        return _with_experts(MeshPlan(ddp=whole, fsdp=1, sp=ulysses_size, tp=tp_size), ep_size)
     fsdp = whole if fsdp_size <= 1 or fsdp_size >= whole else fsdp_size
     if whole % fsdp:
         raise ValueError(
@@ -145,7 +165,18 @@ def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, tp_size: int = 1
             f"ulysses_size={ulysses_size} does not divide the {fsdp} ranks of an fsdp group; "
             f"choose {one_of(divisors(fsdp))}"
         )
-    return MeshPlan(ddp=whole // fsdp, fsdp=fsdp, sp=ulysses_size, tp=tp_size)
+    return _with_experts(MeshPlan(ddp=whole // fsdp, fsdp=fsdp, sp=ulysses_size, tp=tp_size), ep_size)
+
+
+def _with_experts(mesh: MeshPlan, size: int) -> MeshPlan:
+    """Return a mesh whose ranks share experts in groups of `size`, which lie inside fsdp x tp. Raises ValueError."""
+    ranks = mesh.fsdp * mesh.tp
+    fits = [ep for ep in divisors(ranks) if ep == 1 or ep % mesh.tp == 0]
+    if size not in fits:
+        group = f"{ranks} workers that hold a copy of the model"
+        multiple = "" if mesh.tp == 1 else f", and be a multiple of tp_size={mesh.tp}"
+        raise ValueError(f"ep_size={size} must divide the {group} (fsdp x tp){multiple}; choose {one_of(fits)}")
+    return replace(mesh, ep=size)
 
 
 def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
@@ -158,6 +189,15 @@ def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
         raise ValueError(
             f"reshard_after_forward={reshard} is not a smaller group that divides the {mesh.fsdp} ranks of an fsdp "
             f"group; choose {choices}"
+        )
+
+
+def check_efsdp(size: int, mesh: MeshPlan) -> None:
+    """Raise ValueError if the number of ranks that share each expert is given, and not the one that follows."""
+    if size not in (0, mesh.efsdp):
+        raise ValueError(
+            f"efsdp_size={size} contradicts ep_size={mesh.ep}: the {mesh.fsdp * mesh.tp} workers that hold a copy of "
+            f"the model are efsdp x ep, so efsdp is {mesh.efsdp}; remove efsdp_size, or change ep_size"
         )
 
 

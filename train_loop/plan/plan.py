@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory import MemoryTerm, estimate_memory
-from train_loop.plan.mesh import MeshPlan, check_reshard, divisors, one_of, plan_mesh
+from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import JobSpec, Problem, SpecError
@@ -51,9 +51,11 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
             fsdp_size=strategy.fsdp_size,
             ulysses_size=strategy.ulysses_size,
             tp_size=strategy.tp_size,
+            ep_size=strategy.ep_size,
             sharded=strategy.sharding_strategy != "NO_SHARD",
         )
         check_reshard(strategy.reshard_after_forward, mesh)
+        check_efsdp(strategy.efsdp_size, mesh)
         tree, unfit = plan_tree(spec, mesh)
         problems += unfit
         batch = plan_batch(spec.training, dp=mesh.dp)
@@ -68,8 +70,15 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
 
 
 def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None) -> tuple[MemoryTerm, ...]:
-    """Return the memory terms of a worker; with shared layers, those of its part of them."""
-    terms = estimate_memory(spec, shape.shared(mesh.tp), mesh, tree)
+    """Return the memory terms of a worker; with shared layers or experts, those of its part of them."""
+    terms = estimate_memory(spec, shape.shared(tp=mesh.tp, ep=mesh.ep), mesh, tree)
+    if mesh.ep > 1:
+        terms = tuple(
+            replace(term, formula=f"{term.formula}; experts are those of a worker: / ep")
+            if term.name == "gathered_parameters"
+            else term
+            for term in terms
+        )
     if mesh.tp == 1:
         return terms
     divided = "heads, F, vocab and parameters are those of a worker: / tp"

@@ -95,11 +95,14 @@ class ParameterCounts:
     """Units by `min_num_params`; None without it."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
+    experts: int = 0
+    """Parameters of a layer's experts."""
 
-    def shared(self, ranks: int) -> "ParameterCounts":
+    def shared(self, tp: int, ep: int) -> "ParameterCounts":
         """Return the numbers of a rank's part of each layer; it draws whole modules."""
-        parts: dict[str, Any] = {n: -(-size // ranks) for n, size in asdict(self).items() if type(size) is int}
-        return replace(self, **parts | {"module": self.module})
+        parts: dict[str, Any] = {n: -(-size // tp) for n, size in asdict(self).items() if type(size) is int}
+        layer = -(-(self.layer - self.experts) // tp) - (-self.experts // max(tp, ep))
+        return replace(self, **parts | {"module": self.module, "layer": layer})
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,15 @@ class ModelShape:
         """Return the shape of own code: no sizes of a decoder, until its parameters are counted."""
         return cls("code", 0, 0, 0, 0, 1, 1, 0, False, False, False, False, False)
 
-    def shared(self, ranks: int) -> "ModelShape":
-        """Return the sizes of a rank's part, if ranks share each layer: heads, F, vocabulary and parameters / ranks."""
-        if ranks == 1:
+    def shared(self, *, tp: int, ep: int = 1) -> "ModelShape":
+        """Return the sizes of a rank's part, if ranks share each layer: heads, F, vocabulary and parameters / tp.
+
+        Ranks that share experts have 1 / ep of them.
+        """
+        if tp == ep == 1:
             return self
-        parts = {name: -(-getattr(self, name) // ranks) for name in ("heads", "kv_heads", "intermediate", "vocab")}
-        return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(ranks))
+        parts = {name: -(-getattr(self, name) // tp) for name in ("heads", "kv_heads", "intermediate", "vocab")}
+        return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(tp, ep))
 
     @property
     def known(self) -> bool:

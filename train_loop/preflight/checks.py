@@ -155,6 +155,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
         module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
         units=unit_sizes(anatomy, spec.strategy.wrap_policy),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
+        experts=0 if anatomy.experts is None else anatomy.experts.largest,
     )
 
 

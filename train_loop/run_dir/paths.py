@@ -249,8 +249,8 @@ class RunDir:
             raise ValueError(
                 f"{path} holds another spec ({', '.join(_changed(before, now))}); a run directory belongs to one job, "
                 "choose a new one (a run can resume at another size if training.global_batch_size is set and only "
-                "scaling, training.per_device_train_batch_size, and fsdp_size, ulysses_size and tp_size of strategy "
-                "differ)"
+                "scaling, training.per_device_train_batch_size, and fsdp_size, ulysses_size, tp_size and ep_size of "
+                "strategy differ)"
             )
 
     @property

@@ -11,7 +11,7 @@ from train_loop.spec.data import DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
-from train_loop.spec.strategy import StrategySpec, tensor_faults
+from train_loop.spec.strategy import StrategySpec, expert_faults, tensor_faults
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
 
 
@@ -118,7 +118,7 @@ class JobSpec(SpecModel):
         return self.model_copy(
             update={
                 "scaling": ScalingSpec(),
-                "strategy": self.strategy.model_copy(update={"fsdp_size": 0, "ulysses_size": 1, "tp_size": 1}),
+                "strategy": self.strategy.over_all_workers,
                 "training": self.training.model_copy(update={"per_device_train_batch_size": 1}),
             }
         )
@@ -254,7 +254,7 @@ class JobSpec(SpecModel):
     @field_validator("strategy")
     @classmethod
     def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        for fault in tensor_faults(strategy, info.data):
+        for fault in (*tensor_faults(strategy, info.data), *expert_faults(strategy, info.data)):
             raise ValueError(fault)
         return strategy
 

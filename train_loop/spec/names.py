@@ -29,7 +29,6 @@ _NOT_YET = _by_name(
         "": "router_bias_update load add_tokens kernels images balance precision cast_forward_inputs "
         "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups optimizer_state "
         "profile neftune_noise_alpha group_by_length length_column_name tf32",
-        "expert parallelism (strategy.ep_size)": "ep_size efsdp_size expert_parallel_size expert_model_parallel_size",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",
         "training.warmup_ratio; set training.warmup_steps": "warmup_ratio",
@@ -106,6 +105,7 @@ _OURS = _by_name(
         "cp_size context_parallel_size",
         "strategy.tp_size": "tp tp_degree tensor_parallel tensor_parallel_size tensor_model_parallel_size "
         "tensor_parallel_degree autotp_size",
+        "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size expert_parallel_degree",
         "strategy.fsdp_size and scaling.num_workers": "dp_size",
         "scaling.num_workers": "num_processes nproc_per_node nnodes num_nodes num_machines world_size workers",
         "scaling.num_workers and scaling.resources_per_worker": "num_gpus n_gpus gpus",

@@ -70,6 +70,17 @@ class StrategySpec(SpecModel):
         description="workers that share each layer (tensor parallelism), by the plan of the model's family; fsdp_size "
         "and ulysses_size then count groups of that many workers",
     )
+    ep_size: int = Field(
+        default=1,
+        ge=1,
+        description="workers that share the experts of each layer (expert parallelism): each has whole experts, and "
+        "tokens go to the worker of their experts; divides fsdp_size x tp_size",
+    )
+    efsdp_size: int = Field(
+        default=0,
+        ge=0,
+        description="workers that shard each expert; 0: the only number that fits, fsdp_size x tp_size / ep_size",
+    )
     param_dtype: Dtype = Field(
         default="bf16", description="compute dtype of FSDP; equals model.dtype if only one of the two is set"
     )
@@ -130,6 +141,12 @@ class StrategySpec(SpecModel):
         return "tp_size" if self.ulysses_size == 1 else "tp_size x ulysses_size"
 
     @property
+    def over_all_workers(self) -> "StrategySpec":
+        """The same strategy with one FSDP group of all workers, which share neither sequences, layers nor experts."""
+        alone = {"fsdp_size": 0, "ulysses_size": 1, "tp_size": 1, "ep_size": 1, "efsdp_size": 0}
+        return self.model_copy(update=alone)
+
+    @property
     def save_mode(self) -> SaveMode:
         """The mode in which checkpoints are written."""
         named: dict[bool, SaveMode] = {False: "sync", True: "thread"}
@@ -177,6 +194,25 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[st
         settings[f"training.optimizer={training.optimizer}"] = training.optimizer not in ("adamw", "sgd")
     yield from (
         f"{setting} is not proven with tp_size={strategy.tp_size}; change it, or choose tp_size=1"
+        for setting, chosen in settings.items()
+        if chosen
+    )
+
+
+def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of a job that are not proven for ranks that share experts; `job` has its valid parts."""
+    if strategy.ep_size == 1:
+        return
+    training, reshard = job.get("training"), strategy.reshard_after_forward
+    settings = {
+        "sharding_strategy: NO_SHARD": strategy.sharding_strategy == "NO_SHARD",
+        f"min_num_params={strategy.wrap_policy.min_num_params}": strategy.wrap_policy.min_num_params is not None,
+        f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
+    }
+    if training is not None:
+        settings[f"training.reproducible={training.reproducible}"] = training.reproducible != "same_size"
+    yield from (
+        f"{setting} is not proven with ep_size={strategy.ep_size}; change it, or choose ep_size=1"
         for setting, chosen in settings.items()
         if chosen
     )

@@ -12,6 +12,8 @@ class MeshOut(BaseModel):
     fsdp: int
     sp: int
     tp: int
+    ep: int
+    efsdp: int
     shape: tuple[int, ...]
     names: tuple[str, ...]
 

@@ -86,7 +86,7 @@ def _at_this_size(spec: JobSpec) -> JobSpec:
     return spec.model_copy(
         update={
             "scaling": ScalingSpec(num_workers=world),
-            "strategy": spec.strategy.model_copy(update={"fsdp_size": 0, "ulysses_size": 1, "tp_size": 1}),
+            "strategy": spec.strategy.over_all_workers,
             "training": spec.training.model_copy(
                 update={
                     "global_batch_size": world,

@@ -33,6 +33,11 @@ class Experts:
         return total * (self.number - self.chosen) // self.number
 
     @property
+    def largest(self) -> int:
+        """Return the number of parameters of all experts of the layer with most of them."""
+        return max(sum(p.numel() for p in module.parameters()) for module in self.modules)
+
+    @property
     def biases(self) -> set[int]:
         """Return the ids of biases, which have two dimensions here."""
         return {id(p) for module in self.modules for name, p in module.named_parameters() if name.endswith("bias")}

@@ -204,6 +204,13 @@ class Family(Protocol):
         """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens."""
         raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
 
+    def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:
+        """Split the experts of a model on the meta device over the ranks of a mesh, in place.
+
+        The ranks of `tokens` have the same tokens.
+        """
+        raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share experts; choose ep_size: 1")
+
     def heads_of_rank(
         self, model: nn.Module, attention: Mapping[str, AttentionUse], ranks: int
     ) -> Mapping[str, AttentionUse]:
@@ -286,6 +293,7 @@ def faults_without_experts(name: str, spec: JobSpec) -> dict[str, str]:
         "/model/router_dtype": spec.model.router_dtype is None and "router_dtype=null",
         "/training/router_aux_loss": training.router_aux_loss != RouterAuxLossSpec() and "router_aux_loss",
         "/training/router_z_loss": bool(z_loss) and f"router_z_loss={z_loss}",
+        "/strategy/ep_size": spec.strategy.ep_size > 1 and f"ep_size={spec.strategy.ep_size}",
     }
     return {
         pointer: f"{what} has no effect on {name}, which has no experts; remove {pointer.rpartition('/')[2]}"

@@ -8,8 +8,8 @@ from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, raw_spec, spec
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.causal.parallel.tensor import check_plan
 from train_loop.model.families.causal.probe import probe
-from train_loop.model.families.causal.tensor import check_plan
 from train_loop.model.folder import model_shape
 from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh, why_split
 from train_loop.spec import ScalingSpec, SpecError, parse
@@ -56,7 +56,6 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert fault(TINY) == ""
     assert "that of model_type=gpt2 is missing; choose tp_size: 1" in fault(small("gpt2"))
     assert "tp_size=2 is not proven for model_type=apertus" in fault(small("apertus"))
-    assert "that of model_type=qwen3_moe splits experts, which is not supported yet" in fault(small("qwen3_moe"))
     assert "must divide the 2 kv heads of model.layers.0.self_attn" in fault(TINY, tp_size=4)
     assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
     assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)

@@ -15,6 +15,7 @@ from train_loop.model.families.anatomy import Experts
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import has_labels
+from train_loop.model.families.causal.parallel.expert import check_expert_plan
 from train_loop.model.families.family import SettingCheck, faults_without_experts, rejecting
 from train_loop.spec import JobSpec
 
@@ -215,7 +216,10 @@ def check_experts(model: PreTrainedModel, experts: Experts | None, spec: JobSpec
     """Return a check for each setting that does not fit the experts of a model, or their absence."""
     if experts is None:
         return rejecting(faults_without_experts(type(model).__name__, spec))
-    return rejecting(_faults_of_settings(model, experts, spec))
+    return (
+        SettingCheck("/strategy/ep_size", lambda: check_expert_plan(model, experts, spec)),
+        *rejecting(_faults_of_settings(model, experts, spec)),
+    )
 
 
 def route_on_meta(model: nn.Module) -> None:

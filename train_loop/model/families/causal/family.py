@@ -49,6 +49,8 @@ from train_loop.model.families.causal.heads import (
     pools,
     read_at_ends,
 )
+from train_loop.model.families.causal.parallel.expert import share_experts
+from train_loop.model.families.causal.parallel.tensor import check_plan, heads_of_rank, share_layers
 from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
@@ -61,7 +63,6 @@ from train_loop.model.families.causal.probe import (
 from train_loop.model.families.causal.published import own_names, splits, write_configs
 from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
-from train_loop.model.families.causal.tensor import check_plan, heads_of_rank, share_layers
 from train_loop.model.families.family import (
     Attention,
     AttentionUse,
@@ -151,6 +152,10 @@ class Causal(Family):
     def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh) -> None:
         """Split the layers by transformers' plan."""
         share_layers(anatomy, mesh)
+
+    def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:
+        """Split the experts by transformers' plan."""
+        share_experts(anatomy, mesh, tokens)
 
     def heads_of_rank(
         self, model: PreTrainedModel, attention: Mapping[str, AttentionUse], ranks: int

@@ -16,6 +16,7 @@ from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config import SOURCE
+from train_loop.model.families.causal.experts import experts_of
 from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
 from train_loop.plan import divisors, one_of
@@ -31,6 +32,8 @@ _KINDS = """
     gpt_neox granite helium hrm_text hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral nanochat
     nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma youtu
 """
+MIXTURES = frozenset(["cohere2_moe", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "qwen3_moe"])
+"""Families proven with `ep_size` by `tests/families/test_expert_parallel.py`."""
 PROVEN = frozenset(_KINDS.split())
 """Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank.
 
@@ -57,7 +60,12 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
             f"tp_size={size} needs a plan of how ranks share layers, which {SOURCE} has for many families; that of "
             f"model_type={kind} {reason}; choose tp_size: 1, or another family, for example qwen3 or llama"
         )
-    if kind not in PROVEN:
+    if experts_of(model) and spec.strategy.ep_size == 1:
+        raise ModelError(
+            f"tp_size={size} shares the experts of {type(model).__name__} by ep_size, which must be a multiple of "
+            f"tp_size; set ep_size: {size}"
+        )
+    if kind not in PROVEN | MIXTURES:
         raise ModelError(
             f"tp_size={size} is not proven for model_type={kind}; see the proven families on the page on tensor "
             "parallelism; choose tp_size: 1, or another family, for example qwen3 or llama"
@@ -81,10 +89,10 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
 
 def _fault_of_plan(model: Any) -> str | None:
     """Return the fault of a family's plan; None if ranks can share its layers."""
-    plan: dict[str, str] = model.tp_plan or {}
+    plan = _plan(model)
     strange = sorted({*plan.values()} - _STYLES)
     if any("experts" in style for style in strange):
-        return "splits experts, which is not supported yet"
+        return "splits experts, and names no whole ones for ep_size"
     if strange:
         return f"has parts of the style {', '.join(strange)}"
     if not plan:
@@ -160,7 +168,7 @@ def _can_divide(own: AttentionUse | None, sequences: int) -> bool:
 
 
 def _splits_heads(model: Any) -> bool:
-    return any(name.rpartition(".")[2] in _SPLIT_HEADS and style == "colwise" for name, style in model.tp_plan.items())
+    return any(name.rpartition(".")[2] in _SPLIT_HEADS and style == "colwise" for name, style in _plan(model).items())
 
 
 def share_layers(anatomy: Anatomy, mesh: DeviceMesh) -> None:
@@ -175,14 +183,22 @@ def share_layers(anatomy: Anatomy, mesh: DeviceMesh) -> None:
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in whole})
     if tied and head is not None and table is not None:
         head.weight = table.weight
+    experts = () if anatomy.experts is None else anatomy.experts.modules
     for module, name in names.items():
-        _keep_whole(module, mesh, Partial() if name in whole else Replicate())
+        if module not in experts:
+            _keep_whole(module, mesh, Partial() if name in whole else Replicate())
 
 
 def _expanded(model: Any) -> dict[str, str]:
     """Return the style of each module and parameter by name; parameters come before their module."""
-    found: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
+    found: dict[str, str] = model._expand_parallel_plan(_plan(model))
     return found
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Return the style of each kind of module and parameter, without experts, which ranks share by another plan."""
+    experts = tuple(f"{name}." for name in model.ep_plan or ())
+    return {name: style for name, style in (model.tp_plan or {}).items() if not f"{name}.".startswith(experts)}
 
 
 def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replicate) -> None:
