@@ -66,6 +66,9 @@ DISTURBED = (
 _SHARED = Case("tp 2", 2, tp_size=2)
 SHARED = (DISTURBED[0]._replace(case=_SHARED), DISTURBED[1], DISTURBED[2]._replace(case=_SHARED))
 """The same, with ranks that share layers in the first and the last attempt."""
+_EXPERTS, _BOTH = (Case(f"tp {tp} x ep 2", 2, tp_size=tp, others=(("strategy", "ep_size", 2),)) for tp in (1, 2))
+SHARED_EXPERTS = (DISTURBED[0]._replace(case=_EXPERTS), DISTURBED[1], DISTURBED[2]._replace(case=_BOTH))
+"""The same, with ranks that share experts in the first and the last attempt, and layers in the last."""
 
 
 def job_of(kind: Kind, case: Case) -> JobSpec:
@@ -79,6 +82,7 @@ def job_of(kind: Kind, case: Case) -> JobSpec:
     raw["training"] = {"max_steps": STEPS, "max_grad_norm": 0.3, "weight_decay": 0.1, "learning_rate": 1e-3}
     raw["training"] |= {"per_device_train_batch_size": rows, "global_batch_size": MICRO_BATCHES * rows}
     raw["training"] |= {"audit_samples": True}
+    raw["training"] |= {field: value for part, field, value in case.others if part == "training"}
     raw["checkpoint"] = {"every_steps": 2}
     return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
 

@@ -22,6 +22,7 @@ from tests.families.parity import CASES, NONE, TOLERANCE, Case, Settings
 from tests.families.runs import (
     DISTURBED,
     SHARED,
+    SHARED_EXPERTS,
     STEPS,
     UNDISTURBED,
     Kind,
@@ -47,7 +48,7 @@ from train_loop.loop.build import count_flops
 from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.model.families.causal.parallel.tensor import PROVEN
+from train_loop.model.families.causal.parallel.tensor import MIXTURES, PROVEN
 from train_loop.preflight.checks import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
@@ -125,13 +126,20 @@ def refusal_of(kind: Kind, case: Case) -> str | None:
     return problems[0].message if problems else None
 
 
+def legs_of(family: str, objective: str) -> tuple[Leg, ...]:
+    """Return the attempts of a disturbed run, on the axes for which a family is proven."""
+    if objective != TOKENS:
+        return DISTURBED
+    return SHARED_EXPERTS if family in MIXTURES else SHARED if family in PROVEN else DISTURBED
+
+
 @pytest.fixture(scope="module", params=DRAWN, ids=", ".join)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, call_ranks: CallRanks, rows: Path
 ) -> Trained:
     folder = tmp_path_factory.mktemp("runs")
     found = Trained(kind_of(request.param[0], request.param[1], rows), folder / "undisturbed", folder / "disturbed")
-    disturbed = SHARED if request.param[0] in PROVEN and request.param[1] == TOKENS else DISTURBED
+    disturbed = legs_of(*request.param)
     for legs, run in ((UNDISTURBED, found.undisturbed), (disturbed, found.disturbed)):
         for attempt, leg in enumerate(legs, start=1):
             RunDir(run).write_fence(attempt)

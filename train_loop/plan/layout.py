@@ -11,7 +11,7 @@ from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
 _NOISE = 1e-9
-_EACH_LAYER = "exchanges in each layer are"
+_ALL_TO_ALL, _EACH_LAYER = "all-to-all is", "exchanges in each layer are"
 AUTOSCALED_VARIABLE = "TRAINSHED_AUTOSCALED"
 """Environment variable of drivers if nodes may join on demand (the operator set TRAINSHED_CLUSTER_LIMIT)."""
 
@@ -61,7 +61,11 @@ def why_split(
         f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
     )
     whole = sum(count // group for count in places)
-    kinds = {"ulysses_size": ("Ulysses groups", "all-to-all is"), "tp_size": ("tensor parallel groups", _EACH_LAYER)}
+    kinds = {
+        "ulysses_size": ("Ulysses groups", _ALL_TO_ALL),
+        "tp_size": ("tensor parallel groups", _EACH_LAYER),
+        "ep_size": ("expert parallel groups", _ALL_TO_ALL),
+    }
     kind, exchange = kinds.get(name, (f"groups of {name} workers", _EACH_LAYER))
     head = f"{crossing} of {scaling.world // group} {kind} cross nodes, where their {exchange} slow: "
     if scaling.placement_strategy == "STRICT_SPREAD":

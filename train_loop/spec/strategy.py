@@ -210,7 +210,10 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[st
         f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
     }
     if training is not None:
-        settings[f"training.reproducible={training.reproducible}"] = training.reproducible != "same_size"
+        settings |= {
+            f"training.reproducible={training.reproducible}": training.reproducible != "same_size",
+            f"training.optimizer={training.optimizer}": training.optimizer == "adamw_8bit",
+        }
     yield from (
         f"{setting} is not proven with ep_size={strategy.ep_size}; change it, or choose ep_size=1"
         for setting, chosen in settings.items()

@@ -142,16 +142,23 @@ class Planner:
         idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
         return [
             *([f"the job would stay QUEUED: {never}"] if never else []),
-            *filter(None, (split, starves, idle, stuck)),
+            *filter(None, (*split, starves, idle, stuck)),
             *notes,
         ]
 
 
-def _split(spec: JobSpec, cluster: Capacity | None) -> str | None:
-    """Return why groups of workers with the same samples cross nodes; None if none does."""
+def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
+    """Return why groups of workers with the same samples, or with all experts together, cross nodes; None if none does.
+
+    A layout keeps the former on one node, if any layout does.
+    """
     if cluster is None:
-        return None
-    return why_split(spec.scaling, cluster.nodes, group=spec.strategy.peers, name=spec.strategy.name_of_peers)
+        return []
+    strategy = spec.strategy
+    return [
+        why_split(spec.scaling, cluster.nodes, group=group, name=name)
+        for group, name in ((strategy.peers, strategy.name_of_peers), (strategy.ep_size, "ep_size"))
+    ]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

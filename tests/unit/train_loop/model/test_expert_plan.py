@@ -6,15 +6,16 @@ import pytest
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
-from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh
+from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh, why_split
 from train_loop.preflight.checks import check_model
-from train_loop.spec import JobSpec, SpecError, parse
+from train_loop.spec import JobSpec, ScalingSpec, SpecError, parse
 
 
 @pytest.mark.parametrize(
     ("part", "setting", "found"),
     [
         ("training", {"reproducible": "any_size", "global_batch_size": 8}, "training.reproducible=any_size"),
+        ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit"),
         ("strategy", {"wrap_policy": {"min_num_params": 100}}, "min_num_params=100"),
         ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ("strategy", {"sharding_strategy": "NO_SHARD"}, "sharding_strategy: NO_SHARD"),
@@ -119,6 +120,12 @@ def test_models_whose_experts_cannot_be_shared_are_refused(
 ) -> None:
     _, problems = check_model(job_of(config, **strategy), may_read())
     assert [one.message for one in problems] == [message]
+
+
+def test_nodes_that_cannot_hold_a_group_get_a_warning() -> None:
+    reason = why_split(ScalingSpec(num_workers=4), [{"CPU": 3.0}, {"CPU": 1.0}], group=4, name="ep_size")
+    assert reason is not None
+    assert "1 of 1 expert parallel groups cross nodes, where their all-to-all is slow" in reason
 
 
 def test_names_of_other_tools_lead_to_the_field() -> None:

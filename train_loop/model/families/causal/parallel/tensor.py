@@ -32,7 +32,11 @@ _KINDS = """
     gpt_neox granite helium hrm_text hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral nanochat
     nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma youtu
 """
-MIXTURES = frozenset(["cohere2_moe", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "qwen3_moe"])
+_MIXTURES = """
+    aria_text axk1 cohere2_moe deepseek_v3 dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe hy_v3 kolibri1
+    laguna mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe qwen2_moe qwen3_moe solar_open
+"""
+MIXTURES = frozenset(_MIXTURES.split())
 """Families proven with `ep_size` by `tests/families/test_expert_parallel.py`."""
 PROVEN = frozenset(_KINDS.split())
 """Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank.
