@@ -14,6 +14,7 @@ def show_plan(plan: PlanOut) -> None:
             "sizes": ", ".join(map(str, plan.sizes)) or None,
             "ranks by node": _nodes(plan),
             "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
+            "mesh of experts": f"efsdp {plan.mesh.efsdp}, ep {plan.mesh.ep}" if plan.mesh.ep > 1 else None,
             "reduction tree": _tree(plan),
             "sequences per step": plan.global_batch_size,
             "tokens per step": plan.tokens_per_step,
