@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from train_loop.errors import ModelError
+from train_loop.parallel.choices import KeptChoices
 
 
 def apply_tiled_mlp(layers: Sequence[nn.Module], *, tiles: int) -> None:
@@ -40,14 +41,17 @@ def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, x: Tensor) -> Tensor
     return torch.cat(outputs).view(*x.shape[:-1], -1)
 
 
-def apply_checkpointing(layers: Sequence[nn.Module], *, offload: bool, pin_memory: bool) -> None:
+def apply_checkpointing(
+    layers: Sequence[nn.Module], *, offload: bool, pin_memory: bool, routers: Sequence[nn.Module] = ()
+) -> None:
     """Keep only the input of each layer for backward, which recomputes the rest (Chen et al., 2016).
 
     `offload` stores the inputs in (pinned) host memory. FSDP gathers the parameters once for recomputation and
-    backward.
+    backward. The choices of `routers` are kept, too.
     """
+    contexts = KeptChoices(routers).contexts if routers else noop_context_fn
     for layer in layers:
-        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
         layer.forward = functools.partial(_offloaded, forward, pin_memory) if offload else forward
 
 

@@ -117,10 +117,11 @@ class Recompute:
         return spec.model.gradient_checkpointing != "none"
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
-        """Checkpoint each layer."""
-        layers = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy)
+        """Checkpoint each layer; its routers choose the same experts twice."""
+        layers, experts = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy), built.anatomy.experts
         offload = built.spec.model.gradient_checkpointing == "offload"
-        apply_checkpointing(layers, offload=offload, pin_memory=mesh.device.type == "cuda")
+        routers = () if experts is None else experts.routers
+        apply_checkpointing(layers, offload=offload, pin_memory=mesh.device.type == "cuda", routers=routers)
 
 
 class Compile:
