@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from train_loop.optim import Ema
+from train_loop.optim import Ema, ExpertBalance
 
 
 @dataclass
@@ -54,6 +54,8 @@ class TrainState:
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""
     ema: Ema | None = None
+    balance: ExpertBalance | None = None
+    """Biases of routers that balance experts; None if they stay."""
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0

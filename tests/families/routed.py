@@ -1,8 +1,9 @@
 """A step of a mixture of experts with the losses of its routers, compared with transformers' own function."""
 
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,13 +21,16 @@ from tests.support.ranks.gradients import build, divisor, forget_meshes, my_shar
 from train_loop.conformance.measure import largest_difference, whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
+from train_loop.loop.build import build_balance, build_state
 from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.objectives.routed import RoutedLoss
 from train_loop.loop.reduction import PlainReduction
-from train_loop.loop.step import StepSums, accumulate
+from train_loop.loop.step import StepSums, accumulate, train_step
+from train_loop.model.families.causal.experts import experts_of
 from train_loop.parallel.mesh import Mesh
 from train_loop.spec import JobSpec, parse
 
+BIASES = ("e_score_correction_bias", "expert_bias")
 ROWS, SIZE = 8, 2
 """Rows of the step, and of a rank's micro-batch."""
 
@@ -69,8 +73,18 @@ class Found(NamedTuple):
     """Tokens x experts of a token, in each layer."""
 
 
-def compare(case: Case) -> Found:
-    """Compare a step of a case on the existing ranks with a plain loop on rank 0."""
+class Models(NamedTuple):
+    """A model on the existing ranks, and transformers' with the same weights."""
+
+    job: JobSpec
+    model: PreTrainedModel
+    loss: RoutedLoss
+    mesh: Mesh
+    plain: Any
+
+
+def models_of(case: Case) -> Models:
+    """Build the models of a case."""
     torch.set_num_threads(1)
     forget_meshes()
     job = job_of(case)
@@ -85,10 +99,16 @@ def compare(case: Case) -> Found:
         _send_all_to_two(plain)
     copy_weights(plain, model)
     _copy_buffers(plain, model)
+    assert isinstance(loss, RoutedLoss)
+    return Models(job, model, loss, mesh, plain)
+
+
+def compare(case: Case) -> Found:
+    """Compare a step of a case on the existing ranks with a plain loop on rank 0."""
+    job, model, loss, mesh, plain = models_of(case)
     rows = untrained_first(shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed))
     sums = _accumulate(loss, rows, job, mesh)
     found = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
-    assert isinstance(loss, RoutedLoss)
     loads = loss.watch.take_loads()
     if dist.get_rank() > 0:
         return Found(0.0, 0.0, [], 0)
@@ -104,6 +124,67 @@ def compare(case: Case) -> Found:
         loads,
         tokens * _chosen(loss),
     )
+
+
+class Balanced(NamedTuple):
+    """Biases of routers by name after some steps, and tokens of each expert [L, E]; ours, and those by transformers."""
+
+    biases: dict[str, Tensor]
+    expected: dict[str, Tensor]
+    loads: list[list[int]]
+    expected_loads: list[list[int]]
+    are_equal: bool
+    """True if all ranks have the same biases."""
+
+
+def balance(case: Case) -> Balanced:
+    """Balance the experts of a case in three steps on the existing ranks, of which the second is not finite."""
+    job, model, loss, mesh, plain = models_of(case)
+    state, reduction = build_state(loss.anatomy, job, mesh, steps=3), PlainReduction(model, mesh)
+    state.balance = build_balance(loss, job)
+    steps = [
+        shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed, seed=step), packed=case.packed)
+        for step in range(3)
+    ]
+    for step, rows in enumerate(steps):
+        batch = my_share(rows, mesh)
+        count = math.nan if step == 1 else divisor(batch, mesh)
+        micro = micro_batches(batch, SIZE, loss.anatomy, mesh)
+        train_step(state, loss, micro, divisor=count, reduction=reduction, max_grad_norm=None)
+    found, loads = _biases(model), loss.watch.take_loads()
+    lowest = torch.cat([one.flatten() for one in found.values()])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    expected, expected_loads = _balanced_plainly(plain, steps if dist.get_rank() == 0 else [], job)
+    return Balanced(found, expected, loads, expected_loads, torch.equal(lowest, highest))
+
+
+@torch.no_grad()
+def _balanced_plainly(model: Any, steps: Sequence[Rows], job: JobSpec) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """Return biases and loads after steps of which the second changes nothing, from single documents."""
+    biases, experts, rate = _biases(model), experts_of(model), job.model.router_bias_update
+    chosen = [list[Tensor]() for _ in experts]
+    for one, its in zip(experts, chosen, strict=True):
+        one.register_forward_pre_hook(lambda _, inputs, its=its: its.append(inputs[1].flatten()))
+    number = len(next(iter(biases.values())).flatten())
+    total = torch.zeros(len(experts), number, dtype=torch.int64)
+    for step, rows in enumerate(steps):
+        for row, document in ((number, one) for number in range(ROWS) for one in _documents(rows, number)):
+            model(input_ids=torch.from_numpy(rows.input_ids[row, document])[None].long(), use_cache=False)
+        loads = torch.stack([torch.cat(its).bincount(minlength=number) for its in chosen])
+        total += loads
+        for its in chosen:
+            its.clear()
+        for (name, bias), layer in zip(biases.items(), loads.double(), strict=True):
+            if step != 1 and not name.startswith(job.model.freeze_module_prefix):
+                bias += rate * (layer.mean() - layer).sign().float().view_as(bias)
+    return biases, total.tolist()
+
+
+def _biases(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the biases with which routers choose, which are parameters or buffers, by name in the order of layers."""
+    return {name: one for name, one in model.state_dict().items() if name.endswith(BIASES)}
 
 
 def precision(case: Case) -> tuple[torch.dtype, bool]:

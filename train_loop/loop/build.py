@@ -20,7 +20,7 @@ from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
-from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
+from train_loop.optim import Ema, ExpertBalance, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
@@ -91,6 +91,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     time_optimizers(state.optimizers, sharded.timer)
     objective = route(build_objective(sharded, spec, plan, dataset), spec, mesh)
     check_objective(objective, [column.name for column in dataset.columns])
+    state.balance = build_balance(objective, spec)
     return Run(
         spec=spec,
         session=session,
@@ -162,6 +163,14 @@ def route(objective: Objective, spec: JobSpec, mesh: Mesh) -> Objective:
     if experts is None:
         return objective
     return RoutedLoss(objective, experts, RouterRule.of(spec.training, experts), mesh)
+
+
+def build_balance(objective: Objective, spec: JobSpec) -> ExpertBalance | None:
+    """Return the balance of experts by biases that a spec asks for; it takes the loads that the objective counts."""
+    rate, experts = spec.model.router_bias_update, objective.anatomy.experts
+    if rate is None or experts is None or not isinstance(objective, RoutedLoss):
+        return None
+    return ExpertBalance(rate, experts.balanced, objective.watch.sum_loads)
 
 
 def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenLoss:

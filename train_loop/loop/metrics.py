@@ -134,13 +134,10 @@ def _loads(run: Run) -> dict[str, Any]:
         return {}
     loads = routed.watch.take_loads()
     if late := routed.idle.news(loads, step=run.state.step):
-        remedy = "set training.router_aux_loss.coef, or a larger one"
-        if not routed.has_auxiliary:
-            remedy = "choose a larger global_batch_size, or another mixture: the code of this one has no auxiliary loss"
         named = ", ".join(f"{expert} of layer {layer}" for layer, expert in late[:_NAMED])
         run.session.journal.warn(
             f"{len(late)} experts got no token in {IDLE_STEPS} steps, for example {named} (counting layers with "
-            f"experts); {remedy}"
+            f"experts); {routed.remedy}"
         )
     means = [sum(experts) / len(experts) for experts in loads]
     return {"expert_load": [round(max(one) / mean, 3) if mean else 0.0 for one, mean in zip(loads, means, strict=True)]}

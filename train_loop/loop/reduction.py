@@ -91,7 +91,7 @@ class PlainReduction:
         """Sum one value per micro-batch of this rank, in at least float32, whatever the model's output_dtype is."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         total: Tensor = sum(values.unbind(), start=torch.zeros((), dtype=dtype, device=values.device))
-        return _sum_once(total, self.mesh)
+        return sum_once(total, self.mesh)
 
     def sum_shares(self, shares: Tensor, plain: float) -> float:
         """Return the plain sum."""
@@ -104,10 +104,10 @@ class PlainReduction:
             total += values
         if self._calls is not None:
             self._calls.agree()
-        return _sum_once(total, self.mesh)
+        return sum_once(total, self.mesh)
 
 
-def _sum_once(values: Tensor, mesh: Mesh) -> Tensor:
+def sum_once(values: Tensor, mesh: Mesh) -> Tensor:
     """Sum values over all ranks; ranks that split layers have equal values, which count once."""
     if mesh.plan.tensor_rank(mesh.rank):
         values = torch.zeros_like(values)

@@ -74,6 +74,8 @@ def train_step(
     lr = state.lr
     if finite:
         state.apply_gradients()
+    if state.balance is not None:
+        state.balance.end_step(applied=finite)
     scaler.update()
     state.drop_gradients()
     return StepResult(sums.loss.item(), norm.item(), lr, finite, overflow, sums.means)

@@ -64,6 +64,13 @@ class ModelSpec(SpecModel):
         default="fp32",
         description="dtype in which routers of a mixture of experts compute; null: the compute dtype",
     )
+    router_bias_update: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="step by which each optimizer step moves the biases that routers add to scores to choose experts "
+        "(e_score_correction_bias) towards equal loads; null: they stay",
+    )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",
         description="full: recompute each layer in the backward pass; offload: also keep its input in host memory; "

@@ -26,7 +26,7 @@ _NOT_YET = _by_name(
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
-        "": "router_bias_update load add_tokens kernels images balance precision cast_forward_inputs "
+        "": "load add_tokens kernels images balance precision cast_forward_inputs "
         "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups optimizer_state "
         "profile neftune_noise_alpha group_by_length length_column_name tf32",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
@@ -65,6 +65,7 @@ _OURS = _by_name(
         "model.head.masked_lm.probability": "mlm_probability mlm_prob masking_ratio",
         "training.router_aux_loss.coef": "router_aux_loss_coef moe_aux_loss_coeff aux_loss_coef",
         "training.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
+        "model.router_bias_update": "moe_router_bias_update_rate bias_update_speed load_balance_coeff",
         "training.ema_decay": "ema",
         "data.seed": "data_seed",
         "model.dtype": "bf16 fp16 torch_dtype mixed_precision autocast amp",

@@ -5,6 +5,7 @@ rows has no labels, so that some data ranks train no token.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.families.routed import Case, Found, compare, gathered_ahead, precision
+from tests.families.routed import BIASES, Balanced, Case, Found, balance, compare, gathered_ahead, precision
 from tests.families.table import read
 from tests.support.builders.families import small
 from tests.support.builders.small_runs import LENGTH, STEPS, events, job_of, lines, run
 from tests.support.ranks.gradients import forget_meshes
 from tests.support.ranks.ranks import ranks_of_any_number
-from tests.support.ranks.torchrun import write_tokens
+from tests.support.ranks.torchrun import load_tensors, write_tokens
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.model.families.anatomy import Experts
 from train_loop.model.families.causal.family import CAUSAL
@@ -86,6 +87,41 @@ def test_a_step_equals_a_plain_loop(name: str, call_ranks: Callable[..., Any]) -
         assert [sum(layer[2:]) for layer in found.loads] == [0] * len(found.loads)
 
 
+BALANCED = {"router_bias_update": 0.05}
+STILL: dict[str, Any] = {"learning_rate": 1e-30, "weight_decay": 0.0}
+"""Weights do not change."""
+BALANCES = {
+    "HSDP, packed, all layers": Case(
+        "deepseek_v3", 4, {"fsdp_size": 2}, STILL, BALANCED, {"first_k_dense_replace": 0}, packed=True
+    ),
+    "Ulysses, padding, a parameter that does not train": Case(
+        "ernie4_5_moe", 2, {"ulysses_size": 2}, STILL, BALANCED | {"gradient_checkpointing": "offload"}
+    ),
+    "accumulation, a frozen router": Case(
+        "deepseek_v3",
+        1,
+        training=STILL,
+        model=BALANCED | {"freeze_module_prefix": ["model.layers.0.mlp.gate"]},
+        config={"first_k_dense_replace": 0},
+    ),
+}
+if MORE:
+    with_bias = [family for family, experts in MIXTURES.items() if experts.corrections]
+    BALANCES |= {family: Case(family, 2, training=STILL, model=BALANCED) for family in with_bias}
+
+
+@pytest.mark.parametrize("name", BALANCES)
+def test_biases_follow_the_loads_of_all_ranks_and_micro_batches(name: str, call_ranks: Callable[..., Any]) -> None:
+    """The rows have padding, layers are recomputed, and one of three steps is skipped."""
+    case = BALANCES[name]
+    found: Balanced = call_ranks(case.world, balance, case)
+    assert found.are_equal
+    assert found.loads == found.expected_loads
+    assert found.biases.keys() == found.expected.keys()
+    for bias, expected in found.expected.items():
+        assert torch.equal(found.biases[bias].cpu(), expected), bias
+
+
 BF16 = {"dtype": "bf16"}
 
 
@@ -132,6 +168,36 @@ def test_a_published_folder_trains_and_is_exported_bit_equal(tmp_path: Path, cal
     for line in lines(tmp_path / "run"):
         assert line["router_aux_loss"] > 1
         assert [load >= 1 for load in line["expert_load"]] == [True, True]
+
+
+def test_a_balanced_run_resumes_bit_equal_and_exports_its_biases(
+    tmp_path: Path, call_ranks: Callable[..., Any]
+) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=24, length=LENGTH, vocab=300)
+    call_ranks(2, train_balanced, tmp_path)
+    whole = load_tensors(tmp_path / "run", STEPS)
+    biases = {name: one for name, one in whole.items() if name.endswith(BIASES)}
+    shutil.rmtree(RunDir(tmp_path / "run").checkpoint(STEPS))
+    call_ranks(2, train_balanced, tmp_path)
+    assert [event["resumed_from"] for event in events(tmp_path / "run", "training_started")] == [0, STEPS // 2]
+    resumed = load_tensors(tmp_path / "run", STEPS)
+    assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == []
+    exported = load_file(export(RunDir(tmp_path / "run"), STEPS, ExportWish(dtype="bf16")) / "model.safetensors")
+    for name, bias in biases.items():
+        assert bias.abs().max() >= 0.01, "expected a move"
+        assert torch.equal(exported[name.removeprefix("/model/")], bias), name
+    assert biases
+
+
+def train_balanced(folder: Path) -> None:
+    """Train with biases that balance experts, from the newest checkpoint, on the existing ranks."""
+    torch.set_num_threads(1)
+    forget_meshes()
+    model = {"config": small("deepseek_v3"), "router_bias_update": 0.01, "gradient_checkpointing": "full"}
+    if dist.get_rank() == 0:
+        RunDir(folder / "run").write_spec(job_of(folder / "d.parquet", 2, model=model))
+    dist.barrier()
+    run(folder / "d.parquet", folder / "run", model=model)
 
 
 def train_published(folder: Path) -> None:

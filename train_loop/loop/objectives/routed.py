@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Objective, Terms
+from train_loop.loop.reduction import sum_once
 from train_loop.model.families.anatomy import Anatomy, Experts
 from train_loop.parallel.mesh import Mesh
 from train_loop.spec import TrainingSpec
@@ -43,11 +44,13 @@ class RouterRule:
 class RouterWatch:
     """Recorder of routers' logits and choices in an objective's calls, without recomputation and evaluations."""
 
-    def __init__(self, experts: Experts, device: torch.device) -> None:
-        self._logits = list[Tensor]()
+    def __init__(self, experts: Experts, mesh: Mesh) -> None:
+        self._logits, self._mesh = list[Tensor](), mesh
         self._valid: Tensor | None = None
         """True for the tokens of a call that count, [T]; None outside of calls."""
-        self._loads = torch.zeros(len(experts.modules), experts.number, dtype=torch.int64, device=device)
+        self._loads = torch.zeros(len(experts.modules), experts.number, dtype=torch.int64, device=mesh.device)
+        self._earlier = torch.zeros_like(self._loads)
+        """Loads on all ranks that are already summed, but not yet in a metrics line."""
         for router in experts.routers:
             router.register_forward_hook(self._see_logits)
         for layer, module in enumerate(experts.modules):
@@ -77,12 +80,17 @@ class RouterWatch:
         logits, self._logits = self._logits, []
         return logits
 
-    def take_loads(self) -> list[list[int]]:
+    def sum_loads(self) -> Tensor:
         """Return the tokens of each expert [L, E] of all ranks since the last call. A collective call."""
-        loads = self._loads.clone()
-        self._loads.zero_()
-        dist.all_reduce(loads)
-        found: list[list[int]] = loads.tolist()
+        loads, self._loads = sum_once(self._loads, self._mesh), torch.zeros_like(self._loads)
+        self._earlier += loads
+        return loads
+
+    def take_loads(self) -> list[list[int]]:
+        """Return the tokens of each expert [L, E] of all ranks since the last metrics line. A collective call."""
+        self.sum_loads()
+        found: list[list[int]] = self._earlier.tolist()
+        self._earlier.zero_()
         return found
 
 
@@ -201,6 +209,15 @@ class IdleExperts:
         return late
 
 
+def remedy_of(experts: Experts) -> str:
+    """Return what spreads tokens over more experts."""
+    if experts.balanced:
+        return "set model.router_bias_update, or a larger one"
+    if experts.auxiliary is not None:
+        return "set training.router_aux_loss.coef, or a larger one"
+    return "choose a larger global_batch_size, or another mixture: the code of this one has no auxiliary loss"
+
+
 class RoutedLoss:
     """An objective of a mixture of experts, with the losses of its routers.
 
@@ -210,10 +227,10 @@ class RoutedLoss:
 
     def __init__(self, inner: Objective, experts: Experts, rule: RouterRule, mesh: Mesh) -> None:
         self._inner, self._rule, self._mesh, self._chosen = inner, rule, mesh, experts.chosen
-        self.watch = RouterWatch(experts, mesh.device)
+        self.watch = RouterWatch(experts, mesh)
         on = {"router_aux_loss": rule.auxiliary, "router_z_loss": rule.z_loss, "router_entropy": True}
-        self.idle, self.has_auxiliary = IdleExperts(), experts.auxiliary is not None
-        self._names = tuple(name for name, weight in on.items() if weight and self.has_auxiliary)
+        self.idle, self.remedy = IdleExperts(), remedy_of(experts)
+        self._names = tuple(name for name, weight in on.items() if weight and experts.auxiliary is not None)
         self.sums = (*inner.sums, *self._names)
         self.columns, self.evaluation_sums = inner.columns, inner.evaluation_sums
 

@@ -1,7 +1,7 @@
 """The parts of a model that the loop treats differently, whatever its family calls them."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -25,6 +25,8 @@ class Experts:
     """Number of experts of a layer that a token uses."""
     auxiliary: float | None = None
     """Weight of the auxiliary loss by the model's own config; None if its code has none."""
+    corrections: Mapping[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    """Module and name of the bias that a router adds to its scores to choose experts, by its place among `modules`."""
 
     @property
     def idle(self) -> int:
@@ -41,6 +43,15 @@ class Experts:
     def biases(self) -> set[int]:
         """Return the ids of biases, which have two dimensions here."""
         return {id(p) for module in self.modules for name, p in module.named_parameters() if name.endswith("bias")}
+
+    @property
+    def balanced(self) -> dict[int, tuple[nn.Module, str]]:
+        """Return the corrections of routers that are trained: the choices of frozen ones stay as they are."""
+        return {
+            place: bias
+            for place, bias in self.corrections.items()
+            if any(p.requires_grad for p in self.routers[place].parameters())
+        }
 
     def named(self, names: Iterable[str]) -> list[nn.Module]:
         """Return the modules whose experts have one of the names, or had it when each was a module.

@@ -291,6 +291,7 @@ def faults_without_experts(name: str, spec: JobSpec) -> dict[str, str]:
     given = {
         "/model/experts_implementation": kernel != "auto" and f"experts_implementation={kernel}",
         "/model/router_dtype": spec.model.router_dtype is None and "router_dtype=null",
+        "/model/router_bias_update": spec.model.router_bias_update is not None and "router_bias_update",
         "/training/router_aux_loss": training.router_aux_loss != RouterAuxLossSpec() and "router_aux_loss",
         "/training/router_z_loss": bool(z_loss) and f"router_z_loss={z_loss}",
         "/strategy/ep_size": spec.strategy.ep_size > 1 and f"ep_size={spec.strategy.ep_size}",

@@ -119,9 +119,13 @@ def test_quantised_folder_is_rejected(tmp_path: Path) -> None:
         CAUSAL.build(ModelSpec(path=str(tmp_path), dtype="fp32"))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "afmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "afmoe", "lfm2_moe", "minimax_m2"])
 def test_biases_that_balance_experts_stay_in_fp32(family: str) -> None:
-    model = CAUSAL.build(ModelSpec(config=small(family), dtype="bf16", master_dtype="bf16")).model
+    anatomy = CAUSAL.build(ModelSpec(config=small(family), dtype="bf16", master_dtype="bf16"))
+    model, experts = anatomy.model, anatomy.experts
+    assert experts is not None
+    assert list(experts.balanced) == list(range(len(experts.modules)))
+    assert {module.get_buffer(name).numel() for module, name in experts.balanced.values()} == {experts.number}
     found = {name: buffer.dtype for name, buffer in model.named_buffers() if re.search("correction|expert_bias", name)}
     assert found
     assert set(found.values()) == {torch.float32}
@@ -183,6 +187,8 @@ def test_plan_counts_the_parameters_that_a_token_uses() -> None:
 
 
 ODD = small("qwen3_moe") | {"moe_intermediate_size": 20}
+BALANCE = {"router_bias_update": 0.001}
+NO_BIAS = "none named e_score_correction_bias or expert_bias; remove router_bias_update"
 NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3ForCausalLM has none"
 
 
@@ -207,6 +213,20 @@ NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3
         ("qwen3", {"model": {"experts_implementation": "eager"}}, "/model/experts_implementation", "has no effect on"),
         ("qwen3", {"model": {"router_dtype": None}}, "/model/router_dtype", "router_dtype=null has no effect on"),
         ("qwen3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", "has no effect on Qwen3ForCausalLM"),
+        (
+            "qwen3",
+            {"model": BALANCE},
+            "/model/router_bias_update",
+            "router_bias_update has no effect on Qwen3ForCausal",
+        ),
+        ("qwen3_moe", {"model": BALANCE}, "/model/router_bias_update", f"{NO_BIAS}, and set training.router_aux_loss"),
+        ("deepseek_v2", {"model": BALANCE}, "/model/router_bias_update", "and DeepseekV2ForCausalLM has none named"),
+        (
+            "deepseek_v3",
+            {"model": BALANCE | {"freeze_module_prefix": ["model.layers.1.mlp.gate"]}},
+            "/model/router_bias_update",
+            "has no effect, because freeze_module_prefix freezes each router of DeepseekV3ForCausalLM",
+        ),
         ("deepseek_v3", {"training": {"router_aux_loss": {"coef": 0.1}}}, "/training/router_aux_loss", NONE),
         ("deepseek_v3", {"training": {"router_aux_loss": {"scope": "sequence"}}}, "/training/router_aux_loss", NONE),
         ("deepseek_v3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", NONE),
@@ -234,8 +254,22 @@ def test_setting_that_does_not_fit_is_rejected(family: str, parts: Any, pointer:
 def test_loss_of_a_whole_step_is_rejected_with_the_reason() -> None:
     with pytest.raises(SpecError, match="counts of all micro-batches before the first backward pass"):
         parse(raw_spec(training={"router_aux_loss": {"scope": "step"}}))
-    with pytest.raises(SpecError, match=r"training.router_bias_update is not supported yet"):
-        parse(raw_spec(training={"router_bias_update": 0.001}))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"training": {"router_bias_update": 0.001}}, "did you mean model.router_bias_update?"),
+        ({"model": {"bias_update_speed": 0.001}}, "use model.router_bias_update"),
+        ({"model": {"router_bias_update": 0}}, "greater than 0"),
+        ({"model": {"router_bias_update": 1.5}}, "less than or equal to 1"),
+        ({"model": {"router_bias_update": True}}, "router_bias_update"),
+    ],
+)
+def test_balance_of_experts_is_one_field_with_a_range(parts: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        parse(raw_spec(**parts))
+    assert parse(raw_spec(model={"router_bias_update": 0.001})).model.router_bias_update == 0.001
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "Qwen3MoeMLP"])

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,20 @@ def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Expe
             f"not supported: {SOURCE} names {len(routers)} routers for the {len(modules)} layers with experts of "
             f"{type(model).__name__}; install a newer version, or choose another mixture, for example qwen3_moe"
         )
-    return Experts(modules, routers, number, chosen, _auxiliary(model, config))
+    return Experts(modules, routers, number, chosen, _auxiliary(model, config), _corrections(model, modules))
+
+
+def _corrections(model: nn.Module, experts: tuple[nn.Module, ...]) -> dict[int, tuple[nn.Module, str]]:
+    """Return module and name of the buffer that balances a layer's experts, by the layer's place; some have none."""
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [model.get_submodule(names[one].rpartition(".")[0]) for one in experts]
+    return {
+        place: (module, leaf)
+        for place, block in enumerate(blocks)
+        for module in block.modules()
+        for leaf, _ in module.named_buffers(recurse=False)
+        if leaf.endswith(_CORRECTIONS)
+    }
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
@@ -173,6 +187,7 @@ def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec)
     return {
         "/model/experts_implementation": spec.model.experts_implementation == "grouped_mm"
         and _kernel_fault(model, spec),
+        "/model/router_bias_update": _balance_fault(model, experts, spec),
         "/model/compile": spec.model.compile and f"compile is not proven for experts, which {name} has; remove compile",
         "/training/optimizer": training.optimizer == "muon"
         and f"muon updates matrices, and the experts of {name} are tensors of three dimensions; choose adamw",
@@ -196,6 +211,30 @@ def _kernel_fault(model: PreTrainedModel, spec: JobSpec) -> str | bool:
         f"experts_implementation=grouped_mm needs rows of a multiple of {_ALIGNED} bytes, and experts of {name} have "
         f"sizes of {odd} in {dtype}; choose auto"
     )
+
+
+def _balance_fault(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> str | bool:
+    name, rate = type(model).__name__, spec.model.router_bias_update
+    if rate is None:
+        return False
+    if not experts.corrections:
+        instead = "" if experts.auxiliary is None else ", and set training.router_aux_loss.coef"
+        return (
+            f"router_bias_update={rate} needs biases that routers add to scores only to choose experts, and {name} has "
+            f"none named {' or '.join(_CORRECTIONS)}; remove router_bias_update{instead}"
+        )
+    routers = [experts.routers[place] for place in experts.corrections]
+    return _are_frozen(model, routers, spec.model.freeze_module_prefix) and (
+        f"router_bias_update={rate} has no effect, because freeze_module_prefix freezes each router of {name}, and "
+        "frozen ones choose as before; remove router_bias_update, or freeze fewer modules"
+    )
+
+
+def _are_frozen(model: nn.Module, modules: Sequence[nn.Module], prefixes: Iterable[str]) -> bool:
+    """Return whether prefixes of names freeze all parameters of some modules."""
+    below = tuple(f"{prefix}." for prefix in prefixes)
+    named = ((name, one) for name, one in model.named_modules() if one in modules)
+    return all(f"{name}.{leaf}.".startswith(below) for name, one in named for leaf, _ in one.named_parameters())
 
 
 def _auxiliary_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
