@@ -91,9 +91,10 @@ BALANCED = {"router_bias_update": 0.05}
 STILL: dict[str, Any] = {"learning_rate": 1e-30, "weight_decay": 0.0}
 """Weights do not change."""
 BALANCES = {
-    "HSDP, packed, all layers": Case(
-        "deepseek_v3", 4, {"fsdp_size": 2}, STILL, BALANCED, {"first_k_dense_replace": 0}, packed=True
+    "HSDP x ep, packed, all layers": Case(
+        "deepseek_v3", 4, {"fsdp_size": 2, "ep_size": 2}, STILL, BALANCED, {"first_k_dense_replace": 0}, packed=True
     ),
+    "tp x ep": Case("deepseek_v3", 4, {"tp_size": 2, "ep_size": 4}, STILL, BALANCED),
     "Ulysses, padding, a parameter that does not train": Case(
         "ernie4_5_moe", 2, {"ulysses_size": 2}, STILL, BALANCED | {"gradient_checkpointing": "offload"}
     ),
@@ -108,6 +109,7 @@ BALANCES = {
 if MORE:
     with_bias = [family for family, experts in MIXTURES.items() if experts.corrections]
     BALANCES |= {family: Case(family, 2, training=STILL, model=BALANCED) for family in with_bias}
+    BALANCES |= {"tp": Case("ernie4_5_moe", 4, {"tp_size": 2, "ep_size": 4}, STILL, BALANCED)}
 
 
 @pytest.mark.parametrize("name", BALANCES)

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
 from train_loop.errors import ModelError
-from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts
+from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts, remedy_of
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.load import Stored, match_folder
@@ -286,6 +286,20 @@ def test_own_config_decides_about_the_auxiliary_loss() -> None:
         assert anatomy.experts is not None
         assert anatomy.experts.auxiliary == weight
         assert check_model(parse(raw_spec(model={"config": config})), may_read())[1] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("deepseek_v3", "model.router_bias_update"),
+        ("qwen3_moe", "router_aux_loss.coef"),
+        ("deepseek_v2", "larger glob"),
+    ],
+)
+def test_remedy_for_experts_without_tokens_is_one_that_the_family_has(family: str, remedy: str) -> None:
+    experts = CAUSAL.build(ModelSpec(config=small(family))).experts
+    assert experts is not None
+    assert remedy in remedy_of(experts)
 
 
 def test_experts_without_tokens_are_reported_every_idle_steps() -> None:
