@@ -29,6 +29,18 @@ SMALL = {
     "tie_word_embeddings": False,
 }
 TOY = SMALL | {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+_EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True}
+SMALL_MIXTURE = (
+    SMALL
+    | _EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+    }
+)
+TOY_MIXTURE = TOY | _EXPERTS | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 class Workload(BaseModel):
@@ -38,8 +50,11 @@ class Workload(BaseModel):
 
     config: dict[str, Any] = SMALL
     world: int = 2
+    strategy: dict[str, int] = {}
+    """Sizes of the mesh, by the names of a spec that transformers has, too: tp_size, ep_size."""
     sequence_length: int = 512
     rows_per_rank: int = 1
+    """Sequences per step of ranks that have the same samples."""
     steps: int = 24
     first_counted: int = 5
     """Number of warm-up steps that are not counted."""
@@ -48,9 +63,14 @@ class Workload(BaseModel):
     seed: int = 0
 
     @property
+    def data_ranks(self) -> int:
+        """Return the number of groups of ranks with samples of their own."""
+        return self.world // self.strategy.get("tp_size", 1)
+
+    @property
     def global_batch(self) -> int:
         """Return the sequences per optimizer step."""
-        return self.world * self.rows_per_rank
+        return self.data_ranks * self.rows_per_rank
 
     def write(self, folder: Path) -> None:
         """Write random tokens and initial weights, once for all programs."""
@@ -81,6 +101,7 @@ class Workload(BaseModel):
                 "packing": False,
                 "shuffle": False,
             },
+            "strategy": self.strategy,
             "training": {
                 "learning_rate": self.learning_rate,
                 "lr_scheduler_type": "cosine",
@@ -104,10 +125,10 @@ class Workload(BaseModel):
         return model
 
     def tokens(self, folder: Path) -> Tensor:
-        """Return all rows [steps, world, rows_per_rank, T]; a step takes the next `global_batch` rows, rank by rank."""
+        """Return all rows [steps, data_ranks, rows_per_rank, T]; a step takes the next `global_batch` rows in order."""
         column = pq.read_table(folder / "tokens.parquet")["ids"].combine_chunks()
         flat = torch.from_numpy(column.flatten().to_numpy().astype(np.int64))
-        return flat.view(self.steps, self.world, self.rows_per_rank, self.sequence_length)
+        return flat.view(self.steps, self.data_ranks, self.rows_per_rank, self.sequence_length)
 
 
 def write_tokens(path: Path, *, rows: int, length: int, config: dict[str, Any], documents: int = 1) -> None:

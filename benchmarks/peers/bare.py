@@ -1,6 +1,6 @@
 """The baseline: a minimal FSDP2 loop with the same losses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +25,18 @@ def train(workload: Workload, folder: Path) -> Trace:
     return trace
 
 
+def clip(model: nn.Module, max_norm: float) -> None:
+    """Clip gradients by their norm."""
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 class Bare(NamedTuple):
-    """Model, optimizer and scheduler of the loop."""
+    """Model, optimizer and scheduler of the loop, and the way in which gradients are clipped."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+    clip: Callable[[nn.Module, float], None] = clip
 
 
 def build(workload: Workload, folder: Path) -> Bare:
@@ -47,21 +53,22 @@ def build(workload: Workload, folder: Path) -> Bare:
 
 def steps(workload: Workload, folder: Path, built: Bare | None = None, *, done: int = 0) -> Iterator[float]:
     """Train step by step, after `done` steps; yield the loss of each over all ranks."""
-    model, optimizer, scheduler = built or build(workload, folder)
+    built = built or build(workload, folder)
+    place = dist.get_rank() * workload.data_ranks // workload.world
     for rows in workload.tokens(folder)[done:]:
-        loss = step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm)
-        scheduler.step()
+        loss = step(built, rows[place], workload.max_grad_norm)
+        built.scheduler.step()
         yield loss
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, max_norm: float) -> float:
+def step(built: Bare, ids: torch.Tensor, max_norm: float) -> float:
     """Run one optimizer step on rows [B, T]; return the loss over all ranks."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    logits = built.model(input_ids=ids, use_cache=False).logits[:, :-1]
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
     torch.autograd.backward(loss)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    built.clip(built.model, max_norm)
+    built.optimizer.step()
+    built.optimizer.zero_grad()
     mean = loss.detach()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()

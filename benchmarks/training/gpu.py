@@ -1,8 +1,8 @@
-"""Trainshed's loop on one GPU: speed and memory of whole models, cost of a save, and recovery time after a kill.
+"""Trainshed's loop on the GPUs of a machine: speed and memory of whole models, cost of a save, and recovery time.
 
 `python -m benchmarks.training.gpu speed CASE ...`, `... save CASE`, `... kill CASE`; `--help` lists the cases. It needs
-neither Ray nor a network: tokens and weights are random, and `train_loop.run` runs under torchrun in separate
-processes. Without a GPU it runs on the CPU, which is useful only for the toy cases.
+neither Ray nor a network: tokens are random, and weights, too, without `--model`. `train_loop.run` runs under torchrun
+in separate processes. A case that needs more GPUs than there are is skipped with the reason. CPUs run the toy cases.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 
 from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
@@ -38,28 +39,40 @@ def main() -> None:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=540, help="time limit for a run [%(default)s]")
+    parser.add_argument("--model", help="folder of a model with the sizes of the case, instead of random weights")
     parser.add_argument("--folder", help="folder for runs; use a real disk to measure saves")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results [%(default)s]")
     arguments = parser.parse_args()
     for name in arguments.cases:
-        record = measured(arguments.what, name, arguments.folder, arguments.seconds)
+        record = measured(arguments.what, name, arguments.folder, arguments.seconds, model=arguments.model)
         # One file per case: a later case may exceed its time limit and end the program.
         write_result(
             f"gpu-{arguments.what}-{name}",
-            settings=asdict(CASES[name]) | {"disk": disk(arguments.folder)},
+            settings=asdict(CASES[name]) | {"disk": disk(arguments.folder), "model_folder": arguments.model},
             data=[record],
             table=markdown_table([{key: value for key, value in record.items() if key != "raw"}]),
             folder=arguments.results,
         )
 
 
-def measured(what: str, name: str, folder: str | None, seconds: float) -> Record:
-    """Return the result of one case, or the error."""
+def measured(what: str, name: str, folder: str | None, seconds: float, *, model: str | None = None) -> Record:
+    """Return the result of one case, with the weights of a model's folder or random ones, or the error."""
+    case = CASES[name]
+    if model is not None:
+        case = replace(case, model=case.model | {"path": model, "config": None})
+    if lack := lacking(case, torch.cuda.device_count()):
+        return {"case": name, "note": lack}
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-", dir=folder) as root:
         try:
-            return {"case": name} | MEASURES[what](CASES[name], Path(root), seconds)
+            return {"case": name} | MEASURES[what](case, Path(root), seconds)
         except ProgramError as error:
             return {"case": name, "note": str(error)}
+
+
+def lacking(case: Case, gpus: int) -> str | None:
+    """Return the reason why a machine cannot run a case; None if it can."""
+    enough = case.on_cpu if gpus == 0 else gpus >= case.ranks
+    return None if enough else f"needs {case.ranks} GPUs, and this machine has {gpus}"
 
 
 def disk(folder: str | None) -> str:
@@ -69,22 +82,30 @@ def disk(folder: str | None) -> str:
 
 
 def speed(case: Case, root: Path, seconds: float) -> Record:
-    """Measure tokens/s over the counted steps, with MFU and peak memory."""
-    lines = run_loop(spec(case, root), root / "run", ranks=1, seconds=seconds)
+    """Measure tokens/s a GPU over the counted steps, with MFU, peak memory of a rank, and the load of experts."""
+    lines = run_loop(spec(case, root), root / "run", ranks=case.ranks, seconds=seconds)
     step_seconds = window_seconds(lines, case.first_counted, case.steps)
-    tokens_per_second = case.tokens / step_seconds
+    per_rank = case.tokens / step_seconds / case.ranks
     stated = event(root / "run", "training_started").get("mfu") or {}
     flops, peak = stated.get("flops_per_token"), stated.get("peak_flops")
     device_bytes = max((line.get("peak_device_bytes") or 0 for line in lines), default=0)
     return {
         "tokens/step": case.tokens,
-        "tokens/s": f"{tokens_per_second:,.0f}",
-        "MFU": f"{flops * tokens_per_second / peak:.1%}" if flops and peak else None,
+        "GPUs": case.ranks,
+        "tokens/s a GPU": f"{per_rank:,.0f}",
+        "MFU": f"{flops * per_rank / peak:.1%}" if flops and peak else None,
         "peak GB": f"{device_bytes / 1e9:.1f}" if device_bytes else None,
         "step, s": f"{step_seconds:.3f}",
+        "busiest expert to the mean": experts_load(lines[case.first_counted :]),
         "loss, first → last": f"{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}",
         "raw": {"metrics": lines, "mfu": stated},
     }
+
+
+def experts_load(lines: list[Record]) -> str | None:
+    """Return the tokens of the busiest expert over the mean, averaged over layers and steps; None without experts."""
+    loads = [load for line in lines for load in line.get("expert_load") or ()]
+    return f"{np.mean(loads):.2f}" if loads else None
 
 
 def save(case: Case, root: Path, seconds: float) -> Record:
@@ -95,7 +116,7 @@ def save(case: Case, root: Path, seconds: float) -> Record:
     """
     long = replace(case, steps=SAVE_STEPS)
     checkpoint = {"every_steps": SAVE_EVERY, "keep_last": 1}
-    lines = run_loop(spec(long, root, checkpoint=checkpoint), root / "run", ranks=1, seconds=seconds)
+    lines = run_loop(spec(long, root, checkpoint=checkpoint), root / "run", ranks=case.ranks, seconds=seconds)
     plain = window_seconds(lines, case.first_counted, SAVE_EVERY)
     commits = [one for one in events(root / "run") if one["event"] == "checkpoint_committed"]
     stalls = [one for commit in commits if (one := stall(lines, commit, plain)) is not None]
@@ -128,14 +149,14 @@ def kill(case: Case, root: Path, seconds: float) -> Record:
     endless = spec(replace(case, steps=10_000), root, checkpoint=checkpoint)
     run_dir, deadline = root / "run", time.monotonic() + seconds
     arguments, log = loop_arguments(endless, run_dir)
-    process = start_module("train_loop.run", *arguments, log=log, ranks=1)
+    process = start_module("train_loop.run", *arguments, log=log, ranks=case.ranks)
     try:
         while not any(one["event"] == "checkpoint_committed" for one in events(run_dir)):
             pause_or_raise(process, log, deadline)
         killed_at = time.time()
         end(process)
         before = metrics(run_dir)
-        process = start_module("train_loop.run", *arguments, log=log, ranks=1)
+        process = start_module("train_loop.run", *arguments, log=log, ranks=case.ranks)
         while len(lines := metrics(run_dir)) == len(before):
             pause_or_raise(process, log, deadline)
     finally:
@@ -161,7 +182,8 @@ def pause_or_raise(process: "subprocess.Popen[bytes]", log: Path, deadline: floa
 
 def spec(case: Case, root: Path, **parts: Record) -> Record:
     """Return the case's job spec, and write its tokens; a long run reads them repeatedly."""
-    data, rows, length = root / "tokens.parquet", case.rows * min(case.steps, SAVE_STEPS), case.sequence_length
+    data, length = root / "tokens.parquet", case.sequence_length
+    rows = case.rows_per_step * min(case.steps, SAVE_STEPS)
     write_tokens(data, rows=rows, length=length, config=case.config, documents=case.documents)
     if case.documents > 1:
         # The dataset that preparation with Ray would have written.

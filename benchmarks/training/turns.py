@@ -7,7 +7,7 @@ Between separate runs they vary more than the loops differ. The overhead of a la
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,17 @@ BARE, OURS = "bare FSDP2 loop", "Trainshed"
 RANKS = (1, 2)
 
 
+class Turns(NamedTuple):
+    """Steps of both loops in one start."""
+
+    theirs: tuple[float, ...]
+    """Seconds of each step."""
+    ours: tuple[float, ...]
+    loss_difference: float
+    traffic: list[dict[str, Any]]
+    """What `Traffic` counted in a step of each loop, by rank."""
+
+
 def main() -> None:
     """Run both loops on one rank and on two, and write the table."""
     arguments = parse(command_line(__doc__))
@@ -27,7 +38,7 @@ def main() -> None:
     samples: dict[int, list[Sample]] = {ranks: [] for ranks in RANKS}
     for number in range(arguments.rounds):
         for ranks, found in samples.items():
-            found += take_turns(workload.model_copy(update={"world": ranks}), number)
+            found += both(workload.model_copy(update={"world": ranks}), number)
             print(f"round {number + 1} of {arguments.rounds}, {ranks} ranks: {[one.value for one in found[-2:]]}")
     write_result(
         "turns",
@@ -38,21 +49,33 @@ def main() -> None:
     )
 
 
-def take_turns(workload: Workload, number: int) -> list[Sample]:
-    """Return the median counted step of both loops in one start, without its last step. Raises ProgramError."""
-    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
-        folder, out, run_dir = (Path(root, name) for name in ("workload", "turns.json", "run"))
-        workload.write(folder)
-        arguments, log = loop_arguments(workload.spec(folder), run_dir)
-        run_module("benchmarks.training.turns_run", out, folder, *arguments, log=log, ranks=workload.world)
-        bare, ours, losses = zip(*json.loads(out.read_bytes()), strict=True)
-        off = loss_difference(Trace.of_metrics(metrics(run_dir)).losses[:-1], losses)
+def both(workload: Workload, number: int) -> list[Sample]:
+    """Return the median counted step of both loops in one start. Raises ProgramError."""
+    turns = take_turns(workload, "benchmarks.peers.bare")
 
     def sample(name: str, seconds: tuple[float, ...]) -> Sample:
-        raw = {"ranks": workload.world, "seconds": seconds, "loss_difference": off}
-        return Sample(name, number, float(np.median(seconds[workload.first_counted :])), raw=raw)
+        raw = {"ranks": workload.world, "seconds": seconds, "loss_difference": turns.loss_difference}
+        return Sample(name, number, median(workload, seconds), raw=raw)
 
-    return [sample(BARE, bare), sample(OURS, ours)]
+    return [sample(BARE, turns.theirs), sample(OURS, turns.ours)]
+
+
+def take_turns(workload: Workload, peer: str) -> Turns:
+    """Run both loops in one start, without their last step; `peer` is the other's module. Raises ProgramError."""
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        folder, out, run_dir = (Path(root, name) for name in ("workload", "turns", "run"))
+        workload.write(folder)
+        arguments, log = loop_arguments(workload.spec(folder), run_dir)
+        run_module("benchmarks.training.turns_run", out, peer, folder, *arguments, log=log, ranks=workload.world)
+        ranks = [json.loads(Path(f"{out}.{rank}").read_bytes()) for rank in range(workload.world)]
+        theirs, ours, losses = zip(*ranks[0]["turns"], strict=True)
+        off = loss_difference(Trace.of_metrics(metrics(run_dir)).losses[:-1], losses)
+    return Turns(theirs, ours, off, [rank["traffic"] for rank in ranks])
+
+
+def median(workload: Workload, seconds: tuple[float, ...]) -> float:
+    """Return the median step, without warm-up and the step whose traffic was counted."""
+    return float(np.median(seconds[workload.first_counted : -1]))
 
 
 def record(ranks: int, samples: list[Sample]) -> dict[str, Any]:

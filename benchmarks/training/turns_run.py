@@ -1,19 +1,22 @@
-"""Trainshed's loop and the bare loop in the same ranks, one step of each in turn.
+"""Trainshed's loop and a peer's in the same ranks, one step of each in turn.
 
-`torchrun -m benchmarks.training.turns_run OUT FOLDER SPEC --run-dir DIR`. Rank 0 writes OUT: [seconds of the bare
-loop's step, seconds of Trainshed's step, the bare loop's loss] for every step but the last. Trainshed's step is all
-work between the rows of two steps, including their read. Python's garbage collection is off in both loops.
+`torchrun -m benchmarks.training.turns_run OUT PEER FOLDER SPEC --run-dir DIR`. PEER is a module with `steps`. Every
+rank writes OUT.RANK: [seconds of the peer's step, seconds of Trainshed's step, the peer's loss] for every step but the
+last, and the traffic of both in the last of these, which takes longer. Trainshed's step is all work between the rows of
+two steps, including their read. Python's garbage collection is off in both loops.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
 
-from benchmarks.peers import bare
+from benchmarks.traffic import Traffic
 from benchmarks.workload import Workload
 from train_loop import run
 from train_loop.data.dataset import Rows
@@ -24,22 +27,26 @@ from train_loop.system.exit import leave
 
 def main() -> None:
     """Run the loop, then write the seconds."""
-    out, folder = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
+    out, peer, folder = Path(sys.argv.pop(1)), import_module(sys.argv.pop(1)), Path(sys.argv.pop(1))
     turns: list[tuple[float, float, float]] = []
+    traffic = {"theirs": Traffic(), "ours": Traffic()}
 
     def in_turn(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-        rows, steps = local_stream(plan, mesh, rank), bare.steps(Workload.read(folder), folder)
-        for _ in range(plan.steps):
+        rows, steps = local_stream(plan, mesh, rank), peer.steps(Workload.read(folder), folder)
+        for number in range(plan.steps):
+            counted = number == plan.steps - 2
             begun = perf_counter()
-            loss = next(steps)
+            with traffic["theirs"] if counted else nullcontext():
+                loss = next(steps)
             ours = perf_counter()
-            yield next(rows)
+            with traffic["ours"] if counted else nullcontext():
+                yield next(rows)
             turns.append((ours - begun, perf_counter() - ours, loss))
 
     with patch.object(run, "local_stream", in_turn):
         run.main()
-    if os.environ["RANK"] == "0":
-        out.write_text(json.dumps(turns))
+    counts = {name: one.counts() for name, one in traffic.items()}
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps({"turns": turns, "traffic": counts}))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,13 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.launch import ProgramError
-from benchmarks.training.gpu import stall, window_seconds
+from benchmarks.training import experts, tensor
+from benchmarks.training.gpu import lacking, stall, window_seconds
+from benchmarks.training.gpu_cases import CASES
 from benchmarks.training.trace import Trace, check_sharded, measure
 from benchmarks.training.ulysses import exchange_share
 from benchmarks.workload import Workload
+from train_loop.spec import parse
 
 
 def test_every_round_runs_each_program_once_in_a_rotating_order() -> None:
@@ -188,3 +191,40 @@ def test_alarm_without_a_cause_is_false() -> None:
     assert "| `storage_unavailable` with a cause, without | 0, 1 |" in rows
     assert "| worker groups, expected | 3, 2 |" in rows
     assert "| seconds from a cut to its report, median, least to most | 11.0, 11.0 to 11.0 |" in rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_of_gpus_is_a_valid_spec(name: str) -> None:
+    case = CASES[name]
+    assert parse(case.spec("file:///tokens.parquet")).scaling.num_workers == case.ranks
+    assert lacking(case, 8) is None
+    assert lacking(case, 0) == (None if case.on_cpu else f"needs {case.ranks} GPUs, and this machine has 0")
+
+
+def test_bytes_of_experts_are_those_of_the_formulas() -> None:
+    two, four = (experts.MESHES[4][mesh] for mesh in ("fsdp 4, ep 2", "fsdp 4, ep 4"))
+    # 4 layers, 512 tokens, 4 experts of each, 256 numbers of 4 bytes, there and back, forward and backward.
+    assert experts.exchanged(two) == 4 * 512 * 4 * 256 * 4 * 4 / 2
+    assert experts.exchanged(four) == 4 * 512 * 4 * 256 * 4 * 4 * 3 / 4
+    # 16 of 32 experts, three matrices of 256 x 256, two gathers and a reduce-scatter of half of them.
+    assert experts.sharded(two) == 4 * 16 * 3 * 256 * 256 * 4 * 3 / 2
+    assert experts.sharded(four) == 0
+
+
+def test_measured_bytes_of_experts_are_those_beyond_a_mesh_without_their_shards() -> None:
+    counts = {
+        "fsdp 2": [{"bytes": {"all-gather": 70, "reduce-scatter": 30}, "rows": [8, 8]}] * 2,
+        "fsdp 2, ep 2": [
+            {"bytes": {"all-gather": 20, "reduce-scatter": 10}, "rows": rows} for rows in ([12, 4], [4, 12])
+        ],
+    }
+    workload = experts.MESHES[2]["fsdp 2"]
+    assert experts.expert_gathers(workload, counts["fsdp 2"], counts) == 70
+    assert experts.slowest(counts["fsdp 2"]) == 1
+    assert experts.slowest(counts["fsdp 2, ep 2"]) == 1.5, "ranks wait for each other in each layer"
+
+
+def test_bytes_of_shared_layers_are_those_of_the_formula() -> None:
+    # Two sequences of 512 tokens: (4 layers x 4 + 2) sums of 256 numbers of 4 bytes, sent twice by half.
+    assert tensor.summed(tensor.MESHES[2]["tp 2"]) == 18 * 1024 * 256 * 4
+    assert tensor.summed(tensor.MESHES[2]["fsdp 2"]) == 0

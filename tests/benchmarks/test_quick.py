@@ -13,7 +13,7 @@ from benchmarks.checkpoints import commits, reshard, reshard_run, saves, saves_r
 from benchmarks.control_plane import accepts, first_step, full_queue, open_streams
 from benchmarks.data import data_wait, prepare, resume
 from benchmarks.faults import recover
-from benchmarks.training import gpu, memory, ordered, step_overhead, turns, ulysses
+from benchmarks.training import experts, gpu, memory, ordered, step_overhead, tensor, turns, ulysses
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -96,6 +96,17 @@ def test_ulysses_trains_the_same_and_reports_its_share(run: Run) -> None:
     shares = {sample["variant"]: sample["raw"]["all_to_all_share"] for sample in result["data"]}
     assert shares.pop(ulysses.BASELINE) == 0
     assert all(0 < share < 1 for share in shares.values())
+
+
+@pytest.mark.parametrize(("main", "meshes"), [(experts.main, experts.MESHES), (tensor.main, tensor.MESHES)])
+def test_transformers_own_plans_train_the_same(run: Run, main: Callable[[], None], meshes: dict[int, Any]) -> None:
+    needs_time()
+    result = run(main, "--quick")
+    assert agreed(result) == set(meshes[2])
+    for sample in result["data"]:
+        ranks = [rank[loop] for rank in sample["raw"]["traffic"] for loop in ("theirs", "ours")]
+        assert len(ranks) == 4
+        assert all(rank["bytes"] for rank in ranks)
 
 
 def test_all_programs_make_the_same_number_of_tokens_of_a_corpus(run: Run) -> None:
@@ -184,6 +195,14 @@ def test_gpu_benchmark_separates_packed_documents(tmp_path: Path) -> None:
     whole, packed = (gpu.measured("speed", case, str(tmp_path), 540)["raw"] for case in ("toy", "toy-packed"))
     assert whole["metrics"][0]["tokens"] == packed["metrics"][0]["tokens"] == 128
     assert whole["metrics"][0]["loss"] != packed["metrics"][0]["loss"]
+
+
+@pytest.mark.parametrize("case", ["toy-ep2", "toy-tp2"])
+def test_gpu_benchmark_runs_several_ranks(case: str, tmp_path: Path) -> None:
+    needs_time()
+    record = gpu.measured("speed", case, str(tmp_path), 540)
+    assert record["raw"]["metrics"][0]["tokens"] == record["tokens/step"]
+    assert bool(record["busiest expert to the mean"]) == ("ep" in case)
 
 
 def test_unknown_case_is_rejected_with_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,14 @@ from train_loop.spec import JobSpec
 SAMPLES, LENGTH = 6, 128
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3 = TINY | SIZES | {"head_dim": 32}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "tied": QWEN3 | {"tie_word_embeddings": True},
     "llama": QWEN3 | {"model_type": "llama"},
     "sliding": QWEN3 | {"model_type": "mistral", "sliding_window": 20},
     "gemma3": QWEN3 | {"model_type": "gemma3_text", "sliding_window": 20, "query_pre_attn_scalar": 32},
+    "experts": QWEN3 | EXPERTS,
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in MODELS},
@@ -30,6 +32,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "recomputed": ("qwen3", {"gradient_checkpointing": "full"}, {}),
     "two micro-batches": ("qwen3", {}, {"per_device_train_batch_size": 3}),
     "chunked": ("qwen3", {}, {"chunked_loss": True}),
+    "eager experts": ("experts", {"experts_implementation": "eager"}, {}),
+    "recomputed experts": ("experts", {"gradient_checkpointing": "full"}, {}),
 }
 Results = dict[str, tuple[float, Gradients]]
 
@@ -80,7 +84,7 @@ def test_loss_and_gradients_equal_those_of_the_cpu(results: dict[str, Any], vari
 
 REPEATED = [
     (variant, dtype)
-    for variant in ("qwen3", "gemma3", "flex", "compiled", "compiled flex", "recomputed", "chunked")
+    for variant in ("qwen3", "gemma3", "flex", "compiled", "compiled flex", "recomputed", "chunked", "experts")
     for dtype in ("fp32", "bf16")
 ]
 
