@@ -15,14 +15,14 @@ _C10D, _FUNCTIONAL, _ATEN = torch.ops.c10d, torch.ops._c10d_functional, torch.op
 Count = Callable[[dist.ProcessGroup, Sequence[Any], Any], float]
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while the mode is active.
 
     Bytes are those that a rank sends if a collective is a ring; what stays on its rank does not count.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._bytes: Counter[str] = Counter()
         self._uncounted: set[str] = set()
         self._rows: list[int] = []
@@ -68,6 +68,7 @@ _KINDS: dict[Any, tuple[str, Count]] = {
     _C10D.allreduce_.default: ("all-reduce", lambda group, args, _: _summed(group, args[0])),
     _FUNCTIONAL.all_reduce.default: ("all-reduce", lambda group, args, _: _summed(group, [args[0]])),
     _FUNCTIONAL.all_reduce_.default: ("all-reduce", lambda group, args, _: _summed(group, [args[0]])),
+    _C10D.broadcast_.default: ("broadcast", lambda group, args, _: _summed(group, args[0]) / 2),
     _C10D.alltoall_base_.default: ("all-to-all", lambda group, args, _: _sent(group, args[1], args[4])),
     _FUNCTIONAL.all_to_all_single.default: ("all-to-all", lambda group, args, _: _sent(group, args[0], args[2])),
 }

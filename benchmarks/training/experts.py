@@ -6,7 +6,6 @@ table has the seconds of both, the load of the slowest rank, and the bytes that 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ def exchanged(workload: Workload) -> float:
     """Return the bytes of all-to-alls for a balanced router: tokens go to their experts and back, also in backward."""
     config, ep = workload.config, workload.strategy.get("ep_size", 1)
     tokens = workload.rows_per_rank * workload.sequence_length * config["num_experts_per_tok"]
-    return 4 * config["num_hidden_layers"] * tokens * config["hidden_size"] * (ep - 1) / ep * ELEMENT
+    return float(4 * config["num_hidden_layers"] * tokens * config["hidden_size"] * (ep - 1) / ep * ELEMENT)
 
 
 def sharded(workload: Workload) -> float:
@@ -62,12 +61,12 @@ def sharded(workload: Workload) -> float:
     config, ep = workload.config, workload.strategy.get("ep_size", 1)
     shards = workload.world // ep
     weights = 3 * config["num_experts"] * config["hidden_size"] * config["moe_intermediate_size"] / ep
-    return 3 * config["num_hidden_layers"] * weights * (shards - 1) / shards * ELEMENT
+    return float(3 * config["num_hidden_layers"] * weights * (shards - 1) / shards * ELEMENT)
 
 
 def expert_gathers(workload: Workload, counts: Counts, all_counts: Mapping[str, Counts]) -> float:
     """Return the measured bytes of `sharded`: those beyond a mesh that shards no expert."""
-    whole: Any = next((found for mesh, found in all_counts.items() if mesh.endswith(f"ep {workload.world}")), None)
+    whole = next((found for mesh, found in all_counts.items() if mesh.endswith(f"ep {workload.world}")), None)
     kinds = ("all-gather", "reduce-scatter")
     return mean_bytes(counts, *kinds) - mean_bytes(whole, *kinds) if whole else 0.0
 

@@ -78,7 +78,7 @@ class Case:
     @property
     def rows_per_step(self) -> int:
         """Return the sequences per step of all ranks."""
-        same = self.strategy.get("tp_size", 1) * self.strategy.get("ulysses_size", 1)
+        same: int = self.strategy.get("tp_size", 1) * self.strategy.get("ulysses_size", 1)
         return self.rows * self.ranks // same
 
     @property

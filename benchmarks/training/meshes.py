@@ -97,8 +97,9 @@ def _seconds(row: Row) -> str | None:
 
 
 def mean_bytes(counts: Counts, *kinds: str) -> float:
-    """Return the bytes of some kinds of collectives that a rank moves in a step, as a mean over ranks."""
-    return float(np.mean([sum(rank["bytes"].get(kind, 0) for kind in kinds) for rank in counts]))
+    """Return the bytes that a rank moves in a step by some kinds of collectives, or by all; a mean over ranks."""
+    moved = [sum(rank["bytes"].get(kind, 0) for kind in kinds or rank["bytes"]) for rank in counts]
+    return float(np.mean(moved))
 
 
 def megabytes(moved: float, expected: float) -> str | None:

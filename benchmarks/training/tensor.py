@@ -34,7 +34,7 @@ def main() -> None:
 
 def columns(workload: Workload, counts: Counts, _: Mapping[str, Counts]) -> dict[str, str | None]:
     """Return the megabytes that a rank moves: in all, and in sums of activations with their ratio to the formula."""
-    moved = sum(mean_bytes(counts, kind) for kind in {kind for rank in counts for kind in rank["bytes"]})
+    moved = mean_bytes(counts)
     sums = mean_bytes(counts, "all-reduce") if "tp_size" in workload.strategy else 0.0
     return {
         "moved, MB a rank": f"{moved / 1e6:.2f}",
@@ -46,7 +46,7 @@ def summed(workload: Workload) -> float:
     """Return the bytes of the sums of activations: four in each layer, one after the embeddings and before the head."""
     config, tp = workload.config, workload.strategy.get("tp_size", 1)
     activations = workload.rows_per_rank * workload.sequence_length * config["hidden_size"]
-    return (4 * config["num_hidden_layers"] + 2) * 2 * activations * (tp - 1) / tp * ELEMENT
+    return float((4 * config["num_hidden_layers"] + 2) * 2 * activations * (tp - 1) / tp * ELEMENT)
 
 
 if __name__ == "__main__":
