@@ -18,7 +18,7 @@ ELEMENT = 4
 
 def workload(ranks: int, **strategy: int) -> Workload:
     """Return the workload of a mesh."""
-    return Workload(config=SMALL_MIXTURE, world=ranks, strategy=strategy, steps=20)
+    return Workload(config=SMALL_MIXTURE, world=ranks, strategy=strategy, steps=14, first_counted=4)
 
 
 MESHES = {
