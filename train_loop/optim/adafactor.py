@@ -39,7 +39,7 @@ class Adafactor(Optimizer):
         weight = state["step"].item() ** group["decay_rate"]
         update = gradient * _inverse_root(state, gradient.square() + _TINY, weight)
         # The RMS of the whole parameter, not of a shard: reductions of DTensors are global.
-        rms = update.norm() / update.numel() ** 0.5
+        rms = _of_all_ranks(update.norm()) / update.numel() ** 0.5
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update * (group["lr"] / rms.clamp(min=1.0)))
 
@@ -53,7 +53,17 @@ def _inverse_root(state: dict[str, Any], squares: Tensor, weight: float) -> Tens
         return _moved(state, "variance", squares, weight).rsqrt()
     rows = _moved(state, "row_mean", _mean(squares, dim=-1), weight)  # [M, 1]
     columns = _moved(state, "column_mean", _mean(squares, dim=-2), weight)  # [1, N]
-    return (rows / _mean(rows, dim=-2)).rsqrt() * columns.rsqrt()
+    # A product of DTensors would gather rows or columns where ranks have parts of both.
+    own = (_local(rows) / _local(_mean(rows, dim=-2))).rsqrt() * _local(columns).rsqrt()
+    if not isinstance(squares, DTensor):
+        return own
+    return DTensor.from_local(
+        own, squares.device_mesh, squares.placements, run_check=False, shape=squares.shape, stride=squares.stride()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _moved(state: dict[str, Any], name: str, towards: Tensor, weight: float) -> Tensor:
@@ -64,6 +74,15 @@ def _moved(state: dict[str, Any], name: str, towards: Tensor, weight: float) -> 
 def _mean(values: Tensor, *, dim: int) -> Tensor:
     # mean() would average the means of shards, whose sizes may differ.
     total = values.sum(dim=dim, keepdim=True) / values.shape[dim]
-    if not isinstance(total, DTensor):
-        return total
-    return total.redistribute(placements=[Replicate() if p.is_partial() else p for p in total.placements])
+    return _of_all_ranks(total)
+
+
+def _of_all_ranks(total: Tensor) -> Tensor:
+    """Return a sum or norm from the parts of all ranks, along one mesh axis after the other."""
+    for axis in range(total.device_mesh.ndim if isinstance(total, DTensor) else 0):
+        assert isinstance(total, DTensor)
+        kinds = list(total.placements)
+        if kinds[axis].is_partial():
+            kinds[axis] = Replicate()
+            total = total.redistribute(placements=kinds)
+    return total

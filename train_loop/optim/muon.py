@@ -6,11 +6,13 @@ of a matrix, K matrices of one shape, W ranks that share them.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
@@ -51,17 +53,56 @@ class Muon(torch.optim.Muon):
 
 
 def _orthogonal(shards: Tensor, like: Tensor, group: dict[str, Any]) -> Tensor:
-    """Orthogonalise matrices from shards [K, M/W, N], each whole on one of W ranks; return the shards."""
+    """Orthogonalise matrices from shards [K, m, n], each whole on one of the ranks that share it; return the shards."""
     if not isinstance(like, DTensor):
         return _newton_schulz(shards, group)
-    mesh, shape = like.device_mesh, (len(shards), *like.shape)
-    by_row = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
-    by_matrix = [Shard(0) if isinstance(p, Shard) else p for p in like.placements]
-    stride = torch.empty(shape, device="meta").stride()
-    rows = DTensor.from_local(shards, mesh, by_row, run_check=False, shape=torch.Size(shape), stride=stride)
-    own = _newton_schulz(rows.redistribute(placements=by_matrix).to_local(), group)  # [K/W, M, N]
-    whole = DTensor.from_local(own, mesh, by_matrix, run_check=False, shape=torch.Size(shape), stride=stride)
-    return whole.redistribute(placements=by_row).to_local()
+    mesh, done = like.device_mesh, list[tuple[_Cut, int]]()
+    for cut in _cuts(like):
+        if count := len(shards):  # a rank may get none of few matrices
+            shards = cut.exchange(shards, mesh, count=count, to_matrices=True)
+            done.append((cut, count))
+    shards = _newton_schulz(shards, group)
+    for cut, count in reversed(done):
+        shards = cut.exchange(shards, mesh, count=count, to_matrices=False)
+    return shards
+
+
+class _Cut(NamedTuple):
+    """A mesh axis whose ranks share matrices."""
+
+    axis: int
+    dim: int
+    """The dimension of a matrix that is cut."""
+    shape: tuple[int, ...]
+    """The shape of what they share: a matrix, or the part of it that other axes leave."""
+
+    def exchange(self, shards: Tensor, mesh: DeviceMesh, *, count: int, to_matrices: bool) -> Tensor:
+        """Exchange parts of all `count` matrices for some whole ones, or back. A collective call."""
+        shape = (count, *self.shape)
+        # torch sees replicas along other axes: only the ranks of this one exchange something.
+        parts, matrices = (
+            [Shard(dim) if axis == self.axis else Replicate() for axis in range(mesh.ndim)] for dim in (self.dim + 1, 0)
+        )
+        source, target = (parts, matrices) if to_matrices else (matrices, parts)
+        stride = torch.empty(shape, device="meta").stride()
+        held = DTensor.from_local(shards, mesh, source, run_check=False, shape=torch.Size(shape), stride=stride)
+        return held.redistribute(placements=target).to_local()
+
+
+def _cuts(matrix: DTensor) -> list[_Cut]:
+    """Return the cuts of a matrix, the last one first: FSDP2, whose axes are first, cuts what other axes leave."""
+    mesh, shape, found = matrix.device_mesh, tuple(matrix.shape), list[_Cut]()
+    for axis, (kind, place) in reversed(
+        list(enumerate(zip(matrix.placements, mesh.get_coordinate() or (), strict=True)))
+    ):
+        if isinstance(kind, Replicate):
+            continue
+        assert isinstance(kind, Shard | _StridedShard if found else Shard), f"muon knows no matrix of parts as {kind}"
+        dim, size = kind.dim, shape[kind.dim]
+        found.append(_Cut(axis, dim, shape))
+        width = -(-size // mesh.size(axis))
+        shape = (*shape[:dim], len(range(size)[place * width : (place + 1) * width]), *shape[dim + 1 :])
+    return found[::-1]
 
 
 def _newton_schulz(matrices: Tensor, group: dict[str, Any]) -> Tensor:
@@ -73,11 +114,13 @@ def _newton_schulz(matrices: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield batches of parameters of one shape, with at most one per rank that shares them."""
+    """Yield batches of parameters of one shape and one way to share, with at most one per rank that shares them."""
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        alike.setdefault((parameter.shape, _ranks(parameter)), []).append(parameter)
-    for (_, ranks), members in alike.items():
+        kinds = parameter.placements if isinstance(parameter, DTensor) else ()
+        alike.setdefault((parameter.shape, kinds), []).append(parameter)
+    for members in alike.values():
+        ranks = _ranks(members[0])
         for start in range(0, len(members), ranks):
             yield members[start : start + ranks]
 
@@ -87,7 +130,7 @@ def _ranks(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if isinstance(placement, Shard))
+    return math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
 
 
 def _local(tensor: Tensor) -> Tensor:
