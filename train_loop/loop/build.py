@@ -184,7 +184,7 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
     vocabulary = None
     if sharded.sharers is not None:
         # The model would gather all logits of each token on every rank.
-        vocabulary = VocabularyPart(sharded.sharers, sharded.anatomy.outputs)
+        vocabulary = VocabularyPart(sharded.sharers, sharded.anatomy.outputs, sharded.timer)
     rule = LossRule(
         spec.training.label_smoothing_factor,
         spec.training.z_loss,

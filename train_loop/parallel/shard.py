@@ -1,6 +1,7 @@
 """FSDP2's units of a model: sharding, prefetching, and timing of a rank's computation without its waits in them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -173,6 +174,41 @@ class _UnitHooks:
         # FSDP2 may have cast the output since, but its hook is on the original tensor.
         _at_gradient(self._output, self._timer.start)
         self._output = None
+
+
+@contextmanager
+def timing_exchanges(model: nn.Module, timer: ComputeTimer) -> Iterator[None]:
+    """Stop the timer while ranks exchange what goes into linear layers and embeddings, what comes out, and gradients.
+
+    Within the context, the layers are wrapped: what is inside then computes, and what the wrapper does is exchange.
+    """
+    plain = {one: one.forward for one in model.modules() if isinstance(one, nn.Linear | nn.Embedding)}
+    inside = {one: partial(_computed, timer, forward) for one, forward in plain.items()}
+    for one, forward in inside.items():
+        one.forward = forward  # type: ignore[method-assign]
+    yield
+    for one, forward in inside.items():
+        wrapped = one.forward is not forward
+        one.forward = partial(_exchanged, timer, one.forward) if wrapped else plain[one]  # type: ignore[method-assign]
+
+
+def _computed(timer: ComputeTimer, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Compute a layer, from which on the timer stops: its output is exchanged now, and its gradient in backward."""
+    _at_gradient((inputs, named), timer.pause)
+    output = forward(*inputs, **named)
+    timer.pause()
+    return output
+
+
+def _exchanged(timer: ComputeTimer, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Compute a layer and its exchanges, from whose end on the timer runs again."""
+    # Another part of the model may use the same tensor, whose own gradient is complete only after that part's.
+    inputs, named = tree_map_only(Tensor, lambda one: one.view_as(one), (inputs, named))
+    _at_gradient((inputs, named), timer.resume)
+    try:
+        return forward(*inputs, **named)
+    finally:  # recomputation ends by an exception as soon as it has all tensors
+        timer.resume()
 
 
 def _at_gradient(values: Any, act: Callable[[], None]) -> None:

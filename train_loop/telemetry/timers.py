@@ -36,6 +36,7 @@ class ComputeTimer:
         self._on_gpu = device.type == "cuda"
         self._since: Moment | None = None
         self._spans: list[tuple[Moment, Moment]] = []
+        self._is_paused = False
 
     def start(self) -> None:
         """Start a span of compute time."""
@@ -43,7 +44,7 @@ class ComputeTimer:
 
     def drop(self) -> None:
         """Discard the open span."""
-        self._since = None
+        self._since, self._is_paused = None, False
 
     def stop(self) -> None:
         """Close the open span, before the rank may wait."""
@@ -51,14 +52,23 @@ class ComputeTimer:
             self._spans.append((self._since, self._now()))
             self._since = None
 
+    def pause(self) -> None:
+        """Close the open span, if there is one, until `resume`."""
+        self._is_paused = self._since is not None
+        self.stop()
+
+    def resume(self) -> None:
+        """Start a span if `pause` has closed one."""
+        if self._is_paused:
+            self.start()
+        self._is_paused = False
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Exclude the body, in which the rank waits for others, from the compute time."""
-        computing = self._since is not None
-        self.stop()
+        self.pause()
         yield
-        if computing:
-            self.start()
+        self.resume()
 
     def take(self) -> float:
         """Return the compute seconds since the last call. On a GPU, the timed work must have finished."""

@@ -235,7 +235,8 @@ class _ChunkedSum(torch.autograd.Function):
                 d_bias += d_logits.sum(0, dtype=torch.float32)
         if rule.vocabulary is not None:
             # Every rank has used the hidden states for its part of the vocabulary.
-            dist.all_reduce(d_hidden, group=rule.vocabulary.group)
+            with rule.vocabulary.timer.waiting():
+                dist.all_reduce(d_hidden, group=rule.vocabulary.group)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total

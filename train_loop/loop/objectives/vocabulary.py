@@ -4,7 +4,7 @@ No rank sees all logits of a token: the ranks exchange its largest logit, the su
 its label (Shoeybi et al., "Megatron-LM", 2019). Shapes: N tokens, V tokens of the vocabulary, P ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train_loop.data.dataset import IGNORE
+from train_loop.telemetry.timers import ComputeTimer
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class VocabularyPart:
     group: dist.ProcessGroup
     size: int
     """Tokens of the whole vocabulary."""
+    timer: ComputeTimer = field(default_factory=lambda: ComputeTimer(torch.device("cpu")))
+    """Timer that stops while ranks wait for each other."""
 
     def losses(self, logits: Tensor, targets: Tensor, *, smoothing: float, z_loss: float) -> Tensor:
         """Return the loss of each token, 0 for those to ignore; logits [N, V/P] in fp32, targets [N]."""
@@ -33,9 +36,11 @@ class VocabularyPart:
             found = logits.gather(1, local.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
             picked = torch.where(is_own, found, 0.0)
         top = logits.detach().amax(-1) if width else picked.new_full((len(targets),), -torch.inf)
-        dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
+        with self.timer.waiting():
+            dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         sums = [(logits - top.unsqueeze(1)).exp().sum(-1), picked, *([logits.sum(-1)] if smoothing else [])]
-        exponentials, target, *total = sum_of_ranks(torch.stack(sums), self.group)
+        with self.timer.waiting():
+            exponentials, target, *total = sum_of_ranks(torch.stack(sums), self.group)
         normaliser = exponentials.log() + top
         loss: Tensor = normaliser - target
         if smoothing:
