@@ -11,7 +11,7 @@ from train_loop.model.families.family import AttentionUse
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
-from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units
+from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import expert_units, innermost, repeated_layers, wrapped_layers
 from train_loop.plan import MeshPlan
@@ -26,7 +26,7 @@ class BuiltModel:
     anatomy: Anatomy
     spec: JobSpec
     attention: Mapping[str, AttentionUse]
-    """Modules whose attention Ulysses splits, by name."""
+    """Modules whose heads ranks share, by name."""
     timer: ComputeTimer
 
 
@@ -63,7 +63,8 @@ class Layers:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Split the layers by the plan of the model's family."""
         assert mesh.tp is not None, "the plan has this axis"
-        built.anatomy.family.share_layers(built.anatomy, mesh.tp)
+        with timing_exchanges(built.anatomy.model, built.timer):
+            built.anatomy.family.share_layers(built.anatomy, mesh.tp, built.attention)
 
 
 class Experts:

@@ -247,8 +247,8 @@ def _activations(
     wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
     layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
     # The formula leaves out tensors that are small compared with logits of a vocabulary.
-    # A layer with experts has few of its config's sizes.
-    counted = shape.labels is not None or shape.active is not None
+    # A layer with experts has few of its config's sizes, and ranks that share layers may gather heads and MLPs.
+    counted = shape.labels is not None or shape.active is not None or spec.strategy.tp_size > 1
     least = 0 if counted else _OTHER_LAYER * compute * (kept + wide)
     if shape.kept is not None and shape.kept.layer > least:
         return _counted(spec, shape.kept, tokens=tokens, tiled=compute * (wide - wide // tiles), beside=beside)

@@ -97,12 +97,15 @@ class ParameterCounts:
     """Parameters of experts that a token does not use."""
     experts: int = 0
     """Parameters of a layer's experts."""
+    of_rank: "ParameterCounts | None" = None
+    """The numbers of what a rank has, if ranks share layers and their plan is known."""
 
     def shared(self, tp: int, ep: int) -> "ParameterCounts":
         """Return the numbers of a rank's part of each layer; it draws whole modules."""
-        parts: dict[str, Any] = {n: -(-size // tp) for n, size in asdict(self).items() if type(size) is int}
-        layer = -(-(self.layer - self.experts) // tp) - (-self.experts // max(tp, ep))
-        return replace(self, **parts | {"module": self.module, "layer": layer})
+        parts = _parts(self, tp)
+        parts["layer"] = -(-(self.layer - self.experts) // tp) - (-self.experts // max(tp, ep))
+        part, units = self.of_rank or replace(self, **parts), self.units
+        return replace(part, module=self.module, units=units and replace(units, **_parts(units, tp)))
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,10 @@ class ModelShape:
     def largest_module(self) -> int:
         """Return the parameters of the largest single module, which is the embedding if they are not counted."""
         return max(self.vocab, self.intermediate) * self.hidden if self.counts is None else self.counts.module
+
+
+def _parts(sizes: "ParameterCounts | UnitSizes", ranks: int) -> dict[str, Any]:
+    return {name: -(-size // ranks) for name, size in asdict(sizes).items() if type(size) is int}
 
 
 def read_shape(config: dict[str, Any]) -> ModelShape:

@@ -56,6 +56,7 @@ def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> C
         anatomy = family_of(job).build(job.model)
         family, model = anatomy.family, anatomy.model.train()
         family.choose_attention(model, job, CPU)
+        found.cut(model)
         on_gpu = bool(job.scaling.resources_per_worker.get("GPU"))
         dataset = Dataset(fingerprint="", parts=(), sequence_length=job.data.sequence_length)
         with fake_call(anatomy, job, _text_batch(job), recompute=True) as call, LiveBytes(call) as live, _Answers():  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from train_loop.data.files import is_local, storage_patience
 from train_loop.data.masking import check_mask
@@ -133,6 +134,8 @@ def _shape(model: ModelSpec, family: Family) -> ModelShape:
 def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobSpec) -> ModelShape:
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
     repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
+    if held := found.held():
+        counts = replace(counts, of_rank=_count_parameters(anatomy, spec, lambda one: held[id(one)]))
     layers = shape.layers if spec.code is None else len(repeated)
     kept = None if shape.known and shape.labels is None else found.kept(repeated)
     whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
@@ -140,19 +143,19 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     return replace(whole, call=measure_text_call(spec, whole, found)) if is_called else whole
 
 
-def _count_parameters(anatomy: Anatomy, spec: JobSpec) -> ParameterCounts:
-    """Count the parameters of a model whose frozen modules are frozen."""
-    layers = [sum(p.numel() for p in one.parameters()) for one in repeated_layers(anatomy, spec.strategy.wrap_policy)]
+def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], int] = Tensor.numel) -> ParameterCounts:
+    """Count the parameters of a model whose frozen modules are frozen, or a part of each."""
+    layers = [sum(map(size, one.parameters())) for one in repeated_layers(anatomy, spec.strategy.wrap_policy)]
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
-    total = sum(p.numel() for p in parameters)
+    total = sum(map(size, parameters))
     return ParameterCounts(
         total=total,
-        trained=sum(p.numel() for p in trained),
-        trained_matrices=sum(p.numel() for p in trained if id(p) in matrices),
+        trained=sum(map(size, trained)),
+        trained_matrices=sum(size(p) for p in trained if id(p) in matrices),
         layer=max(layers, default=0),
         outside=max(total - sum(layers), 0),
-        module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in anatomy.model.modules()),
+        module=max(sum(map(size, module.parameters(recurse=False))) for module in anatomy.model.modules()),
         units=unit_sizes(anatomy, spec.strategy.wrap_policy),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,

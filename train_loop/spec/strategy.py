@@ -172,29 +172,30 @@ class StrategySpec(SpecModel):
 
 
 def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings of a job that are not proven for ranks that share layers; `job` has its valid parts."""
+    """Yield the settings of a job that ranks cannot share layers with; `job` has its valid parts."""
     if strategy.tp_size == 1:
         return
     model, training, reshard = job.get("model"), job.get("training"), strategy.reshard_after_forward
     settings = {
-        "own code (code)": job.get("code") is not None,
-        "offload_policy: true": strategy.offload_policy,
-        f"norm_dtype={strategy.norm_dtype}": strategy.norm_dtype is not None,
-        f"min_num_params={strategy.wrap_policy.min_num_params}": strategy.wrap_policy.min_num_params is not None,
-        f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
+        "own code (code)": (job.get("code") is not None, "which has no plan of how ranks share its layers"),
+        f"reshard_after_forward={reshard}": (
+            not isinstance(reshard, bool) and reshard is not None,
+            "for which torch makes groups of ranks that wait for each other",
+        ),
     }
     if model is not None:
         settings |= {
-            "model.head": model.label_head is not None or model.masked is not None,
-            f"model.dtype={model.dtype}": model.dtype == "fp16",
-            "model.compile: true": model.compile,
-            "model.freeze_module_prefix": bool(model.freeze_module_prefix),
+            "model.head=masked_lm": (model.masked is not None, "whose models have no plan of how ranks share layers"),
+            "model.compile: true": (model.compile, "because the graph of a layer breaks at each exchange"),
         }
     if training is not None:
-        settings[f"training.optimizer={training.optimizer}"] = training.optimizer not in ("adamw", "sgd")
+        settings["training.optimizer=adamw_8bit"] = (
+            training.optimizer == "adamw_8bit",
+            "whose blocks of values that share a scale would be others",
+        )
     yield from (
-        f"{setting} is not proven with tp_size={strategy.tp_size}; change it, or choose tp_size=1"
-        for setting, chosen in settings.items()
+        f"tp_size={strategy.tp_size} does not support {setting}, {reason}; change it, or choose tp_size=1"
+        for setting, (chosen, reason) in settings.items()
         if chosen
     )
 

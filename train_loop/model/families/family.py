@@ -64,6 +64,10 @@ class Examination:
     """True if the model is an encoder, whose bytes are those of a call: few of them have the layers of a decoder."""
     kept: Callable[[Sequence[nn.Module]], KeptBytes | None] = lambda layers: None
     """Count the bytes that a call keeps for backward, given the model's layers; None if it cannot be counted."""
+    held: Callable[[], Mapping[int, int]] = dict
+    """Count the values of each parameter that one of the ranks that share layers has, by id; empty without them."""
+    cut: Callable[[nn.Module], None] = lambda model: None
+    """Cut a copy of the model in place to the part that one of these ranks computes."""
 
 
 class Join(Protocol):
@@ -200,8 +204,11 @@ class Family(Protocol):
         """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
         raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
 
-    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh) -> None:
-        """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens."""
+    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
+        """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens.
+
+        `attention` names its attention modules, with all their heads.
+        """
         raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
 
     def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:

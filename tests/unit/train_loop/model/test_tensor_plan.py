@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from tests.support.builders.families import small
-from tests.support.builders.specs import TINY, raw_spec, spec
+from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.parallel.tensor import check_plan
 from train_loop.model.families.causal.probe import probe
 from train_loop.model.folder import model_shape
-from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.plan import ModelShape, Plan, groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.preflight.checks import check_model
 from train_loop.spec import ScalingSpec, SpecError, parse
 
 TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}
@@ -20,25 +21,36 @@ TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}
 @pytest.mark.parametrize(
     ("part", "setting", "found"),
     [
-        ("training", {"optimizer": "muon"}, "training.optimizer=muon"),
-        ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit"),
+        ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit, whose blocks"),
         ("training", {"reproducible": "any_size", "global_batch_size": 8}, "tp_size=2"),
-        ("model", {"dtype": "fp16"}, "model.dtype=fp16"),
-        ("model", {"compile": True}, "model.compile: true"),
-        ("model", {"freeze_module_prefix": ["model.layers.0"]}, "model.freeze_module_prefix"),
-        ("strategy", {"offload_policy": True}, "offload_policy: true"),
-        ("strategy", {"wrap_policy": {"min_num_params": 100}}, "min_num_params=100"),
-        ("strategy", {"norm_dtype": "fp32"}, "norm_dtype=fp32"),
-        ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2"),
-        ("model", {"head": "masked_lm"}, "model.head"),
+        ("model", {"compile": True}, "model.compile: true, because"),
+        ("model", {"head": "masked_lm"}, "model.head=masked_lm, whose models"),
+        ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2, for which torch"),
     ],
 )
-def test_unproven_settings_are_refused(part: str, setting: dict[str, Any], found: str) -> None:
+def test_unproven_settings_are_refused_with_the_reason(part: str, setting: dict[str, Any], found: str) -> None:
     raw = raw_spec(**TWO)
     raw[part] = raw.get(part, {}) | setting
     with pytest.raises(SpecError) as error:
         parse(raw)
-    assert any(f"{found} is not proven" in one.message for one in error.value.problems)
+    assert any(found in one.message for one in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("part", "setting"),
+    [
+        *(("training", {"optimizer": name}) for name in ("sgd", "adafactor", "muon")),
+        ("model", {"dtype": "fp16"}),
+        ("model", {"freeze_module_prefix": ["model.layers.0"]}),
+        ("strategy", {"offload_policy": True}),
+        ("strategy", {"wrap_policy": {"min_num_params": 100}}),
+        ("strategy", {"norm_dtype": "fp32"}),
+    ],
+)
+def test_proven_settings_are_accepted(part: str, setting: dict[str, Any]) -> None:
+    raw = raw_spec(**TWO)
+    raw[part] = raw.get(part, {}) | setting
+    assert plan_job(parse(raw), model_shape(parse(raw).model)).mesh.tp == 2
 
 
 def fault(config: dict[str, Any], **strategy: int) -> str:
@@ -56,13 +68,16 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     assert fault(TINY) == ""
     assert "that of model_type=gpt2 is missing; choose tp_size: 1" in fault(small("gpt2"))
     assert "tp_size=2 is not proven for model_type=apertus" in fault(small("apertus"))
-    assert "must divide the 2 kv heads of model.layers.0.self_attn" in fault(TINY, tp_size=4)
-    assert "choose tp_size=1 or 2" in fault(TINY, tp_size=4)
-    assert "tp_size x ulysses_size=8 its 4 heads" in fault(TINY, ulysses_size=4)
+    assert fault(TINY, tp_size=4) == "", "two ranks share each kv head"
+    three = TINY | {"num_attention_heads": 12, "num_key_value_heads": 3}
+    assert "tp_size=2 must divide the 3 kv heads of model.layers.0.self_attn, or be a multiple" in fault(three)
+    assert "choose tp_size=1, 3, 6 or 12" in fault(three)
+    assert "tp_size x ulysses_size=8 must divide its 4 heads" in fault(TINY, ulysses_size=4)
     assert "choose another ulysses_size" in fault(TINY, ulysses_size=3)
     heads = {"num_attention_heads": 24, "num_key_value_heads": 6}
-    assert "choose tp_size=1, 3 or 6" in fault(TINY | heads, ulysses_size=2)
+    assert "choose tp_size=1, 3, 6 or 12" in fault(TINY | heads, ulysses_size=2)
     assert "attention_dropout: 0.1; set it to 0.0" in fault(TINY | {"attention_dropout": 0.1})
+    assert fault(small("gpt_neox")) == "", "its classifier_dropout belongs to a head of labels"
     assert "tp_size=8 leaves a worker without a part of model.layers.0.mlp." in fault(
         TINY | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}, tp_size=8
     )
@@ -124,6 +139,40 @@ def test_plan_divides_memory_by_the_ranks_that_share_layers() -> None:
     # Four shards of whole layers, and two of halves.
     assert shared["parameters"] == pytest.approx(whole["parameters"], rel=0.02)
     assert shared["gathered_parameters"] < 0.6 * whole["gathered_parameters"]
+
+
+def shape_of(config: dict[str, Any], tp: int) -> ModelShape:
+    job = spec(model={"config": config}, strategy={"tp_size": tp}, scaling={"num_workers": 4})
+    shape, problems = check_model(job, may_read())
+    assert problems == []
+    assert shape is not None
+    return shape
+
+
+def test_activations_are_those_that_a_rank_keeps() -> None:
+    def saved(family: str, tp: int) -> int:
+        (whole, own) = (shape_of(small(family) | {"hidden_size": 64}, size).kept for size in (1, tp))
+        assert whole is not None
+        assert own is not None
+        assert (whole.inputs, whole.outside) == (own.inputs, own.outside)
+        return whole.layer - own.layer
+
+    states = 4 * 64  # bytes of a token's states; heads have 16 values, and F is 64, too
+    assert saved("phi3", 2) == 0, "its plan gathers what it splits"
+    assert saved("olmo2", 2) == states * 4 // 2, "half of four tensors of the MLP"
+    # Three of four queries and outputs, and one of two keys and values, which two ranks use.
+    assert saved("mistral", 4) == states * 4 * 3 // 4 + states * 2 * 3 // 4 + states * 2 // 4
+
+
+def test_keys_that_each_rank_has_whole_are_planned() -> None:
+    counts = shape_of(TINY, 4).counts
+    assert counts is not None
+    assert counts.of_rank is not None
+    whole = TINY["num_hidden_layers"] * (2 * 16 * 32 + 2 * 32 + 2 * 8) + 32  # keys, values and norms
+    assert counts.of_rank.total == (counts.total - whole) // 4 + whole
+    job = spec(strategy={"tp_size": 4}, scaling={"num_workers": 4})
+    memory = {term.name: term.bytes for term in plan_job(job, shape_of(TINY, 4)).memory}
+    assert memory["parameters"] == 4 * counts.of_rank.total
 
 
 def test_names_of_other_tools_lead_to_the_field() -> None:

@@ -50,6 +50,7 @@ from train_loop.model.families.causal.heads import (
     read_at_ends,
 )
 from train_loop.model.families.causal.parallel.expert import share_experts
+from train_loop.model.families.causal.parallel.part import cut_layers, held_by_rank
 from train_loop.model.families.causal.parallel.tensor import check_plan, heads_of_rank, share_layers
 from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
 from train_loop.model.families.causal.probe import (
@@ -136,8 +137,17 @@ class Causal(Family):
             *check_experts(anatomy.model, anatomy.experts, spec),
         )
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
-        kept = partial(kept_for_backward, anatomy, dtype, length)
-        return Examination(seen.attention, seen.after_head, settings, whole_scores=whole, kept=kept)
+        sharing: dict[str, Any] = {"attention": seen.attention, "size": spec.strategy.tp_size}
+        cut = partial(cut_layers, **sharing)
+        return Examination(
+            seen.attention,
+            seen.after_head,
+            settings,
+            whole_scores=whole,
+            kept=partial(kept_for_backward, anatomy, dtype, length, cut=cut),
+            held=partial(held_by_rank, anatomy, **sharing),
+            cut=cut,
+        )
 
     def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
         """Set the implementations of attention and experts of a spec. Raises ModelError if they cannot run here."""
@@ -149,9 +159,9 @@ class Causal(Family):
         apply_longrope(model, part=part, parts=parts)
         apply_counted(model, part=part, parts=parts)
 
-    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh) -> None:
+    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
         """Split the layers by transformers' plan."""
-        share_layers(anatomy, mesh)
+        share_layers(anatomy, mesh, attention)
 
     def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:
         """Split the experts by transformers' plan."""

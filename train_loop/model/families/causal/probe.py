@@ -4,7 +4,7 @@ It shows whether the attention comes from the registry, with how many heads, and
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -157,14 +157,23 @@ def keep_attention(
 
 
 def kept_for_backward(
-    anatomy: Anatomy, dtype: torch.dtype, sequence_length: int, layers: Sequence[nn.Module]
+    anatomy: Anatomy,
+    dtype: torch.dtype,
+    sequence_length: int,
+    layers: Sequence[nn.Module],
+    *,
+    cut: Callable[[nn.Module], None],
 ) -> KeptBytes | None:
-    """Count the bytes that a call of a model keeps for backward; None if it cannot be called on meta."""
+    """Count the bytes that a call of a model keeps for backward; None if it cannot be called on meta.
+
+    `cut` makes a copy of the model the part that a rank has.
+    """
     names = {module: name for name, module in anatomy.model.named_modules()}
     tokens = min(sequence_length, _COUNTED) - 1
 
     def count(*, each: bool) -> KeptBytes:
         built, _ = _copy(anatomy, dtype)
+        cut(built.model)
         columns, arguments = _call(built.model, tokens)
         copied = [built.model.get_submodule(names[layer]) for layer in layers]
         with attention_replaced(built.model, keep_attention):

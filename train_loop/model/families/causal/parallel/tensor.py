@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
@@ -17,6 +17,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.experts import experts_of
+from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
 from train_loop.plan import divisors, one_of
@@ -45,11 +46,15 @@ Others have a plan, too, but for example the sharing of apertus' activations giv
 """
 _SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
 """Projections that give a rank the keys of its heads, if their plan is `colwise`."""
+_KEYS = ("k_proj", "v_proj")
+"""Projections of which a rank can also use only the rows of its head."""
 _OF_OWN_HEADS = "replicated_with_grad_allreduce"
 """Style of weights that each rank has whole, and uses for its own heads only, so that gradients are parts of a sum."""
-_SPLIT_ROWS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
-_SPLIT_COLUMNS = {"rowwise", "rowwise_split_input"}
-_STYLES = {*_SPLIT_ROWS, *_SPLIT_COLUMNS, _OF_OWN_HEADS}
+OWN_ROWS = "rows of own head"
+"""Our style of `_KEYS` with fewer heads than ranks: each rank has them whole, and uses the rows of its head."""
+SPLIT_ROWS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
+SPLIT_COLUMNS = {"rowwise", "rowwise_split_input"}
+_STYLES = {*SPLIT_ROWS, *SPLIT_COLUMNS, _OF_OWN_HEADS}
 
 
 def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
@@ -76,19 +81,20 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
         )
     for name, use in seen.attention.items():
         if not _can_divide(_own_heads(model, use, size), sequences):
-            fits = [n for n in divisors(use.kv_heads) if _can_divide(_own_heads(model, use, n), sequences)]
+            fits = [n for n in divisors(use.heads) if _can_divide(_own_heads(model, use, n), sequences)]
             raise ModelError(
-                f"tp_size={size} must divide the {use.kv_heads} kv heads of {name}, and tp_size x ulysses_size="
-                f"{size * sequences} its {use.heads} heads; ulysses_size must divide a rank's kv heads, or be a "
-                f"multiple of them; choose {f'tp_size={one_of(fits)}' if fits else 'another ulysses_size'}"
+                f"tp_size={size} must divide the {use.kv_heads} kv heads of {name}, or be a multiple of them, and "
+                f"tp_size x ulysses_size={size * sequences} must divide its {use.heads} heads; ulysses_size must "
+                "divide a rank's kv heads, or be a multiple of them; choose "
+                f"{f'tp_size={one_of(fits)}' if fits else 'another ulysses_size'}"
             )
-    if seen.after_head is None:
+    if seen.after_head is None and spec.model.label_head is None:
         raise ModelError(
             f"tp_size={size} computes the loss from parts of the logits, and those of {seen.model} are more than the "
             "output of its head, scaled or capped; choose tp_size: 1"
         )
     _check_config(model, size)
-    _check_weights(model, size)
+    _check_weights(model, seen.attention, size)
 
 
 def _fault_of_plan(model: Any) -> str | None:
@@ -101,16 +107,16 @@ def _fault_of_plan(model: Any) -> str | None:
         return f"has parts of the style {', '.join(strange)}"
     if not plan:
         return "is missing"
-    return None if any(".layers." in name for name in plan) else "splits none of its layers"
+    return None if any("layers." in name for name in plan) else "splits none of its layers"
 
 
-def _check_weights(model: Any, size: int) -> None:
+def _check_weights(model: Any, attention: Mapping[str, AttentionUse], size: int) -> None:
     """Raise ModelError for weights with wrong gradients, and for weights too small for the ranks.
 
     In attention and MLPs that ranks share, a weight without a plan would be whole on each rank, which uses it for its
     own heads or rows only.
     """
-    plan = _expanded(model)
+    plan = expanded_plan(model, attention, size)
     shared = tuple(f"{name.rpartition('.')[0]}." for name, style in plan.items() if style == "rowwise")
     for name, parameter in model.named_parameters():
         style = plan.get(name) or plan.get(name.rpartition(".")[0])
@@ -119,8 +125,8 @@ def _check_weights(model: Any, size: int) -> None:
                 f"tp_size={size} needs a plan for each weight of attention and MLP, and {SOURCE} has none for {name}; "
                 "choose tp_size: 1, or change the setting of the model's config that adds it"
             )
-        dim = 0 if style in _SPLIT_ROWS else parameter.ndim - 1
-        length = parameter.shape[dim] if style in _SPLIT_ROWS | _SPLIT_COLUMNS else size
+        dim = 0 if style in SPLIT_ROWS else parameter.ndim - 1
+        length = parameter.shape[dim] if style in SPLIT_ROWS | SPLIT_COLUMNS else size
         if -(-length // size) * (size - 1) >= length:
             raise ModelError(
                 f"tp_size={size} leaves a worker without a part of {name}, whose size is {list(parameter.shape)}; "
@@ -134,7 +140,8 @@ def _check_config(model: Any, size: int) -> None:
     transformers clips them in place, which torch rejects for parts of a `DTensor`.
     """
     config: dict[str, Any] = config_of(model).to_dict()
-    rates = {name: value for name, value in config.items() if "drop" in name and _is_rate(value)}
+    unused = "classifier_dropout" if not has_labels(model) else None
+    rates = {name: value for name, value in config.items() if "drop" in name and name != unused and _is_rate(value)}
     found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
     if found is not None:
         raise ModelError(
@@ -159,11 +166,12 @@ def heads_of_rank(model: Any, attention: Mapping[str, AttentionUse], size: int) 
 
 def _own_heads(model: Any, use: AttentionUse, size: int) -> AttentionUse | None:
     """Return a rank's heads; None if they do not divide. Where a plan gathers keys, each rank has all heads."""
-    if not _splits_heads(model):
+    if not _splits(model, _SPLIT_HEADS):
         return use
-    if use.heads % size or use.kv_heads % size:
+    repeated = _splits(model, _KEYS) and size % use.kv_heads == 0
+    if use.heads % size or (use.kv_heads % size and not repeated):
         return None
-    return use._replace(heads=use.heads // size, kv_heads=use.kv_heads // size)
+    return use._replace(heads=use.heads // size, kv_heads=max(use.kv_heads // size, 1))
 
 
 def _can_divide(own: AttentionUse | None, sequences: int) -> bool:
@@ -171,32 +179,39 @@ def _can_divide(own: AttentionUse | None, sequences: int) -> bool:
     return own is not None and not (own.heads % sequences or (own.kv_heads % sequences and sequences % own.kv_heads))
 
 
-def _splits_heads(model: Any) -> bool:
-    return any(name.rpartition(".")[2] in _SPLIT_HEADS and style == "colwise" for name, style in _plan(model).items())
+def _splits(model: Any, projections: Sequence[str]) -> bool:
+    """Return whether a plan gives each rank its own rows of one of the projections."""
+    return any(name.rpartition(".")[2] in projections and style == "colwise" for name, style in _plan(model).items())
 
 
-def share_layers(anatomy: Anatomy, mesh: DeviceMesh) -> None:
+def share_layers(anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
     """Split a model on the meta device over a mesh, in place. Tied embeddings stay one parameter."""
     model, head, table, tied = anatomy.model, anatomy.head, anatomy.embeddings, anatomy.is_tied
-    plan, names = _expanded(model), {module: name for name, module in model.named_modules()}
+    plan, names = expanded_plan(model, attention, mesh.size()), {module: name for name, module in model.named_modules()}
     if tied and head is not None and table is not None:
         # The head has its rows of the vocabulary, and the embeddings must have the same.
         plan |= dict.fromkeys((names[table], f"{names[table]}.weight"), "embedding_rowwise")
         del plan[f"{names[head]}.weight"]
-    whole = {name for name, style in plan.items() if style == _OF_OWN_HEADS}
+    whole = {name for name, style in plan.items() if style in (_OF_OWN_HEADS, OWN_ROWS)}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in whole})
     if tied and head is not None and table is not None:
         head.weight = table.weight
-    experts = () if anatomy.experts is None else anatomy.experts.modules
+    few, experts = few_keys(plan, attention), () if anatomy.experts is None else anatomy.experts.modules
     for module, name in names.items():
+        rows = _rows_of_rank(module, few[name], mesh) if name in few else None
         if module not in experts:
-            _keep_whole(module, mesh, Partial() if name in whole else Replicate())
+            _keep_whole(module, mesh, Partial() if name in whole else Replicate(), rows)
+    repeat_keys(model, attention, mesh.size() if few else 1)
 
 
-def _expanded(model: Any) -> dict[str, str]:
+def expanded_plan(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, str]:
     """Return the style of each module and parameter by name; parameters come before their module."""
-    found: dict[str, str] = model._expand_parallel_plan(_plan(model))
-    return found
+    plan: dict[str, str] = model._expand_parallel_plan(_plan(model))
+    few = {f"{name}.{leaf}" for name, use in attention.items() if use.kv_heads < size for leaf in _KEYS}
+    return {
+        name: OWN_ROWS if style == "colwise" and few & {name, name.rpartition(".")[0]} else style
+        for name, style in plan.items()
+    }
 
 
 def _plan(model: Any) -> dict[str, str]:
@@ -205,11 +220,29 @@ def _plan(model: Any) -> dict[str, str]:
     return {name: style for name, style in (model.tp_plan or {}).items() if not f"{name}.".startswith(experts)}
 
 
-def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replicate) -> None:
+def few_keys(plan: Mapping[str, str], attention: Mapping[str, AttentionUse]) -> dict[str, int]:
+    """Return the projections of keys and values with fewer heads than ranks, and the number of their heads."""
+    projections = {f"{name}.{leaf}": use.kv_heads for name, use in attention.items() for leaf in _KEYS}
+    return {name: heads for name, heads in projections.items() if plan.get(name) == OWN_ROWS}
+
+
+def repeat_keys(model: Any, attention: Mapping[str, AttentionUse], size: int) -> None:
+    """Make attention repeat each of a rank's keys for its queries, of which it has fewer for one key than others."""
+    for name, own in heads_of_rank(model, attention, size).items() if size > 1 else ():
+        model.get_submodule(name).num_key_value_groups = own.heads // own.kv_heads
+
+
+def _rows_of_rank(projection: Any, heads: int, mesh: DeviceMesh) -> slice:
+    """Return the rows of the one head of a projection that this rank uses; consecutive ranks share a head."""
+    width, head = projection.out_features // heads, mesh.get_local_rank() * heads // mesh.size()
+    return slice(head * width, (head + 1) * width)
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replicate, rows: slice | None) -> None:
     """Make a module's own parameters `DTensor`s that each rank has whole, unless they are split.
 
-    The module computes with plain tensors. `gradient` is the placement of a rank's gradient: all of it, or a part of
-    a sum.
+    The module computes with plain tensors, or only with some rows of them. `gradient` is the placement of a rank's
+    gradient: all of it, or a part of a sum.
     """
     own = {leaf: p for leaf, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     if not own:
@@ -217,20 +250,29 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replica
     for leaf, parameter in own.items():
         placed = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-    module.forward = functools.partial(_with_plain, module, tuple(own), (gradient,), module.forward)
+    module.forward = functools.partial(_with_plain, module, tuple(own), (gradient,), rows, module.forward)
+    if rows is not None:
+        module.forward = functools.partial(_with_summed_gradient, mesh, module.forward)
 
 
 def _with_plain(
     module: nn.Module,
     leaves: Sequence[str],
     gradient: Sequence[Partial | Replicate],
+    rows: slice | None,
     forward: Callable[..., Any],
     *inputs: Any,
     **named: Any,
 ) -> Any:
     held: dict[str, Any] = {leaf: module._parameters[leaf] for leaf in leaves}
-    module._parameters.update({leaf: one.to_local(grad_placements=gradient) for leaf, one in held.items()})
+    plain = {leaf: one.to_local(grad_placements=gradient) for leaf, one in held.items()}
+    module._parameters.update(plain if rows is None else {leaf: one[rows] for leaf, one in plain.items()})
     try:
         return forward(*inputs, **named)
     finally:
         module._parameters.update(held)
+
+
+def _with_summed_gradient(mesh: DeviceMesh, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a module with an input that ranks use for different outputs, so that its gradient is a sum over them."""
+    return forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()]))
