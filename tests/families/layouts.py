@@ -28,10 +28,12 @@ from train_loop.spec import JobSpec
 
 
 def values_of(job: JobSpec) -> dict[str, Any]:
-    """Return the tensors of a job's checkpoints."""
+    """Return the tensors of a job's checkpoints, and the means of adafactor, which ranks hold in another way."""
     _, loss, mesh = build(job)
-    state = tensors_of(build_state(loss.anatomy, job, mesh, steps=2))
-    return {"model": state["model"], "optimizer": state["optimizer"]["state"], "ema": state["ema"]}
+    factored = job.model_copy(update={"training": job.training.model_copy(update={"optimizer": "adafactor"})})
+    state, means = (tensors_of(build_state(loss.anatomy, one, mesh, steps=2)) for one in (job, factored))
+    states = {"optimizer": state["optimizer"]["state"], "means": means["optimizer"]["state"]}
+    return states | {"model": state["model"], "ema": state["ema"]}
 
 
 def leaves(values: dict[str, Any]) -> list[tuple[str, DTensor]]:

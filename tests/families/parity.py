@@ -75,6 +75,12 @@ class Settings(NamedTuple):
 NONE = Settings()
 
 
+def uneven(family: str) -> Settings:
+    """Return the settings of a family without dropout, with sizes of which ranks have unequal parts."""
+    rates = {name: 0.0 for name, value in small(family).items() if "drop" in name and isinstance(value, float)}
+    return Settings(config=(*rates.items(), ("vocab_size", VOCAB + 1), ("intermediate_size", 61)))
+
+
 def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any]:
     """Return the spec of a family's small model."""
     raw = raw_spec(
@@ -138,10 +144,7 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     job = parse(raw_job(family, case, settings))
     model, loss, mesh = build(job)
     model.eval()  # without dropout
-    config = AutoConfig.for_model(**job.model.config or {})
-    torch.manual_seed(0)  # all ranks have the same weights
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    fill(plain)
+    plain = its_model(job.model)
     copy_weights(plain, model)
     rows = shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=case.packed), packed=case.packed)
     if case.half_untrained:
@@ -156,6 +159,14 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     torch.autograd.backward(expected)
     error = float((mean - expected.detach()).abs() / expected.detach().abs())
     return max(error, largest_difference(found, {name: p.grad for name, p in plain.named_parameters()}))
+
+
+def its_model(spec: ModelSpec) -> Any:
+    """Return transformers' own model, without dropout; all ranks have the same weights."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config or {}), dtype=torch.float32).eval()
+    fill(model)
+    return model
 
 
 def fill(model: PreTrainedModel) -> None:

@@ -221,9 +221,11 @@ def test_step_and_evaluation_are_those_of_one_rank(
     kind = kind_of(family, objective, rows)
     one, *others = (CASES[f"{mesh}, plain"] for mesh in ("one rank", "HSDP 2 x 2", "HSDP 2 x Ulysses 2"))
     expected = call_ranks(one.world, step_and_evaluation, evaluated(kind, one), rows.parent)
-    for case in others:
-        if case.ulysses_size > 1 and (refusal := refusal_of(kind, case)) is not None:
-            assert "ulysses_size: 1" in refusal
+    for case in (*others, Case("fsdp 2 x tp 2", 4, tp_size=2)):
+        peers = "tp_size" if case.tp_size > 1 else "ulysses_size"
+        if case is not others[0] and (refusal := refusal_of(kind, case)) is not None:
+            assert f"{peers}: 1" in refusal or f"{peers}=1" in refusal
+            assert case.tp_size == 1 or family not in PROVEN
             continue
         found = call_ranks(case.world, step_and_evaluation, evaluated(kind, case), rows.parent)
         steps = (Step(loss, gradients) for loss, gradients, _ in (found, expected))

@@ -1,6 +1,7 @@
 """Ranks that share layers (tensor parallelism): equal to transformers' own model on one rank, in every layout."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.families.layouts import folder_with_rows, saved_in_each_layout, train_runs, values_of, wrong
-from tests.families.parity import NONE, VOCAB, Case, Settings, difference, raw_job
+from tests.families.parity import NONE, Case, difference, raw_job, uneven
 from tests.families.runs import STEPS, Leg
 from tests.support.builders.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
@@ -32,7 +33,7 @@ from train_loop.model.families.causal.parallel.tensor import PROVEN
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
 
-KINDS = ("qwen3", "llama", "phi3", "gemma2", "gemma3_text", "olmo2")
+KINDS = ("qwen3", "llama", "phi3", "gemma3_text", "olmo2")
 FAMILIES = sorted(PROVEN) if os.environ.get("MORE") else KINDS
 NO_SHARDS = ("strategy", "sharding_strategy", "NO_SHARD")
 RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
@@ -43,10 +44,19 @@ MESHES = (
     Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(NO_SHARDS, RECOMPUTED)),
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(OFFLOADED, TILED)),
 )
-PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "tp 4"), ("tp 4", "fsdp 4")]
-"""Layouts in which a checkpoint is saved and loaded; their digests show the rest."""
-PACKED = _StridedShard(0, split_factor=2)
-"""Placement of a weight of two matrices, of which ranks that share layers have a part each."""
+
+
+def with_keys(case: Case, heads: int) -> Case:
+    """Return a case of a model with so many kv heads."""
+    few = ("model", "config", {"num_key_value_heads": heads})
+    return replace(case, mesh=f"{case.mesh}, {heads} kv heads", others=(*case.others, few))
+
+
+def has_keys(family: str) -> bool:
+    """Return whether a family may have fewer kv heads than heads; youtu has other keys."""
+    return "num_key_value_heads" in small(family) and family != "youtu"
+
+
 CASES = [
     (family, case)
     for number, family in enumerate(FAMILIES)
@@ -54,20 +64,36 @@ CASES = [
     if os.environ.get("MORE") or number % 3 == place
 ]
 """Each kind of family on one mesh; with `MORE=1`, every proven family on all."""
+FEW_KEYS = [
+    ("gemma2", with_keys(MESHES[0], 1)),
+    ("qwen2", with_keys(MESHES[2], 1)),
+    ("qwen3", with_keys(Case("tp 4", 4, tp_size=4, others=(RECOMPUTED,)), 2)),
+    *((family, with_keys(MESHES[0], 1)) for family in FAMILIES if os.environ.get("MORE") and has_keys(family)),
+]
+"""Models with fewer kv heads than ranks that share layers; with `MORE=1`, every family that has them."""
+EIGHT = [
+    Case("ddp 2 x fsdp 2 x tp 2", 8, fsdp_size=2, tp_size=2, packed=True),
+    with_keys(Case("fsdp 2 x tp 4", 8, tp_size=4, others=(("strategy", "norm_dtype", "fp32"),)), 2),
+]
+
 LAYOUTS = {"fsdp 4": 1, "fsdp 2 x tp 2": 2, "tp 4": 4}
-UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}
-"""Sizes of which ranks have unequal parts."""
-
-
-def uneven(family: str) -> Settings:
-    """Return the settings of a family without dropout, with sizes of which ranks have unequal parts."""
-    rates = {name: 0.0 for name, value in small(family).items() if "drop" in name and isinstance(value, float)}
-    return Settings(config=(*rates.items(), ("vocab_size", VOCAB + 1), ("intermediate_size", 61)))
+PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "tp 4"), ("tp 4", "fsdp 4")]
+"""Layouts in which a checkpoint is saved and loaded; their digests show the rest."""
+PACKED = _StridedShard(0, split_factor=2)
+"""Placement of a weight of two matrices, of which ranks that share layers have a part each."""
+UNEVEN = {"vocab_size": 61, "intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Sizes of which ranks have unequal parts, with fewer kv heads than ranks."""
 
 
 def differences() -> dict[tuple[str, str], float]:
     """Return the largest relative difference of loss and gradients, by family and mesh."""
-    return {(family, case.mesh): difference(family, case, uneven(family)) for family, case in CASES}
+    return {(family, case.mesh): difference(family, case, uneven(family)) for family, case in [*CASES, *FEW_KEYS]}
+
+
+def of_eight() -> list[float]:
+    torch.set_num_threads(1)
+    forget_meshes()
+    return [difference("qwen3", case, NONE) for case in EIGHT]
 
 
 def losses() -> list[tuple[Tensor, Tensor]]:
@@ -169,15 +195,14 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return on_ranks(4, everything, folder)
 
 
-@pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in CASES])
+@pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in [*CASES, *FEW_KEYS]])
 def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], family: str, mesh: str) -> None:
     assert found[0]["differences"][family, mesh] < 1e-5
 
 
 @pytest.mark.skipif("MORE" not in os.environ, reason="starts eight ranks: `make more` runs it")
-def test_replicas_of_shards_of_shared_layers_are_one_rank() -> None:
-    case = Case("ddp 2 x fsdp 2 x tp 2", 8, fsdp_size=2, tp_size=2, packed=True)
-    assert on_ranks(8, difference, "qwen3", case, NONE)[0] < 1e-5
+def test_eight_ranks_are_one_rank() -> None:
+    assert {case.mesh: off for case, off in zip(EIGHT, on_ranks(8, of_eight)[0], strict=True) if not off < 1e-5} == {}
 
 
 def test_a_factor_of_the_ranks_that_share_layers_is_found(found: list[dict[str, Any]]) -> None:
