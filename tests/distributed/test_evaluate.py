@@ -130,7 +130,7 @@ def test_every_mesh_returns_the_plain_loss(found: Any, folder: Path, mesh: str, 
 
 def a_job(folder: Path, **parts: dict[str, Any]) -> JobSpec:
     data = {"train": {"path": str(folder / "train.parquet")}, "columns": {"input_ids": "ids"}, "packing": False}
-    training = {"max_steps": STEPS, "global_batch_size": 4, "logging_steps": 3}
+    training = {"max_steps": STEPS, "global_batch_size": 4, "per_device_train_batch_size": 2, "logging_steps": 3}
     return spec(
         model={"config": CONFIG, "dtype": "fp32"},
         data=data | parts.get("data", {}),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.builders.searches import drawn
 from tests.support.builders.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
 from tests.support.builders.specs import TINY
 from tests.support.ranks.ranks import on_ranks
@@ -35,6 +36,7 @@ LAGGING: dict[str, dict[str, Any]] = {
     "lagging, replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
     "lagging, recomputed": {"model": {"gradient_checkpointing": "full"}},
 }
+LAGGING = {name: LAGGING[name] for name in ("lagging", *drawn([*LAGGING][1:], 2))}
 
 
 def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:

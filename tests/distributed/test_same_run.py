@@ -33,7 +33,7 @@ def train_all(folder: Path) -> None:
             data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
             # Clipping applies in every step.
             training={"optimizer": optimizer, "max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3}
-            | {"weight_decay": 0.1, "ema_decay": 0.9},
+            | {"per_device_train_batch_size": 2, "weight_decay": 0.1, "ema_decay": 0.9},
             strategy=STRATEGIES[strategy],
             scaling={"num_workers": dist.get_world_size()},
         )

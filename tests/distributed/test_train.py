@@ -31,6 +31,8 @@ def a_spec(data: Path, fsdp: int, sp: int, *, steps: int = STEPS, **model: str) 
         model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | model,
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": steps, "global_batch_size": 8, "max_grad_norm": 0.3, "weight_decay": 0.1}
+        # From one micro-batch of each rank (fsdp) to four (sp, and one rank).
+        | {"per_device_train_batch_size": 2}
         # A schedule that does not depend on the number of steps.
         | {"lr_scheduler_type": "constant"},
         strategy={"fsdp_size": fsdp, "ulysses_size": sp},

@@ -24,6 +24,7 @@ from service.domain.doctor.finding import Verdict
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
 from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.searches import drawn
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
 from tests.support.faults.memory import memory_group
@@ -400,7 +401,8 @@ def test_link_that_replaces_data_after_the_submit_is_not_trained_on(service: Liv
     assert f"{path.as_uri()} lies outside the allowed storage roots" in job.reason.message
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One by commit, as the head below: tests/distributed compares each with its plain loop.
+@pytest.mark.parametrize("name", drawn(NAMES, 1))
 def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None:
     folder = service.home / "data" / "own"
     write_example(folder, name)
@@ -415,7 +417,7 @@ def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None
     assert lines[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
 
 
-@pytest.mark.parametrize("head", ["sequence_classification", "reward"])
+@pytest.mark.parametrize("head", drawn(["sequence_classification", "reward"], 1))
 def test_text_with_a_head_becomes_a_model_of_transformers(service: LiveService, head: str) -> None:
     job_id = service.submit(**TEXT_HEADS[head].write(service.home / "data" / head))
     service.wait_for_state(job_id, JobState.SUCCEEDED)

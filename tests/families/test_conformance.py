@@ -71,7 +71,7 @@ DRAWN = MATRIX if MORE else [(_draw.choice(ATTENDING), TOKENS), (_draw.choice(ST
 """
 _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
-COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 8) + _draw.sample(_objectives, 4)
+COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 5) + _draw.sample(_objectives, 3)
 """Kinds whose bytes and operations are counted."""
 _heads = [(family, name) for family, name in OTHERS if family != OWN]
 COMPARED = _heads if MORE else _draw.sample(_heads, 2)

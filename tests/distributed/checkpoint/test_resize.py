@@ -62,7 +62,7 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": True}
         | {"eval": {"path": str(data)}},
         training={"max_steps": None, "num_train_epochs": EPOCHS, "global_batch_size": BATCH, "audit_samples": True}
-        | {"eval_steps": 5}
+        | {"per_device_train_batch_size": 2, "eval_steps": 5}
         # Clipping depends on all ranks, and the rate of each step on the number of steps.
         | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"},
         strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp, "tp_size": leg.tp},

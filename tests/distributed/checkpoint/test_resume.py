@@ -27,7 +27,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # Dropout, so that the generators of every rank must be restored too.
         model={"config": TINY | {"attention_dropout": 0.1, "tie_word_embeddings": True}, "dtype": "fp32"},
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"max_steps": STEPS, "global_batch_size": 4, "audit_samples": True, "weight_decay": 0.1},
+        training={"max_steps": STEPS, "global_batch_size": 4, "audit_samples": True, "weight_decay": 0.1}
+        | {"per_device_train_batch_size": 2},
         strategy={"ulysses_size": 2},
         checkpoint={"every_steps": 4},
         scaling={"num_workers": 2},
@@ -106,7 +107,7 @@ def test_only_the_newest_checkpoints_stay_and_they_verify(resumed: Path) -> None
 
 def test_damaged_checkpoint_is_reported_and_skipped(spec: dict[str, Any], uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "damaged"
-    run(spec, run_dir, 2)
+    shutil.copytree(uninterrupted, run_dir)
     shard = next(RunDir(run_dir).checkpoint(STEPS).glob("__1_*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

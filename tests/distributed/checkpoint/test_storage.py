@@ -3,6 +3,7 @@
 test_kills, test_resume and test_saver test runs on a local disk.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,14 +29,17 @@ from tests.support.servers.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.export.tensors import CheckpointTensors
+from train_loop.checkpoint.files.writer import Files, OwnWriter
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
-from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
+from train_loop.run_dir import CheckpointFile, ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
 from train_loop.telemetry.logs import open_log
 
 Place = Callable[[str], RunDir]
+MODES = ("sync", "thread", "process") if os.environ.get("MORE") else ("thread", "process")
+"""Ways to save; test_saving.py has all of them on a local disk."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,28 @@ def place(request: pytest.FixtureRequest, folder: Path) -> Place:
 def train(folder: Path, run_dir: RunDir, mode: str, steps: int = STEPS) -> None:
     if "nfs" in run_dir.root.parts:
         act_like_nfs(run_dir.checkpoints, seed=dist.get_rank())
-    run(folder / "d.parquet", folder, place={"run_dir": run_dir}, strategy={"async_save_ckpt": mode}, max_steps=steps)
+    run(
+        folder / "d.parquet",
+        folder,
+        place={"run_dir": run_dir},
+        strategy={"async_save_ckpt": mode},
+        max_steps=steps,
+        per_device_train_batch_size=2,
+    )
+
+
+def train_until_killed(folder: Path, run_dir: RunDir) -> None:
+    """Train; rank 1 never writes its part of the second save."""
+    write = OwnWriter.write
+
+    def stall(writer: OwnWriter, place: Path, files: Files) -> dict[str, CheckpointFile]:
+        if dist.get_rank() == 1 and place.name.startswith("step-00000006"):
+            time.sleep(600)
+        return write(writer, place, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnWriter, "write", stall)
+        train(folder, run_dir, "thread")
 
 
 def train_into_outage(folder: Path, run_dir: RunDir, switch: Path) -> None:
@@ -77,7 +102,8 @@ def train_into_outage(folder: Path, run_dir: RunDir, switch: Path) -> None:
             yield rows
 
     place = {"run_dir": run_dir, "open_stream": stream}
-    run(folder / "d.parquet", folder, place=place, strategy={"async_save_ckpt": "thread"}, max_steps=STEPS)
+    strategy = {"async_save_ckpt": "thread"}
+    run(folder / "d.parquet", folder, place=place, strategy=strategy, max_steps=STEPS, per_device_train_batch_size=2)
 
 
 def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
@@ -101,17 +127,24 @@ def assert_same(run_dir: RunDir, local: RunDir) -> None:
     assert {line["step"]: numbers(line) for line in read_lines(run_dir.attempt(1).metrics)} == expected
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_run_equals_the_run_on_a_local_disk(folder: Path, place: Place, mode: str) -> None:
+def whole(folder: Path, place: Place, mode: str) -> RunDir:
+    """Return the directory of a run that has ended."""
     run_dir = place(f"whole-{mode}")
-    on_ranks(2, train, folder, run_dir, mode)
+    if not run_dir.manifests():
+        on_ranks(2, train, folder, run_dir, mode)
+    return run_dir
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_run_equals_the_run_on_a_local_disk(folder: Path, place: Place, mode: str) -> None:
+    run_dir = whole(folder, place, mode)
     assert sorted(run_dir.manifests()) == [3, 6]
     assert_same(run_dir, RunDir(folder / "local"))
 
 
 def test_run_killed_during_a_save_resumes_and_leaves_nothing(folder: Path, place: Place) -> None:
     run_dir = place("killed")
-    with ranks_to_kill(2, train, folder, run_dir, "thread") as ranks:
+    with ranks_to_kill(2, train_until_killed, folder, run_dir) as ranks:
         wait_for(lambda: list(run_dir.checkpoints.glob("step-00000006*/*")), "a file of the second save")
         for rank in ranks:
             rank.kill()
@@ -143,8 +176,7 @@ def test_outage_delays_a_save_and_is_reported(folder: Path, server: S3Server) ->
 
 def test_outage_does_not_make_a_checkpoint_invalid(folder: Path, server: S3Server) -> None:
     """Check both resume and verification: unavailable files are not missing files."""
-    run_dir = run_dir_on_s3("asked-in-vain")
-    on_ranks(2, train, folder, run_dir, "thread")
+    run_dir = whole(folder, run_dir_on_s3, "thread")
     manifest = run_dir.manifests()[STEPS]
     with server.refuse():
         for read in (run_dir.manifests, partial(verify, run_dir.checkpoint(STEPS), manifest)):
@@ -169,8 +201,7 @@ def refuse_for(server: S3Server, seconds: float) -> None:
 
 
 def test_damaged_checkpoint_is_skipped_with_an_event(folder: Path, place: Place) -> None:
-    run_dir = place("damaged")
-    on_ranks(2, train, folder, run_dir, "thread")
+    run_dir = whole(folder, place, "process")
     shard = next(iter(run_dir.checkpoint(6).glob("__1_*")))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -202,7 +233,7 @@ def test_stop_request_ends_the_run(folder: Path, place: Place) -> None:
 
 
 def test_service_reads_the_run(folder: Path, place: Place) -> None:
-    run_dir, dirs = place("whole-thread"), LocalRunDirs()
+    run_dir, dirs = whole(folder, place, "thread"), LocalRunDirs()
     uri = str(run_dir.root)
     reader = Reader(dirs, uri, LogSource("metrics"))
     first, _ = read_page(reader, Cursor(), 4)
@@ -223,7 +254,7 @@ def test_service_reads_the_run(folder: Path, place: Place) -> None:
 
 
 def test_checkpoints_of_the_run_are_exported(folder: Path, place: Place) -> None:
-    run_dir = place("whole-thread")
+    run_dir = whole(folder, place, "thread")
     run_dir.write_spec(job_of(folder / "d.parquet", 2))
     exported = export(run_dir, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)
     files = sorted(path.name for path in exported.iterdir())

@@ -14,12 +14,13 @@ from train_loop.telemetry.compile import CompileWatch
 
 Result = tuple[float, Gradients]
 FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "Ulysses": {"ulysses_size": 2},
-    "finer units": {"wrap_policy": FINER},
-}
+STRATEGIES: dict[str, dict[str, Any]] = {"Ulysses, finer units": {"ulysses_size": 2, "wrap_policy": FINER}}
 if os.environ.get("MORE"):
-    STRATEGIES["offload"] = {"offload_policy": True}
+    STRATEGIES |= {
+        "Ulysses": {"ulysses_size": 2},
+        "finer units": {"wrap_policy": FINER},
+        "offload": {"offload_policy": True},
+    }
 
 
 def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:
@@ -32,7 +33,7 @@ def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:
             counters.clear()
             job = spec(
                 model={"config": TINY, "gradient_checkpointing": "full", "compile": translate},
-                training={"per_device_train_batch_size": 4 if name == "Ulysses" else 2},
+                training={"per_device_train_batch_size": 4 if "ulysses_size" in strategy else 2},
                 strategy=strategy,
                 scaling={"num_workers": 2},
             )

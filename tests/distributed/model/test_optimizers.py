@@ -28,7 +28,7 @@ from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import StepTimer
 from train_loop.train import next_batch, train
 
-STEPS = 4
+STEPS = 3
 # Four ranks divide no dimension evenly, and k_norm and q_norm have fewer rows than there are ranks.
 UNEVEN = TINY | {"vocab_size": 381, "hidden_size": 34, "intermediate_size": 50, "head_dim": 2}
 FROZEN = {"freeze_module_prefix": ["model.embed_tokens", "model.layers.0"], "gradient_checkpointing": "full"}

@@ -39,7 +39,7 @@ def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
     job = spec(
         model={"config": TINY, "gradient_checkpointing": "none"} | parts["model"],
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"max_steps": STEPS, "global_batch_size": 4, "warmup_steps": 2},
+        training={"max_steps": STEPS, "global_batch_size": 4, "per_device_train_batch_size": 2, "warmup_steps": 2},
         strategy=parts.get("strategy", {}),
         checkpoint={"every_steps": 5, "keep_last": 2},
         scaling={"num_workers": dist.get_world_size()},

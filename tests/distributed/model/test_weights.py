@@ -25,7 +25,7 @@ LOSSES = {"z_loss": 0.01, "label_smoothing_factor": 0.1}
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {"training": {"per_device_train_batch_size": 1, "chunked_loss": True}},
     "fsdp x sp": {"strategy": {"ulysses_size": 2}},
-    "hsdp x sp": {"strategy": {"fsdp_size": 2, "ulysses_size": 2}, "training": {"per_device_train_batch_size": 2}},
+    "hsdp x sp": {"strategy": {"fsdp_size": 2, "ulysses_size": 2}},
 }
 
 
@@ -35,7 +35,9 @@ def run(data: Path, folder: Path, *, weight: str | None, parts: dict[str, Any]) 
     columns = {"input_ids": "ids", "weight": weight}
     job = spec(
         data={"train": files, "eval": files, "columns": columns, "packing": False},
-        training={"max_steps": STEPS, "global_batch_size": 8, "eval_steps": STEPS} | LOSSES | parts.get("training", {}),
+        training={"max_steps": STEPS, "global_batch_size": 8, "per_device_train_batch_size": 2, "eval_steps": STEPS}
+        | LOSSES
+        | parts.get("training", {}),
         strategy=parts.get("strategy", {}),
         checkpoint={"save_final": False},
         scaling={"num_workers": dist.get_world_size()},

@@ -1,6 +1,13 @@
-"""The sizes of searches that try one seed after the other."""
+"""The sizes of searches that try one seed after the other, and the cases that a commit draws."""
 
 import os
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def seeds(number: int, *, more: int | None = None) -> int:
@@ -11,3 +18,21 @@ def seeds(number: int, *, more: int | None = None) -> int:
     if os.environ.get("QUICK"):
         return number // 10
     return more if more is not None and os.environ.get("MORE") else number
+
+
+def commit() -> str:
+    """Return the commit that is checked out; an empty text outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+SEED = os.environ.get("MODELS_SEED") or commit()
+"""Seed of the cases that a run draws: each commit computes others."""
+
+
+def drawn(cases: Sequence[T], number: int) -> list[T]:
+    """Return some of the cases, in their order: others for each commit, and all with MORE."""
+    if os.environ.get("MORE"):
+        return list(cases)
+    places = random.Random(SEED).sample(range(len(cases)), number)
+    return [cases[place] for place in sorted(places)]
