@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.session import RayAddress
-from service.api.schemas import ExaminationOut, ReasonOut
+from service.api.schemas import ExaminationOut, JobOut, ReasonOut
 from service.domain.doctor.finding import Verdict
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
@@ -28,6 +28,7 @@ from tests.support.builders.searches import drawn
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
 from tests.support.faults.memory import memory_group
+from tests.support.mixture import ROWS, loss_of_export, mixture_job
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from tests.support.servers.live import LiveService
@@ -36,10 +37,12 @@ from tests.support.text_heads import TEXT_HEADS
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import local_path
+from train_loop.spec import dump, override, parse_text
 from trainshed import ApiError, Job
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
+"""Without it, further own code and heads are only trained by tests/distributed and tests/families."""
 
 
 @pytest.fixture(scope="module")
@@ -344,12 +347,13 @@ def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_
     assert_metrics_of_export(service, other, "embedding")
 
 
-def test_paused_job_resumes_at_another_size(service: LiveService, reference: str) -> None:
-    job_id = service.submit()
-    service.hold(job_id, 3)
-    service.wait_for_step(job_id, 3)
+def paused_at(service: LiveService, job_id: str, step: int) -> JobOut:
+    """Pause a job after this step, or after the next one; return it once its driver has ended."""
+    service.hold(job_id, step)
+    service.wait_for_step(job_id, step)
+    attempt = service.client.job(job_id).attempt
     service.client.pause(job_id)
-    wait_for(lambda: service.run_dir(job_id).stop(attempt=1), "the request in the run directory")
+    wait_for(lambda: service.run_dir(job_id).stop(attempt=attempt), "the request in the run directory")
     service.hold(job_id, None)
     paused = service.wait_for_state(job_id, JobState.PAUSED)
     wait_for(lambda: not processes_of(job_id), "the driver's end")
@@ -358,14 +362,58 @@ def test_paused_job_resumes_at_another_size(service: LiveService, reference: str
     assert newest is not None
     assert not rejected
     assert newest.step == paused.attempts[-1].committed_step == done
-    size = paused.scaling.model_copy(update={"num_workers": 4})
-    service.client.resume(job_id, scaling=size)
+    return paused
+
+
+def test_paused_job_whose_workers_share_layers_resumes_at_another_size(service: LiveService, reference: str) -> None:
+    job_id = service.submit(strategy={"ulysses_size": 1, "tp_size": 2})
+    paused = paused_at(service, job_id, 3)
+    service.client.resume(job_id, scaling=paused.scaling.model_copy(update={"num_workers": 4}))
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
-    assert [(one.result, one.workers) for one in job.attempts[-2:]] == [("paused", 2), ("succeeded", 4)]
+    assert [(one.result, one.workers) for one in job.attempts] == [("paused", 2), ("succeeded", 4)]
     assert job.lost_work.steps == 0
     lines, expected = service.metrics(job_id), service.metrics(reference)
     assert [line["samples"] for line in lines] == [line["samples"] for line in expected]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+
+
+def test_example_of_shared_layers_goes_on_without_sharing(service: LiveService) -> None:
+    example = parse_text(Path("examples/tensor-parallel.yaml").read_text())
+    job_id = service.client.submit(dump(override(example, {"training": {"max_steps": 12, "audit_samples": True}}))).id
+    paused_at(service, job_id, 3)
+    alone: dict[str, object] = {"strategy": {"tp_size": 1}, "scaling": {"num_workers": 1}}
+    clone = service.client.clone(job_id, overrides=alone)
+    service.wait_for_state(clone.id, JobState.SUCCEEDED)
+    lines = service.metrics(job_id) + service.metrics(clone.id)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    samples = [sample for line in lines for sample in line["samples"]]
+    assert len(set(samples)) == len(samples) == 12 * 8
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_published_mixture_keeps_every_sample_through_a_kill_and_other_layouts(service: LiveService) -> None:
+    folder = service.home / "data" / "mixture"
+    job_id = service.client.submit(dump(mixture_job(folder))).id
+    service.hold(job_id, 4)
+    service.wait_for_step(job_id, 4)
+    psutil.Process(service.events(job_id, "training_started")[-1]["workers"][1]["pid"]).kill()
+    wait_for(lambda: service.events(job_id, "training_started")[1:], "a restart")
+    paused_at(service, job_id, 6)
+    lines = service.metrics(job_id)
+    for workers, tp, ep in ((1, 1, 1), (2, 2, 2)):
+        layout: dict[str, object] = {"strategy": {"tp_size": tp, "ep_size": ep}, "scaling": {"num_workers": workers}}
+        job_id = service.client.clone(job_id, overrides=layout).id
+        if ep == 1:
+            paused_at(service, job_id, 9)
+        else:
+            service.wait_for_state(job_id, JobState.SUCCEEDED)
+        lines += service.metrics(job_id)
+    taken = {line["step"]: line["samples"] for line in lines}
+    assert [line["samples"] for line in lines] == [taken[line["step"]] for line in lines]
+    assert sorted(sample for samples in taken.values() for sample in samples) == list(range(ROWS))
+    exported = Job(service.client, service.client.job(job_id)).export(dtype="fp32", timeout=240)
+    assert exported.path is not None
+    assert loss_of_export(local_path(exported.path), folder) == pytest.approx(lines[-1]["eval_loss"], rel=1e-5)
 
 
 def test_clone_continues_from_the_checkpoint_of_another_job(service: LiveService, reference: str) -> None:
