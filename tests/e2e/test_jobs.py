@@ -42,7 +42,6 @@ from trainshed import ApiError, Job
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
-"""Without it, further own code and heads are only trained by tests/distributed and tests/families."""
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.anatomy import Anatomy, Experts
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.by_mesh import ByMesh, by_mesh
 from train_loop.optim.eight_bit import adamw_8bit_class
@@ -24,28 +24,31 @@ def build_optimizers(anatomy: Anatomy, training: TrainingSpec) -> tuple[Optimize
     Raises UserError if a package that it needs is not installed.
     """
     parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
-    biases = set[int]() if anatomy.experts is None else anatomy.experts.biases
     if training.optimizer != "muon":
-        return (_build(training.optimizer, parameters, training, biases),)
+        return (_build(training.optimizer, parameters, training, anatomy.experts),)
     matrices = muon_matrices(anatomy)
     parts = {
         "muon": [p for p in parameters if id(p) in matrices],
         "adamw": [p for p in parameters if id(p) not in matrices],
     }
-    return tuple(_build(name, part, training, biases) for name, part in parts.items() if part)
+    return tuple(_build(name, part, training, anatomy.experts) for name, part in parts.items() if part)
 
 
 def muon_matrices(anatomy: Anatomy) -> set[int]:
     """Return the ids of the parameters that muon updates, frozen or not.
 
-    Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
+    Orthogonal updates are for matrices that map between spaces, also those of experts; embeddings and head are tables
+    of vectors, and biases of experts are vectors.
     """
     tables = [one for one in anatomy.model.modules() if isinstance(one, nn.Embedding) or one is anatomy.head]
     rows = {id(p) for table in tables for p in table.parameters()}
-    return {id(p) for p in anatomy.model.parameters() if p.ndim == 2 and id(p) not in rows}
+    found = {id(p) for p in anatomy.model.parameters() if p.ndim == 2} - rows
+    experts = anatomy.experts
+    return found if experts is None else (found - experts.biases) | experts.matrices
 
 
-def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, biases: Container[int]) -> Optimizer:
+def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, experts: Experts | None) -> Optimizer:
+    biases: Container[int] = () if experts is None else experts.biases
     groups, lr = list(_groups(parameters, training.weight_decay, biases)), training.learning_rate
     if name == "sgd":
         # Set explicitly: torch's default for sharded tensors processes one at a time.
@@ -53,7 +56,8 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, bi
     if name == "adafactor":
         return Adafactor(groups, lr)
     if name == "muon":
-        return Muon(groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw")
+        both = {} if experts is None else experts.fused
+        return Muon(groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw", fused=both)
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     if name == "adamw_8bit":
         return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)

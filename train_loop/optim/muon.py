@@ -1,11 +1,11 @@
-"""Muon for sharded matrices.
+"""Muon for sharded matrices, and for experts, whose tensors hold a matrix of each.
 
 Jordan et al., "Muon" (2024), and Liu et al., "Muon is Scalable for LLM Training" (2025). Shapes: M rows and N columns
-of a matrix, K matrices of one shape, W ranks that share them.
+of a matrix, K matrices of one shape, W ranks that share them, E experts.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,33 +13,75 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim import Optimizer
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
+from torch.optim.optimizer import ParamsT
+
+from train_loop.model.families.anatomy import Fused
 
 
-class Muon(torch.optim.Muon):
+class Muon(Optimizer):
     """torch's Muon for sharded matrices, bit-equal to torch's own on whole ones.
 
     torch's step fails on a matrix with fewer rows than ranks, and otherwise sums each product over ranks in bf16. This
     class takes matrices of one shape in batches of one per rank. An all-to-all gives each rank a whole matrix, and a
     second one returns the shards of all updates.
+
+    Tensors of experts [E, M, N], which torch's Muon does not accept, are sharded by expert: a rank has whole matrices.
+    `fused` has those of a gate and another projection, which are two matrices of each expert.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        adjust_lr_fn: str | None = None,
+        fused: Mapping[int, Fused] | None = None,
+    ) -> None:
+        rule = {"nesterov": True, "ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C), "eps": EPS}
+        rule |= {"ns_steps": DEFAULT_NS_STEPS, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum} | rule)
+        self._fused = fused or {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Apply one step to every parameter that has a gradient; a collective call."""
         for group in self.param_groups:
-            for batch in _batches([p for p in group["params"] if p.grad is not None]):
+            trained = [p for p in group["params"] if p.grad is not None]
+            for batch in _batches([p for p in trained if p.ndim == 2]):
                 self._step(batch, group)
+            for experts in (p for p in trained if p.ndim > 2):
+                self._step_experts(experts, group)
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         directions = torch.stack([self._direction(p, group) for p in parameters])  # [K, M/W, N]
         updates = _orthogonal(directions, parameters[0], group)
-        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameters[0].shape)
         for parameter, update in zip(parameters, updates, strict=True):
             local = _local(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            # Offloaded parameters are on the CPU, and DTensors communicate on the mesh's device.
-            local.add_(update.to(local.device), alpha=-rate)
+            _apply(update, local, _rate(group, parameter.shape))
+
+    def _step_experts(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        direction, local = self._direction(parameter, group), _local(parameter)  # [E/W, M, N]
+        if isinstance(parameter, DTensor):
+            # Offloaded ones are computed where the model is.
+            direction = direction.to(parameter.device_mesh.device_type)
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+        fused = self._fused.get(id(parameter))
+        parts = ((direction, local),) if fused is None else zip(fused.split(direction), fused.split(local), strict=True)
+        for matrices, weights in parts:
+            _apply(_newton_schulz_at_once(matrices, group), weights, _rate(group, weights.shape[1:]))
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Return the smoothed gradient's shard [M/W, N] in bf16, the dtype of the Newton-Schulz iterations."""
@@ -50,6 +92,16 @@ class Muon(torch.optim.Muon):
         gradient, smoothed = _local(parameter.grad), _local(state["momentum_buffer"])
         smoothed.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(smoothed, group["momentum"]) if group["nesterov"] else smoothed).bfloat16()
+
+
+def _rate(group: dict[str, Any], shape: torch.Size) -> float:
+    rate: float = _adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
+    return rate
+
+
+def _apply(update: Tensor, weights: Tensor, rate: float) -> None:
+    # Offloaded parameters are on the CPU, and DTensors communicate on the mesh's device.
+    weights.add_(update.to(weights.device), alpha=-rate)
 
 
 def _orthogonal(shards: Tensor, like: Tensor, group: dict[str, Any]) -> Tensor:
@@ -111,6 +163,18 @@ def _newton_schulz(matrices: Tensor, group: dict[str, Any]) -> Tensor:
     for matrix in matrices:
         matrix.copy_(_zeropower_via_newtonschulz(matrix, *arguments))
     return matrices
+
+
+def _newton_schulz_at_once(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return roughly the nearest orthogonal matrix of each of [K, M, N], in few large products; K can be 0."""
+    a, b, c = group["ns_coefficients"]
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    found = matrices.mT if is_tall else matrices
+    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.mT if is_tall else found
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

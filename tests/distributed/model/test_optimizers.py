@@ -22,6 +22,7 @@ from train_loop.loop.batch import StepBatch, micro_batches
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.loop.step import train_step
+from train_loop.model.families.anatomy import Fused
 from train_loop.optim.muon import Muon
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
@@ -32,6 +33,8 @@ STEPS = 3
 # Four ranks divide no dimension evenly, and k_norm and q_norm have fewer rows than there are ranks.
 UNEVEN = TINY | {"vocab_size": 381, "hidden_size": 34, "intermediate_size": 50, "head_dim": 2}
 FROZEN = {"freeze_module_prefix": ["model.embed_tokens", "model.layers.0"], "gradient_checkpointing": "full"}
+# Interleaved gates, transposed tensors and biases of experts, of which a rank of four has none.
+EXPERTS = {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2}
 # Newton-Schulz iterates in bf16, which amplifies a gradient's last bit to 1e-5, on one rank with torch's own too.
 TOLERANCE = {"muon": 1e-4}
 CASES: dict[str, dict[str, Any]] = {
@@ -41,17 +44,24 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4},
     "frozen": {"optimizer": "adamw"},
 }
+MODELS: dict[str, dict[str, Any]] = {
+    "frozen": FROZEN | {"config": UNEVEN | {"tie_word_embeddings": True}},
+    "muon": {"config": UNEVEN | EXPERTS},
+}
+LAYOUTS = [((6, 12, 8), Fused(1, alternates=False)), ((6, 8, 12), Fused(2, alternates=True)), ((6, 8, 6), None)]
+"""Shapes of tensors of experts, of which a rank of four has none."""
 MESHES = {"fsdp": (0, 1), "hsdp": (2, 1)}
 
 
 def a_spec(data: Path, case: str, fsdp: int, sp: int) -> JobSpec:
-    model = FROZEN | {"config": UNEVEN | {"tie_word_embeddings": True}} if case == "frozen" else {"config": UNEVEN}
+    model = MODELS.get(case, {"config": UNEVEN})
+    ep = 2 if case == "muon" and dist.get_world_size() == 4 and not fsdp else 1
     training = {"max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3, "weight_decay": 0.1}
     return spec(
         model={"dtype": "fp32", "gradient_checkpointing": "none"} | model,
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training=training | {"optimizer": case, "warmup_steps": 1, "ema_decay": 0.9} | CASES[case],
-        strategy={"fsdp_size": fsdp, "ulysses_size": sp},
+        strategy={"fsdp_size": fsdp, "ulysses_size": sp, "ep_size": ep},
         checkpoint={"every_steps": 2},
         scaling={"num_workers": dist.get_world_size()},
     )
@@ -142,8 +152,8 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
     return {"gradients": gradients(folder, (0, 2)), "muon": sharded_muon()}
 
 
-def sharded_muon() -> dict[str, bool]:
-    """Return True if sharded Muon is bit-equal to torch's on whole matrices, given equal gradients."""
+def sharded_muon() -> dict[str, tuple[bool, bool]]:
+    """Return whether sharded Muon is bit-equal to torch's on whole matrices and on those of experts."""
     shapes = [(16, 12)] * 5 + [(6, 7)] * 2 + [(2, 9)]
     meshes: dict[str, tuple[DeviceMesh, list[Placement]]] = {
         "fsdp": (init_device_mesh("cpu", (4,)), [Shard(0)]),
@@ -154,7 +164,8 @@ def sharded_muon() -> dict[str, bool]:
     for name, (mesh, placements) in meshes.items():
         start = [distribute_tensor(torch.ones(shape), mesh, placements) for shape in shapes]
         spread = muon_steps(Muon, start, lambda t, m=mesh, p=placements: distribute_tensor(t, m, p))
-        found[name] = all(map(torch.equal, expected, spread))
+        experts = muon_of_experts(lambda t, m=mesh, p=placements: distribute_tensor(t, m, p))
+        found[name] = all(map(torch.equal, expected, spread)), experts
     return found
 
 
@@ -167,6 +178,33 @@ def muon_steps(kind: Any, start: list[Any], spread: Any) -> list[Tensor]:
             parameter.grad = spread(torch.randn(parameter.shape, generator=draw))
         optimizer.step()
     return [whole(parameter) for parameter in parameters]
+
+
+def muon_of_experts(spread: Any) -> bool:
+    """Return whether Muon of experts is bit-equal to torch's on each matrix of each expert, given equal gradients."""
+    draw = torch.Generator().manual_seed(0)
+    options: Any = {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    starts = [torch.randn(shape, generator=draw) for shape, _ in LAYOUTS]
+    experts = [torch.nn.Parameter(spread(start)) for start in starts]
+    both = {id(one): fused for one, (_, fused) in zip(experts, LAYOUTS, strict=True) if fused}
+    alone = [torch.nn.Parameter(one) for one in matrices(starts)]
+    ours, torchs = Muon(experts, **options, fused=both), torch.optim.Muon(alone, **options)
+    for _ in range(3):
+        gradients = [torch.randn(shape, generator=draw) for shape, _ in LAYOUTS]
+        for parameter, gradient in zip(experts, gradients, strict=True):
+            parameter.grad = spread(gradient)
+        for parameter, gradient in zip(alone, matrices(gradients), strict=True):
+            parameter.grad = gradient
+        ours.step()
+        torchs.step()  # type: ignore[no-untyped-call]
+    return all(map(torch.equal, matrices([whole(one) for one in experts]), alone))
+
+
+def matrices(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the matrices of tensors of experts."""
+    pairs = zip(tensors, LAYOUTS, strict=True)
+    parts = [part for tensor, (_, fused) in pairs for part in (fused.split(tensor) if fused else (tensor,))]
+    return [matrix.clone(memory_format=torch.contiguous_format) for part in parts for matrix in part]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +248,7 @@ def test_resumed_run_is_bit_equal(runs: Any, case: str) -> None:
 
 
 def test_muon_is_bit_equal_to_torchs_on_whole_matrices(runs: Any) -> None:
-    assert runs[2]["muon"] == {"fsdp": True, "hsdp": True}
+    assert runs[2]["muon"] == {"fsdp": (True, True), "hsdp": (True, True)}
 
 
 def test_frozen_parameters_stay_and_have_no_moments(runs: Any) -> None:
@@ -262,5 +300,5 @@ def test_parameter_groups_are_reported(runs: Any) -> None:
         if event["event"] == "training_started"
     ]
     groups = [(group["optimizer"], group["weight_decay"], group["tensors"]) for group in started["parameter_groups"]]
-    assert groups == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 9)]
+    assert groups == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 21)]
     assert {group["lr"] for group in started["parameter_groups"]} == {1e-4}

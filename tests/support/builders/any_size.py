@@ -35,6 +35,7 @@ TIED = ODD | {"tie_word_embeddings": True}
 SHALLOW = ODD | {"num_hidden_layers": 1}
 GPT2 = {"model_type": "gpt2", "vocab_size": 203, "n_embd": 28, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GEMMA3 = ODD | {"model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 8, "attention_dropout": 0.0}
+MOE = SHALLOW | {"model_type": "qwen3_moe", "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ CASES: dict[str, Case] = {
     "offloaded": Case(SHALLOW, strategy={"offload_policy": True}),
     "weighted": Case(SHALLOW, columns={"weight": "weight"}, training={"eval_steps": 2}),
     "packed": Case(SHALLOW, packed=True),
+    "experts, losses of routers": Case(
+        MOE,
+        training={"router_aux_loss": {"coef": 0.1, "scope": "sequence"}, "router_z_loss": 0.01},
+        strategy={"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}},
+    ),
+    "experts bf16, muon": Case(MOE, "bf16", training={"optimizer": "muon", "learning_rate": 0.01}, packed=True),
     "compiled": Case(dtype="bf16", model={"compile": True}, meshes=("2",)),
     "not finite": Case(SHALLOW, training={"learning_rate": 1e18, "max_grad_norm": None, "optimizer": "sgd"}),
 }
@@ -196,7 +203,17 @@ def write_packed(folder: Path, draw: np.random.Generator) -> None:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the results of each step."""
-    names = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+    names = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "eval_loss",
+        "router_aux_loss",
+        "router_z_loss",
+        "expert_load",
+    )
     lines = [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
     return [{name: line[name] for name in names if name in line} for line in lines]
 

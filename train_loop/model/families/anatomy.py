@@ -2,14 +2,31 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 
 if TYPE_CHECKING:
     from train_loop.model.families.family import Family
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A tensor [E, M, N] of a gate and another projection of each expert."""
+
+    dim: int
+    """Dimension of the outputs of both."""
+    alternates: bool
+    """True if outputs of both take turns, false if one half follows the other."""
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the two projections."""
+        if self.alternates:
+            return torch.unflatten(tensor, self.dim, (-1, 2)).unbind(self.dim + 1)
+        return tensor.chunk(2, self.dim)
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,17 @@ class Experts:
             for place, bias in self.corrections.items()
             if any(p.requires_grad for p in self.routers[place].parameters())
         }
+
+    @property
+    def matrices(self) -> set[int]:
+        """Return the ids of tensors [E, M, N] with a matrix of each expert, or two."""
+        return {id(p) for module in self.modules for p in module.parameters() if p.ndim == 3}
+
+    @property
+    def fused(self) -> dict[int, Fused]:
+        """Return how the two matrices of each expert are fused in some of these tensors, by id."""
+        gated: list[Any] = [module for module in self.modules if hasattr(module, "gate_up_proj")]
+        return {id(one.gate_up_proj): Fused(1 + one.is_transposed, not one.is_concatenated) for one in gated}
 
     def named(self, names: Iterable[str]) -> list[nn.Module]:
         """Return the modules whose experts have one of the names, or had it when each was a module.

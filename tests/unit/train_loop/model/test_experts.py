@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
 from train_loop.errors import ModelError
 from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts, remedy_of
+from train_loop.model.families.causal.experts import choose_experts
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.load import Stored, match_folder
@@ -150,6 +152,30 @@ def test_experts_of_sizes_that_grouped_products_do_not_accept_compute_eagerly() 
         assert check_model(job, may_read())[1] == []
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Compute with two threads, and as torch does by default."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.set_num_threads(before[0])
+    torch.use_deterministic_algorithms(before[1], warn_only=True)
+
+
+@pytest.mark.usefixtures("threads")
+def test_gradients_on_several_threads_have_the_same_bits_each_time() -> None:
+    job = parse(raw_spec(model={"config": small("qwen3_moe"), "dtype": "fp32"}))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("qwen3_moe")), dtype=torch.float32)
+    choose_experts(model, job, torch.device("cpu"))
+    hidden, found = torch.randn(2048, 64, requires_grad=True), list[Tensor]()
+    weights, chosen = torch.rand(2048, 8).topk(4)
+    for _ in range(6):
+        out = model.model.layers[0].mlp.experts(hidden, chosen, weights)
+        found += torch.autograd.grad(out, hidden, torch.ones_like(out))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("chosen", [0, 9])
 def test_token_that_uses_more_experts_than_there_are_is_rejected(chosen: int) -> None:
     with pytest.raises(
@@ -189,19 +215,32 @@ def test_plan_counts_the_parameters_that_a_token_uses() -> None:
 ODD = small("qwen3_moe") | {"moe_intermediate_size": 20}
 BALANCE = {"router_bias_update": 0.001}
 NO_BIAS = "none named e_score_correction_bias or expert_bias; remove router_bias_update"
+ANY_SIZE = {"reproducible": "any_size", "global_batch_size": 4}
+ULYSSES = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
 NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3ForCausalLM has none"
 
 
 @pytest.mark.parametrize(
     ("family", "parts", "pointer", "message"),
     [
-        ("qwen3_moe", {"training": {"optimizer": "muon"}}, "/training/optimizer", "muon updates matrices, and the exp"),
         ("qwen3_moe", {"model": {"compile": True}}, "/model/compile", "compile is not proven for experts"),
         (
             "qwen3_moe",
-            {"training": {"reproducible": "any_size", "global_batch_size": 4}},
+            {"training": ANY_SIZE | {"router_z_loss": 0.1}},
             "/training/reproducible",
-            "any_size is not proven for experts",
+            "router_aux_loss.scope: seq",
+        ),
+        (
+            "qwen3_moe",
+            {"training": ANY_SIZE, **ULYSSES},
+            "/training/reproducible",
+            "not proven for the experts of Qwen3Moe",
+        ),
+        (
+            "deepseek_v3",
+            {"training": ANY_SIZE, "model": BALANCE},
+            "/training/reproducible",
+            "with router_bias_update; ",
         ),
         (
             "qwen3_moe",

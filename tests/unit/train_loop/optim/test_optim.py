@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.optimization import Adafactor as WholeAdafactor
 
+from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import UserError
 from train_loop.model.families.causal.build import build_model
@@ -19,9 +20,10 @@ from train_loop.model.folder import model_shape
 from train_loop.model.freeze import freeze
 from train_loop.optim import Ema, build_optimizers, describe_groups
 from train_loop.optim.adafactor import Adafactor
+from train_loop.optim.build import muon_matrices
 from train_loop.plan import certain_needs, plan_job
 from train_loop.preflight.checks import check_model
-from train_loop.spec import SpecError, parse
+from train_loop.spec import ModelSpec, SpecError, parse
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
@@ -45,6 +47,22 @@ def test_norms_and_biases_do_not_decay(name: str, shown: str) -> None:
 def test_muon_trains_layer_matrices_and_adamw_the_rest() -> None:
     assert groups(optimizer="muon") == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 17)]
     assert groups(("model.layers",), optimizer="muon") == [("AdamW", 0.1, 2), ("AdamW", 0.0, 1)]
+
+
+def test_muon_trains_matrices_of_experts_and_adamw_their_biases() -> None:
+    job = spec(training={"optimizer": "muon", "weight_decay": 0.1})
+    anatomy = CAUSAL.build(ModelSpec(config=small("gpt_oss")))
+    matrices = {name for name, p in anatomy.model.named_parameters() if id(p) in muon_matrices(anatomy)}
+    within = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj", "mlp.router"]
+    tensors = [*(f"{one}.weight" for one in within), "mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert matrices == {f"model.layers.{layer}.{name}" for layer in range(2) for name in tensors}
+    described = describe_groups(build_optimizers(anatomy, job.training))
+    assert [(one["optimizer"], one["weight_decay"]) for one in described] == [
+        ("Muon", 0.1),
+        ("AdamW", 0.1),
+        ("AdamW", 0.0),
+    ]
+    assert (described[0]["tensors"], described[1]["tensors"]) == (14, 2)
 
 
 def test_describe_groups_returns_size_and_rate() -> None:
@@ -110,7 +128,11 @@ def test_weight_average_follows_the_trained_weights() -> None:
 
 @pytest.mark.parametrize("master", ["fp32", "bf16"])
 @pytest.mark.parametrize("training", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "muon"}])
-@pytest.mark.parametrize("config", [TINY, GPT2, TINY | {"tie_word_embeddings": True}], ids=["qwen3", "gpt2", "tied"])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, GPT2, TINY | {"tie_word_embeddings": True}, small("qwen3_moe")],
+    ids=["qwen3", "gpt2", "tied", "moe"],
+)
 def test_planned_bytes_equal_those_of_a_real_step(
     config: dict[str, Any], training: dict[str, Any], master: str
 ) -> None:

@@ -173,6 +173,10 @@ def choose_experts(model: PreTrainedModel, spec: JobSpec, device: torch.device) 
     if model._can_set_experts_implementation():
         grouped = has_kernels and wanted != "eager" and not _odd_sizes(model, spec)
         model.set_experts_implementation("grouped_mm" if grouped else "eager")
+    if device.type == "cpu":
+        # Several threads would add the gradients of a token, one from each of its experts, in any order.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _odd_sizes(model: PreTrainedModel, spec: JobSpec) -> list[int]:
@@ -189,10 +193,7 @@ def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec)
         and _kernel_fault(model, spec),
         "/model/router_bias_update": _balance_fault(model, experts, spec),
         "/model/compile": spec.model.compile and f"compile is not proven for experts, which {name} has; remove compile",
-        "/training/optimizer": training.optimizer == "muon"
-        and f"muon updates matrices, and the experts of {name} are tensors of three dimensions; choose adamw",
-        "/training/reproducible": training.reproducible == "any_size"
-        and f"any_size is not proven for experts, which {name} has; choose reproducible: same_size",
+        "/training/reproducible": training.reproducible == "any_size" and _any_size_fault(name, experts, spec),
         "/training/router_aux_loss": _auxiliary_fault(name, experts, spec),
         "/training/router_z_loss": bool(z_loss)
         and experts.auxiliary is None
@@ -237,6 +238,18 @@ def _are_frozen(model: nn.Module, modules: Sequence[nn.Module], prefixes: Iterab
     return all(f"{name}.{leaf}.".startswith(below) for name, one in named for leaf, _ in one.named_parameters())
 
 
+def _any_size_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
+    training, chosen = spec.training, spec.training.router_aux_loss
+    losses = experts.auxiliary if chosen.coef is None else chosen.coef, training.router_z_loss
+    settings = {"ulysses_size": spec.strategy.ulysses_size > 1, "router_bias_update": spec.model.router_bias_update}
+    for setting in (one for one, value in settings.items() if value):
+        return f"any_size is not proven for the experts of {name} with {setting}; remove {setting}"
+    return (chosen.scope == "micro" and any(losses)) and (
+        "reproducible=any_size needs losses of routers that do not depend on the number of workers, and "
+        f"those of {name} count the tokens of all workers together; set router_aux_loss.scope: sequence"
+    )
+
+
 def _auxiliary_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
     chosen = spec.training.router_aux_loss
     has_scope = chosen.scope != "micro"
@@ -244,7 +257,7 @@ def _auxiliary_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
         lacks = bool(chosen.coef) or has_scope
         return lacks and f"router_aux_loss {_LACKS.format(name)}; remove router_aux_loss"
     coefficient = experts.auxiliary if chosen.coef is None else chosen.coef
-    no_effect = has_scope and not coefficient
+    no_effect = has_scope and not coefficient and not spec.training.router_z_loss
     return no_effect and (
         f"scope={chosen.scope} has no effect, because the loss has the weight 0 by "
         f"{'the config of ' + name if chosen.coef is None else 'router_aux_loss.coef'}; set router_aux_loss.coef"
