@@ -47,13 +47,13 @@ def splits(ranks: Mapping[int, range], group: int) -> int:
 
 
 def why_split(
-    scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int, name: str = "ulysses_size"
+    scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int, name: str = "ulysses_size", peers: int = 0
 ) -> str | None:
-    """Return the reason why groups of peers must cross nodes, and a remedy, as a sentence; None if none must.
+    """Return the reason why groups of workers cross nodes, and a remedy, as a sentence; None if none does.
 
-    `name` is that of the setting with their size.
+    `name` is that of the setting with their size. The layout keeps `peers` together; 0: the groups are those of peers.
     """
-    ranks = lay_out(scaling, nodes, group=group) if nodes else None
+    ranks = lay_out(scaling, nodes, group=peers or group) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
         return None
     places = [count for count in (count_places(scaling, node) for node in nodes) if count]
@@ -70,6 +70,12 @@ def why_split(
     head = f"{crossing} of {scaling.world // group} {kind} cross nodes, where their {exchange} slow: "
     if scaling.placement_strategy == "STRICT_SPREAD":
         return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
+    if peers and whole * group >= scaling.world:
+        smaller = max(size for size in divisors(group) if not splits(ranks, size))
+        return (
+            f"{head}workers are placed as {' + '.join(str(len(own)) for own in ranks.values())}, because only those "
+            f"with the same samples are kept together; choose {name}={smaller}, or workers that fill their nodes"
+        )
     fewer = f" or at most {whole * group} workers" if whole else ""
     smaller = max(size for size in divisors(group)[:-1] if sum(n // size for n in places) * size >= scaling.world)
     return (

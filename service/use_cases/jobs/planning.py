@@ -154,10 +154,10 @@ def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
     """
     if cluster is None:
         return []
-    strategy = spec.strategy
+    strategy, scaling, nodes = spec.strategy, spec.scaling, cluster.nodes
     return [
-        why_split(spec.scaling, cluster.nodes, group=group, name=name)
-        for group, name in ((strategy.peers, strategy.name_of_peers), (strategy.ep_size, "ep_size"))
+        why_split(scaling, nodes, group=strategy.peers, name=strategy.name_of_peers),
+        why_split(scaling, nodes, group=strategy.ep_size, name="ep_size", peers=strategy.peers),
     ]
 
 

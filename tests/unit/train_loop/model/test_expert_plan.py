@@ -122,10 +122,19 @@ def test_models_whose_experts_cannot_be_shared_are_refused(
     assert [one.message for one in problems] == [message]
 
 
-def test_nodes_that_cannot_hold_a_group_get_a_warning() -> None:
-    reason = why_split(ScalingSpec(num_workers=4), [{"CPU": 3.0}, {"CPU": 1.0}], group=4, name="ep_size")
-    assert reason is not None
-    assert "1 of 1 expert parallel groups cross nodes, where their all-to-all is slow" in reason
+@pytest.mark.parametrize(
+    ("workers", "places", "why"),
+    [
+        (4, (3.0, 1.0), "1 of 1 expert parallel groups cross nodes, where their all-to-all is slow: nodes with places"),
+        (8, (5.0, 5.0), "workers are placed as 5 + 3, because only those with the same samples are kept together"),
+        (8, (4.0, 4.0), None),
+    ],
+)
+def test_groups_that_cross_nodes_get_a_warning(workers: int, places: tuple[float, ...], why: str | None) -> None:
+    nodes = [{"CPU": count} for count in places]
+    reason = why_split(ScalingSpec(num_workers=workers), nodes, group=4, name="ep_size", peers=1)
+    assert (reason is None) == (why is None)
+    assert (why or "") in (reason or "")
 
 
 def test_names_of_other_tools_lead_to_the_field() -> None:
