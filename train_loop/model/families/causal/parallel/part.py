@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.experts import route_on_meta
 from train_loop.model.families.causal.parallel.tensor import (
     OWN_ROWS,
     SPLIT_COLUMNS,
@@ -23,8 +24,9 @@ _CUT = {"colwise": 0, OWN_ROWS: 0, "embedding_rowwise": 0, "rowwise": 1}
 def cut_layers(model: Any, attention: Mapping[str, AttentionUse], size: int) -> None:
     """Cut a model on the meta device in place to the largest part that one of `size` ranks has.
 
-    Its ranks exchange nothing: outputs that they would gather are whole.
+    Its ranks exchange nothing: outputs that they would gather are whole. Experts take tokens in any order.
     """
+    route_on_meta(model)
     plan = expanded_plan(model, attention, size) if size > 1 else {}
     few = few_keys(plan, attention)
     for name, parameter in dict(model.named_parameters()).items():
