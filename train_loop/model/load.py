@@ -174,6 +174,11 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
             if s.dtype not in _FLOATS and tensors[name].is_floating_point()
         ],
     }
+    if faults["quantised"]:
+        raise ModelError(
+            f"{folder} holds quantised weights, which cannot be trained: {_some(faults['quantised'])}; give the folder "
+            "of the original model, such as one in bf16"
+        )
     if any(faults.values()):
         raise ModelError(
             f"the tensors in {folder} do not match {type(model).__name__} of its config.json: "

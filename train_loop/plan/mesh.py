@@ -171,9 +171,9 @@ def plan_mesh(
 def _with_experts(mesh: MeshPlan, size: int) -> MeshPlan:
     """Return a mesh whose ranks share experts in groups of `size`, which lie inside fsdp x tp. Raises ValueError."""
     ranks = mesh.fsdp * mesh.tp
-    fits = [ep for ep in divisors(ranks) if ep == 1 or ep % mesh.tp == 0]
-    if size not in fits:
-        group = f"{ranks} workers that hold a copy of the model"
+    fits = [ep for ep in divisors(ranks) if ep % mesh.tp == 0]
+    if size not in (1, *fits):
+        group = f"{ranks} worker{'s' * (ranks > 1)} that hold a copy of the model"
         multiple = "" if mesh.tp == 1 else f", and be a multiple of tp_size={mesh.tp}"
         raise ValueError(f"ep_size={size} must divide the {group} (fsdp x tp){multiple}; choose {one_of(fits)}")
     return replace(mesh, ep=size)

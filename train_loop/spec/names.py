@@ -89,7 +89,7 @@ _OURS = _by_name(
         "data": "data_args",
         "training": "training_args trainer",
         "strategy.sharding_strategy and strategy.fsdp_size": "fsdp",
-        "strategy": "fsdp_config deepspeed deepspeed_config strategy_args strategy_config",
+        "strategy": "parallelism fsdp_config deepspeed deepspeed_config strategy_args strategy_config",
         "strategy.sharding_strategy": "fsdp_sharding_strategy zero_stage zero_optimization stage",
         "strategy, which is always FSDP2": "fsdp_version strategy_name",
         "strategy.offload_policy": "cpu_offload offload offload_params offload_param offload_optimizer "
@@ -100,7 +100,7 @@ _OURS = _by_name(
         "strategy.wrap_policy.min_num_params": "fsdp_min_num_params",
         "strategy.backward_prefetch": "fsdp_backward_prefetch",
         "strategy.forward_prefetch": "fsdp_forward_prefetch",
-        "strategy.fsdp_size": "hsdp",
+        "strategy.fsdp_size": "hsdp data_parallel_shard_degree dp_shard_size",
         "training.global_batch_size": "train_batch_size",
         "strategy.ulysses_size": "sp_size ulysses_degree ulysses_sequence_parallel_size sequence_parallel_size "
         "cp_size context_parallel_size",
@@ -129,6 +129,8 @@ _NOT_OURS = _by_name(
         "the operator chooses sinks with TRAINSHED_SINKS": "report_to wandb_project loggers",
         "Ray Data uses the free CPUs": "dataloader_num_workers preprocessing_num_workers num_proc",
         "POST /jobs/{id}/checkpoints/{step}/export writes a Hugging Face folder": "push_to_hub hub_model_id",
+        "experts stay whole, and tp_size shares the rest of a layer": "expert_tensor_parallel_size "
+        "expert_tensor_parallel_degree etp_size",
         "it is not needed": "do_train do_eval overwrite_output_dir remove_unused_columns disable_tqdm",
     }
 )

@@ -16,7 +16,7 @@ def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity 
     if len(sizes) == 1:
         return (
             f"the job can never shrink: {sizes[0]} is the only number of workers that scaling.num_workers and the "
-            "strategy allow; widen num_workers, or choose a smaller tp_size, ulysses_size or fsdp_size"
+            "strategy allow; widen num_workers, or choose a smaller ep_size, tp_size, ulysses_size or fsdp_size"
         )
     useful = [node for node in cluster.nodes if _holds_a_worker(scaling, node)] if sizes and cluster else []
     if cluster is None or len(useful) < 2:

@@ -105,7 +105,7 @@ def change(stored: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
         ("whole too", f"unexpected: {PLACE}gate_up_proj [8, 64, 64];"),
         ("no gates", "none named mlp.experts.*.gate_proj.weight; copy the folder again"),
         ("other shape", f"{PLACE}3.up_proj.weight of shape [16, 64]; copy the folder again"),
-        ("fp8", "quantised: model.layers.1.mlp.experts"),
+        ("fp8", "holds quantised weights, which cannot be trained: model.layers.1.mlp.experts"),
     ],
 )
 def test_folder_with_other_experts_than_the_config_is_rejected(kind: str, message: str, tmp_path: Path) -> None:

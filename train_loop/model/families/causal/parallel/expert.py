@@ -1,5 +1,6 @@
 """Expert parallelism by transformers' own plans: each rank has whole experts of a layer, and receives their tokens."""
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,9 +60,10 @@ def check_expert_plan(model: Any, experts: Experts, spec: JobSpec) -> None:
     if apply_expert_parallelism is None:
         raise ModelError(f"ep_size={size} needs transformers 5.21 or newer, and this is {SOURCE}; install it")
     if experts.number % size:
+        fits = divisors(math.gcd(experts.number, spec.scaling.bounds[1]))
         raise ModelError(
             f"ep_size={size} does not divide the {experts.number} experts of each layer of {type(model).__name__}; "
-            f"choose {one_of(divisors(experts.number))}"
+            f"choose {one_of(fits)}, or another number of workers"
         )
     if missing := _without_style(model, experts):
         raise ModelError(
