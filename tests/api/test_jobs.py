@@ -40,7 +40,8 @@ def test_plan_returns_mesh_memory_and_steps_and_stores_nothing(client: TestClien
     service.cluster.total = {"CPU": 16.0}
     strategy, scaling = {"fsdp_size": 4, "ulysses_size": 2}, {"num_workers": 8}
     plan = client.post("/jobs/plan", content=spec_body(strategy=strategy, scaling=scaling)).json()
-    assert plan["mesh"] == {"ddp": 2, "fsdp": 4, "sp": 2, "tp": 1, "shape": [2, 4], "names": ["ddp", "fsdp"]}
+    sizes = {"ddp": 2, "fsdp": 4, "sp": 2, "tp": 1, "ep": 1, "efsdp": 4}
+    assert plan["mesh"] == sizes | {"shape": [2, 4], "names": ["ddp", "fsdp"]}
     assert (plan["world"], plan["data_parallel_size"], plan["global_batch_size"]) == (8, 4, 4)
     assert (plan["tokens_per_step"], plan["steps"]) == (512, 20)
     assert plan["memory"]["total_bytes"] == sum(term["bytes"] for term in plan["memory"]["terms"])
