@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing import Queue, get_context
 
 from train_loop.conformance.ranks import join_ranks, rank_group, start_ranks
@@ -134,6 +135,8 @@ def _answer_in_groups(
                 answers.put((rank, None, function(*arguments)))
         except Exception:
             answers.put((rank, traceback.format_exc(), None))
+        # torch remembers meshes of equal shape, whose groups are others in the next group of ranks.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         gc.collect()
     answers.close()
     answers.join_thread()
