@@ -47,7 +47,7 @@ from service.use_cases.doctor.doctor import DoctorReport
 from service.use_cases.doctor.nodes import NodeView
 from service.use_cases.jobs.jobs import JobView
 from service.use_cases.jobs.planning import PlanView
-from train_loop.plan import MeshPlan, ReductionTree, allowed_workers
+from train_loop.plan import ReductionTree, allowed_workers
 from train_loop.run_dir import ExportStatus
 from train_loop.spec import JobSpec
 
@@ -139,7 +139,7 @@ def plan_out(view: PlanView) -> PlanOut:
         name=spec.name,
         world=plan.mesh.world,
         sizes=list(view.sizes),
-        mesh=_mesh(plan.mesh),
+        mesh=MeshOut.model_validate(plan.mesh, from_attributes=True),
         reduction_tree=None if plan.tree is None else _reduction_tree(spec, plan.tree),
         nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
         data_parallel_size=plan.mesh.dp,
@@ -164,19 +164,6 @@ def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
         max_replicas=tree.max_replicas,
         micro_batches=tree.leaves,
         allowed_workers=allowed_workers(spec, tree),
-    )
-
-
-def _mesh(mesh: MeshPlan) -> MeshOut:
-    return MeshOut(
-        ddp=mesh.ddp,
-        fsdp=mesh.fsdp,
-        sp=mesh.sp,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        efsdp=mesh.efsdp,
-        shape=mesh.shape,
-        names=mesh.names,
     )
 
 

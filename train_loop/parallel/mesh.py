@@ -40,7 +40,7 @@ class Mesh:
     """The process group of the ranks that have the same samples, along sp and tp."""
     tp: DeviceMesh | None = None
     """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole layers."""
-    experts: "ExpertMesh | None" = None
+    experts: ExpertMesh | None = None
     """The meshes of experts; None if each rank has all experts of its layers."""
 
     @property

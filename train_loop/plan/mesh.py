@@ -173,9 +173,11 @@ def _with_experts(mesh: MeshPlan, size: int) -> MeshPlan:
     ranks = mesh.fsdp * mesh.tp
     fits = [ep for ep in divisors(ranks) if ep % mesh.tp == 0]
     if size not in (1, *fits):
-        group = f"{ranks} worker{'s' * (ranks > 1)} that hold a copy of the model"
         multiple = "" if mesh.tp == 1 else f", and be a multiple of tp_size={mesh.tp}"
-        raise ValueError(f"ep_size={size} must divide the {group} (fsdp x tp){multiple}; choose {one_of(fits)}")
+        raise ValueError(
+            f"ep_size={size} must divide the workers of a copy of the model, fsdp x tp = {ranks}{multiple}; choose "
+            f"{one_of(fits)}, or another number of workers"
+        )
     return replace(mesh, ep=size)
 
 

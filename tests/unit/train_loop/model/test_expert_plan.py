@@ -48,12 +48,13 @@ def test_mesh_of_experts_has_the_ranks_that_share_them_innermost() -> None:
     [
         (
             {"ep_size": 3},
-            "ep_size=3 must divide the 8 workers that hold a copy of the model (fsdp x tp); choose 1, 2, 4 or 8",
+            "ep_size=3 must divide the workers of a copy of the model, fsdp x tp = 8; choose 1, 2, 4 or 8, or another "
+            "number of workers",
         ),
         (
             {"ep_size": 2, "tp_size": 4},
-            "ep_size=2 must divide the 8 workers that hold a copy of the model (fsdp x tp), and be a multiple of "
-            "tp_size=4; choose 4 or 8",
+            "ep_size=2 must divide the workers of a copy of the model, fsdp x tp = 8, and be a multiple of tp_size=4; "
+            "choose 4 or 8, or another number of workers",
         ),
         (
             {"ep_size": 4, "efsdp_size": 4},
@@ -62,7 +63,8 @@ def test_mesh_of_experts_has_the_ranks_that_share_them_innermost() -> None:
         ),
         (
             {"ep_size": 8, "fsdp_size": 4},
-            "ep_size=8 must divide the 4 workers that hold a copy of the model (fsdp x tp); choose 1, 2 or 4",
+            "ep_size=8 must divide the workers of a copy of the model, fsdp x tp = 4; choose 1, 2 or 4, or another "
+            "number of workers",
         ),
     ],
 )
