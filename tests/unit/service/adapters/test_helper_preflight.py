@@ -198,7 +198,7 @@ def s3() -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def helper(s3: S3Server) -> Iterator[HelperPreflight]:
     """Start the real helper with small limits. All tests share it, because its imports take five CPU seconds."""
-    limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
+    limits = Limits(100.0, cpu_seconds=10.0, memory_bytes=1 << 30)
     one = HelperPreflight(read_policy=lambda _: may_read("file:///", "s3://corpus"), limits=limits)
     with pytest.MonkeyPatch.context() as variables:
         for name, value in s3.environment().items():

