@@ -20,6 +20,7 @@ from tests.families.routed import Case as Routed
 from tests.families.routed import Found, compare
 from tests.families.runs import STEPS, Leg
 from tests.families.table import read
+from tests.support.builders.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint
@@ -29,17 +30,19 @@ from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.reduction import PlainReduction
+from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.parallel.expert import PROVEN, Exchange
 from train_loop.model.families.causal.parallel.tensor import MIXTURES
 from train_loop.parallel import shard
+from train_loop.parallel.layers import tiled_mlps
 from train_loop.run_dir import ExportWish, RunDir, read_lines
-from train_loop.spec import JobSpec, parse
+from train_loop.spec import JobSpec, ModelSpec, parse
 
 MORE = bool(os.environ.get("MORE"))
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe", "qwen2_moe")
 FAMILIES = sorted(PROVEN) if MORE else KINDS
 RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
-GATHERED = ("strategy", "reshard_after_forward", False)
+GATHERED, TILED = (("strategy", *one) for one in (("reshard_after_forward", False), ("apply_tiled_mlp", True)))
 
 
 def shared(mesh: str, ep: int, **parts: Any) -> Case:
@@ -52,10 +55,19 @@ MESHES = (
     shared("efsdp 2 x ep 2", 2, others=(GATHERED,)),
     shared("ep 4, packed", 4, packed=True, half_untrained=True, others=(RECOMPUTED,)),
     shared("ddp 2 x ep 2, packed", 2, fsdp_size=2, packed=True, others=(OFFLOADED,)),
-    shared("sp 2 x ep 4", 4, ulysses_size=2),
+    shared("sp 2 x ep 4", 4, ulysses_size=2, others=(TILED,)),
     shared("tp 2 x ep 2", 2, tp_size=2),
-    shared("tp 2 x ep 4, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(RECOMPUTED,)),
+    shared("tp 2 x ep 4, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(RECOMPUTED, TILED)),
 )
+
+
+def has_dense_mlps(family: str) -> bool:
+    """Return whether a mixture has MLPs that can compute in tiles."""
+    anatomy = CAUSAL.build(ModelSpec(config=small(family)))
+    try:
+        return bool(tiled_mlps(anatomy, anatomy.layers))
+    except ModelError:
+        return False
 
 
 def cases_of(family: str, place: int) -> list[Case]:
@@ -66,6 +78,8 @@ def cases_of(family: str, place: int) -> list[Case]:
     accepts = {name: not isinstance(results[f"{name}, packed"], str) for name in ("one rank", "Ulysses 2")}
     meshes = [case for case in MESHES if case.tp_size == 1 or family in MIXTURES]
     meshes = [case for case in meshes if case.ulysses_size == 1 or accepts["Ulysses 2"]]
+    if not has_dense_mlps(family):
+        meshes = [replace(case, others=tuple(one for one in case.others if one != TILED)) for case in meshes]
     return [replace(case, packed=case.packed and accepts["one rank"]) for case in meshes]
 
 

@@ -19,7 +19,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
-from train_loop.parallel.layers import apply_checkpointing, apply_tiled_mlp
+from train_loop.parallel.layers import apply_checkpointing, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.spec import JobSpec
 
@@ -42,7 +42,7 @@ def fake_call(anatomy: Anatomy, spec: JobSpec, batch: Any, *, recompute: bool) -
         _allocate(model, dtype)
         model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
         if spec.strategy.apply_tiled_mlp:
-            apply_tiled_mlp(layers, tiles=spec.strategy.tiled_num_shards)
+            apply_tiled_mlp(tiled_mlps(anatomy, layers), tiles=spec.strategy.tiled_num_shards)
         if recompute and spec.model.gradient_checkpointing != "none":
             apply_checkpointing(layers, offload=False, pin_memory=False)
         yield FakeCall(model, units, tree_map_only(Tensor, fake.from_tensor, batch))

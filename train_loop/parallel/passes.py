@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
-from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp
+from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
@@ -105,9 +105,10 @@ class Tiles:
         return spec.strategy.apply_tiled_mlp
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
-        """Split the MLP of each layer."""
+        """Split the MLP of each layer, and in a mixture of experts the dense ones."""
         strategy = built.spec.strategy
-        apply_tiled_mlp(repeated_layers(built.anatomy, strategy.wrap_policy), tiles=strategy.tiled_num_shards)
+        layers = repeated_layers(built.anatomy, strategy.wrap_policy)
+        apply_tiled_mlp(tiled_mlps(built.anatomy, layers), tiles=strategy.tiled_num_shards)
 
 
 class Recompute:

@@ -249,9 +249,9 @@ def _activations(
     # The formula leaves out tensors that are small compared with logits of a vocabulary.
     # A layer with experts has few of its config's sizes, and ranks that share layers may gather heads and MLPs.
     counted = shape.labels is not None or shape.active is not None or spec.strategy.tp_size > 1
-    least = 0 if counted else _OTHER_LAYER * compute * (kept + wide)
+    least = 0 if counted else _OTHER_LAYER * compute * (kept + wide // tiles)
     if shape.kept is not None and shape.kept.layer > least:
-        return _counted(spec, shape.kept, tokens=tokens, tiled=compute * (wide - wide // tiles), beside=beside)
+        return _counted(spec, shape.kept, tokens=tokens, beside=beside)
     if spec.model.gradient_checkpointing == "none":
         # Backward recomputes each tile, so that no layer keeps wide tensors.
         size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
@@ -265,12 +265,12 @@ def _activations(
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
 
 
-def _counted(spec: JobSpec, kept: KeptBytes, *, tokens: int, tiled: int, beside: Place) -> tuple[MemoryTerm, ...]:
-    """Estimate the activations of layers that have other parts, as counted; tiles save `tiled` bytes per token."""
+def _counted(spec: JobSpec, kept: KeptBytes, *, tokens: int, beside: Place) -> tuple[MemoryTerm, ...]:
+    """Estimate the activations of layers that have other parts, as counted in a call with the spec's tiles."""
     counted = "bytes x tokens, as counted in a call of its layers"
-    once, inputs = max(kept.layer - tiled, 0) + kept.outside, kept.inputs
+    once, inputs = kept.layer + kept.outside, kept.inputs
     if spec.model.gradient_checkpointing == "none":
-        once, inputs = kept.layers - tiled + kept.outside, 0
+        once, inputs = kept.layers + kept.outside, 0
     if spec.model.gradient_checkpointing in ("none", "full"):
         return (MemoryTerm("activations", tokens * (once + inputs), f"{once + inputs} {counted}"),)
     return (

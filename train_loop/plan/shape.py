@@ -115,9 +115,9 @@ class KeptBytes:
     inputs: int
     """Inputs of all layers, which stay also if layers are computed again."""
     layer: int
-    """All that the layer keeps which keeps most."""
+    """All that the layer keeps which keeps most; with tiles, of its MLPs one tile."""
     layers: int
-    """All that the layers keep together."""
+    """All that the layers keep together; with tiles, of their MLPs one tile."""
     outside: int
     """All that the model keeps outside of its layers and logits."""
 

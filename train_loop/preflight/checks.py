@@ -36,7 +36,7 @@ from train_loop.model.folder import model_config, model_folder, model_shape, tok
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.optim.build import muon_matrices
-from train_loop.parallel.layers import apply_tiled_mlp
+from train_loop.parallel.layers import tiled_mlps
 from train_loop.parallel.units import expert_units, find_units, repeated_layers, unit_sizes
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
@@ -137,7 +137,8 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     if held := found.held():
         counts = replace(counts, of_rank=_count_parameters(anatomy, spec, lambda one: held[id(one)]))
     layers = shape.layers if spec.code is None else len(repeated)
-    kept = None if shape.known and shape.labels is None else found.kept(repeated)
+    tiled = tiled_mlps(anatomy, repeated) if spec.strategy.apply_tiled_mlp else []
+    kept = None if shape.known and shape.labels is None else found.kept(repeated, tiled)
     whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
     is_called = found.sees_whole_rows or spec.model.label_head is not None
     return replace(whole, call=measure_text_call(spec, whole, found)) if is_called else whole
@@ -173,10 +174,7 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:
-        tiles = strategy.tiled_num_shards
-        checks.append(
-            ("/strategy/apply_tiled_mlp", lambda: apply_tiled_mlp(repeated_layers(anatomy, policy), tiles=tiles))
-        )
+        checks.append(("/strategy/apply_tiled_mlp", lambda: tiled_mlps(anatomy, repeated_layers(anatomy, policy))))
     problems = []
     for pointer, check in checks:
         try:

@@ -106,7 +106,11 @@ class StrategySpec(SpecModel):
         description="ROLL's patch for experts without tokens; it changes nothing, because all experts have gradients "
         "without it",
     )
-    apply_tiled_mlp: bool = Field(default=False, description="compute each MLP in tiles of tokens, which saves memory")
+    apply_tiled_mlp: bool = Field(
+        default=False,
+        description="compute each MLP in tiles of tokens, which saves memory; in a mixture of experts the dense MLPs, "
+        "which are those of layers without experts and of shared experts",
+    )
     tiled_num_shards: int = Field(default=4, ge=1, description="number of tiles of apply_tiled_mlp")
     async_save_ckpt: bool | SaveMode = Field(
         default=True,

@@ -56,7 +56,9 @@ CASES = {
     ),
     "idle experts, grouped": Case("gpt_oss", world=2, training=AUX, idle=True),
     "idle experts, eager": Case("gpt_oss", world=2, model={"experts_implementation": "eager"}, idle=True),
-    "idle experts, correction bias": Case("deepseek_v3", world=4, strategy={"fsdp_size": 2}, idle=True),
+    "idle experts, correction bias, dense MLPs in tiles": Case(
+        "deepseek_v3", world=4, strategy={"fsdp_size": 2, "apply_tiled_mlp": True}, idle=True
+    ),
     "experts that ranks do not divide": Case(world=4, config={"num_experts": 6}, training=AUX),
     "frozen routers": Case(
         world=2,

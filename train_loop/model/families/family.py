@@ -62,8 +62,11 @@ class Examination:
     """True if attention computes whole matrices of scores."""
     sees_whole_rows: bool = False
     """True if the model is an encoder, whose bytes are those of a call: few of them have the layers of a decoder."""
-    kept: Callable[[Sequence[nn.Module]], KeptBytes | None] = lambda layers: None
-    """Count the bytes that a call keeps for backward, given the model's layers; None if it cannot be counted."""
+    kept: Callable[[Sequence[nn.Module], Sequence[nn.Module]], KeptBytes | None] = lambda layers, tiled: None
+    """Count the bytes that a call keeps for backward, given the model's layers, and their MLPs that compute in tiles.
+
+    None if it cannot be counted.
+    """
     held: Callable[[], Mapping[int, int]] = dict
     """Count the values of each parameter that one of the ranks that share layers has, by id; empty without them."""
     cut: Callable[[nn.Module], None] = lambda model: None

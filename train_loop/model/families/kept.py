@@ -1,7 +1,7 @@
 """The bytes that a model keeps for its backward pass, counted in one call on the meta device."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,20 @@ from train_loop.plan import KeptBytes
 
 
 def count_kept(
-    anatomy: Anatomy, every: Sequence[nn.Module], call: Callable[[], Tensor], *, tokens: int, each: bool
+    anatomy: Anatomy,
+    every: Sequence[nn.Module],
+    call: Callable[[], Tensor],
+    *,
+    tokens: int,
+    tiles: Mapping[nn.Module, int],
+    each: bool,
 ) -> KeptBytes:
     """Count the bytes that a call on meta keeps, by token; `call` has one row of `tokens`.
 
     Matrices of tokens by tokens, such as masks and scores, are left out: they do not grow with the tokens alone. Unless
     `each` layer is called, layers with parameters of the same shapes count as the first of them, and compute nothing.
+    `tiles` has the MLPs that compute in tiles, and the number of tiles. They keep their inputs, and at most one tile of
+    the model is computed again at a time.
     """
     count, first = _Count(anatomy.model, tokens), dict[object, nn.Module]()
     inner = {part for layer in every for part in layer.modules() if part is not layer}
@@ -29,7 +37,8 @@ def count_kept(
     for layer, one in zip(layers, alike, strict=True):
         layer.forward = once[one] if layer is one else once[one].repeat
     hooks = [layer.register_forward_pre_hook(count.enter, with_kwargs=True) for layer in layers]
-    hooks += [layer.register_forward_hook(count.leave) for layer in layers]
+    hooks += [mlp.register_forward_pre_hook(count.enter_tiles) for mlp in tiles]
+    hooks += [module.register_forward_hook(count.leave) for module in (*layers, *tiles)]
     try:
         with torch.enable_grad(), saved_tensors_hooks(count.keep, lambda kept: kept):
             out = call()
@@ -37,18 +46,22 @@ def count_kept(
         for hook in hooks:
             hook.remove()
     inside = [count.bytes_of(layer) for layer in alike]
+    largest = [
+        max((-(-count.bytes_of(mlp) // tiles[mlp]) for mlp in layer.modules() if mlp in tiles), default=0)
+        for layer in alike
+    ]
     # Embeddings are as wide as the states of tokens, which are kept.
     outside = count.bytes_of(None, without=None if anatomy.labels == 0 else out.shape[-1])
     return KeptBytes(
         inputs=-(-count.inputs // tokens),
-        layer=-(-max(inside, default=0) // tokens),
-        layers=-(-sum(inside) // tokens),
+        layer=-(-max(map(sum, zip(inside, largest, strict=True)), default=0) // tokens),
+        layers=-(-(sum(inside) + max(largest, default=0)) // tokens),
         outside=-(-outside // tokens),
     )
 
 
 class _Count:
-    """Tensors that a call keeps, by layer; None is outside of all."""
+    """Tensors that a call keeps, by layer or MLP in tiles; None is outside of all."""
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self._tokens, self._inside = tokens, list[nn.Module | None]([None])
@@ -66,8 +79,15 @@ class _Count:
                 self._kept[layer][-_place(tensor)] = tensor
                 self.inputs += tensor.nbytes
 
+    def enter_tiles(self, mlp: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Begin an MLP that computes in tiles, whose input its layer keeps."""
+        for tensor in inputs:
+            self.keep(tensor)
+            self._known.add(_place(tensor))
+        self._inside.append(mlp)
+
     def leave(self, *_: Any) -> None:
-        """End a layer."""
+        """End a layer or MLP."""
         self._inside.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:

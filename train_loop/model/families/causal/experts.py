@@ -198,8 +198,6 @@ def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec)
         "/training/router_z_loss": bool(z_loss)
         and experts.auxiliary is None
         and f"router_z_loss {_LACKS.format(name)}; remove router_z_loss",
-        "/strategy/apply_tiled_mlp": spec.strategy.apply_tiled_mlp
-        and f"apply_tiled_mlp would route each tile apart, and {name} has experts; set apply_tiled_mlp: false",
     }
 
 

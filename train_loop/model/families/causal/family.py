@@ -144,7 +144,7 @@ class Causal(Family):
             seen.after_head,
             settings,
             whole_scores=whole,
-            kept=partial(kept_for_backward, anatomy, dtype, length, cut=cut),
+            kept=partial(kept_for_backward, anatomy, dtype, length, tiles=spec.strategy.tiled_num_shards, cut=cut),
             held=partial(held_by_rank, anatomy, **sharing),
             cut=cut,
         )

@@ -161,12 +161,14 @@ def kept_for_backward(
     dtype: torch.dtype,
     sequence_length: int,
     layers: Sequence[nn.Module],
+    tiled: Sequence[nn.Module],
     *,
+    tiles: int,
     cut: Callable[[nn.Module], None],
 ) -> KeptBytes | None:
     """Count the bytes that a call of a model keeps for backward; None if it cannot be called on meta.
 
-    `cut` makes a copy of the model the part that a rank has.
+    The `tiled` MLPs compute in `tiles`. `cut` makes a copy of the model the part that a rank has.
     """
     names = {module: name for name, module in anatomy.model.named_modules()}
     tokens = min(sequence_length, _COUNTED) - 1
@@ -175,10 +177,15 @@ def kept_for_backward(
         built, _ = _copy(anatomy, dtype)
         cut(built.model)
         columns, arguments = _call(built.model, tokens)
-        copied = [built.model.get_submodule(names[layer]) for layer in layers]
+        copied, mlps = ([built.model.get_submodule(names[one]) for one in some] for some in (layers, tiled))
         with attention_replaced(built.model, keep_attention):
             return count_kept(
-                built, copied, lambda: built.family.call(built.model, columns, arguments), tokens=tokens, each=each
+                built,
+                copied,
+                lambda: built.family.call(built.model, columns, arguments),
+                tokens=tokens,
+                tiles=dict.fromkeys(mlps, tiles),
+                each=each,
             )
 
     for each in (False, True):  # some layers need more of earlier ones than their output
