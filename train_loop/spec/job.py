@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecError, SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
@@ -254,8 +254,8 @@ class JobSpec(SpecModel):
     @field_validator("strategy")
     @classmethod
     def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        for fault in (*tensor_faults(strategy, info.data), *expert_faults(strategy, info.data)):
-            raise ValueError(fault)
+        if faults := [*tensor_faults(strategy, info.data), *expert_faults(strategy, info.data)]:
+            raise SpecError(faults)
         return strategy
 
     @field_validator("strategy")

@@ -108,13 +108,18 @@ def dump(spec: JobSpec) -> str:
 
 def _problems(error: ValidationError) -> list[Problem]:
     found = error.errors(include_url=False)
-    listed = [
-        Problem(as_pointer([str(step) for step in place]), _message(one, place))
-        for one in found[:_MOST_PROBLEMS]
-        for place in [_place(one["loc"])]
-    ]
-    more = len(found) - len(listed)
-    return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more else listed
+    listed = [problem for one in found[:_MOST_PROBLEMS] for problem in _problems_of(one)]
+    more = len(found) - _MOST_PROBLEMS
+    return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more > 0 else listed
+
+
+def _problems_of(error: ErrorDetails) -> list[Problem]:
+    """Return the problems of one of pydantic's errors; a rule between parts names the fields to change itself."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        return cause.problems
+    place = _place(error["loc"])
+    return [Problem(as_pointer([str(step) for step in place]), _message(error, place))]
 
 
 def _place(loc: tuple[int | str, ...]) -> list[int | str]:

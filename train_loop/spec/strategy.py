@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel
+from train_loop.spec.base import Problem, SpecModel
 from train_loop.spec.model import Dtype
 
 
@@ -175,52 +175,72 @@ class StrategySpec(SpecModel):
         return self
 
 
-def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[str]:
+def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the settings of a job that ranks cannot share layers with; `job` has its valid parts."""
     if strategy.tp_size == 1:
         return
     model, training, reshard = job.get("model"), job.get("training"), strategy.reshard_after_forward
     settings = {
-        "own code (code)": (job.get("code") is not None, "which has no plan of how ranks share its layers"),
+        "own code (code)": (
+            "/strategy/tp_size",
+            job.get("code") is not None,
+            "which has no plan of how ranks share its layers",
+        ),
         f"reshard_after_forward={reshard}": (
-            not isinstance(reshard, bool) and reshard is not None,
+            "/strategy/reshard_after_forward",
+            _is_group(reshard),
             "for which torch makes groups of ranks that wait for each other",
         ),
     }
     if model is not None:
         settings |= {
-            "model.head=masked_lm": (model.masked is not None, "whose models have no plan of how ranks share layers"),
-            "model.compile: true": (model.compile, "because the graph of a layer breaks at each exchange"),
+            "model.head=masked_lm": (
+                "/model/head",
+                model.masked is not None,
+                "whose models have no plan of how ranks share layers",
+            ),
+            "model.compile: true": (
+                "/model/compile",
+                model.compile,
+                "because the graph of a layer breaks at each exchange",
+            ),
         }
     if training is not None:
         settings["training.optimizer=adamw_8bit"] = (
+            "/training/optimizer",
             training.optimizer == "adamw_8bit",
             "whose blocks of values that share a scale would be others",
         )
-    yield from (
-        f"tp_size={strategy.tp_size} does not support {setting}, {reason}; change it, or choose tp_size=1"
-        for setting, (chosen, reason) in settings.items()
-        if chosen
-    )
+    for setting, (pointer, chosen, reason) in settings.items():
+        if chosen:
+            fault = f"tp_size={strategy.tp_size} does not support {setting}, {reason}"
+            yield Problem(pointer, f"{fault}; change it, or choose tp_size=1")
 
 
-def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[str]:
+def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the settings of a job that are not proven for ranks that share experts; `job` has its valid parts."""
     if strategy.ep_size == 1:
         return
-    training, reshard = job.get("training"), strategy.reshard_after_forward
+    training, least, reshard = job.get("training"), strategy.wrap_policy.min_num_params, strategy.reshard_after_forward
     settings = {
-        "sharding_strategy: NO_SHARD": strategy.sharding_strategy == "NO_SHARD",
-        f"min_num_params={strategy.wrap_policy.min_num_params}": strategy.wrap_policy.min_num_params is not None,
-        f"reshard_after_forward={reshard}": not isinstance(reshard, bool) and reshard is not None,
+        "sharding_strategy: NO_SHARD": ("/strategy/sharding_strategy", strategy.sharding_strategy == "NO_SHARD"),
+        f"min_num_params={least}": ("/strategy/wrap_policy/min_num_params", least is not None),
+        f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard)),
     }
     if training is not None:
         settings |= {
-            f"training.reproducible={training.reproducible}": training.reproducible != "same_size",
-            f"training.optimizer={training.optimizer}": training.optimizer == "adamw_8bit",
+            f"training.reproducible={training.reproducible}": (
+                "/training/reproducible",
+                training.reproducible != "same_size",
+            ),
+            f"training.optimizer={training.optimizer}": ("/training/optimizer", training.optimizer == "adamw_8bit"),
         }
-    yield from (
-        f"{setting} is not proven with ep_size={strategy.ep_size}; change it, or choose ep_size=1"
-        for setting, chosen in settings.items()
-        if chosen
-    )
+    for setting, (pointer, chosen) in settings.items():
+        if chosen:
+            fault = f"{setting} is not proven with ep_size={strategy.ep_size}"
+            yield Problem(pointer, f"{fault}; change it, or choose ep_size=1")
+
+
+def _is_group(reshard: bool | int | None) -> bool:
+    """Return whether parameters are resharded to groups of some ranks."""
+    return reshard is not None and not isinstance(reshard, bool)

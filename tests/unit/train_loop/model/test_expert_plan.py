@@ -12,23 +12,33 @@ from train_loop.spec import JobSpec, ScalingSpec, SpecError, parse
 
 
 @pytest.mark.parametrize(
-    ("part", "setting", "found"),
+    ("part", "setting", "field", "found"),
     [
-        ("training", {"reproducible": "any_size", "global_batch_size": 8}, "training.reproducible=any_size"),
-        ("training", {"optimizer": "adamw_8bit"}, "training.optimizer=adamw_8bit"),
-        ("strategy", {"wrap_policy": {"min_num_params": 100}}, "min_num_params=100"),
-        ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward=2"),
-        ("strategy", {"sharding_strategy": "NO_SHARD"}, "sharding_strategy: NO_SHARD"),
+        ("training", {"reproducible": "any_size", "global_batch_size": 8}, "reproducible", "training.reproducible=any_size"),
+        ("training", {"optimizer": "adamw_8bit"}, "optimizer", "training.optimizer=adamw_8bit"),
+        ("strategy", {"wrap_policy": {"min_num_params": 100}}, "wrap_policy/min_num_params", "min_num_params=100"),
+        ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward", "reshard_after_forward=2"),
+        ("strategy", {"sharding_strategy": "NO_SHARD"}, "sharding_strategy", "sharding_strategy: NO_SHARD"),
     ],
 )
-def test_unproven_settings_are_refused(part: str, setting: dict[str, Any], found: str) -> None:
+def test_unproven_settings_are_refused_at_their_field(
+    part: str, setting: dict[str, Any], field: str, found: str
+) -> None:
     raw = raw_spec(strategy={"ep_size": 2}, scaling={"num_workers": 4})
     raw[part] = raw.get(part, {}) | setting
     with pytest.raises(SpecError) as error:
         parse(raw)
-    assert [one.message for one in error.value.problems] == [
-        f"{found} is not proven with ep_size=2; change it, or choose ep_size=1"
+    assert [(one.pointer, one.message) for one in error.value.problems] == [
+        (f"/{part}/{field}", f"{found} is not proven with ep_size=2; change it, or choose ep_size=1")
     ]
+
+
+def test_each_unproven_setting_is_listed() -> None:
+    raw = raw_spec(strategy={"ep_size": 2, "tp_size": 2, "reshard_after_forward": 2}, scaling={"num_workers": 4})
+    raw["training"] |= {"optimizer": "adamw_8bit"}
+    with pytest.raises(SpecError) as error:
+        parse(raw)
+    assert [one.pointer for one in error.value.problems] == 2 * ["/strategy/reshard_after_forward", "/training/optimizer"]
 
 
 def test_mesh_of_experts_has_the_ranks_that_share_them_innermost() -> None:
