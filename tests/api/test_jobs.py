@@ -333,7 +333,7 @@ def test_ulysses_groups_across_nodes_are_a_warning_in_plan_and_job(client: TestC
     service.cluster.total, service.cluster.nodes_total = {"CPU": 7.0}, ({"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 1.0})
     warning = (
         "1 of 3 Ulysses groups cross nodes, where their all-to-all is slow: nodes with places for 3 (x 2 nodes) + 1 "
-        "workers hold 2 whole groups of ulysses_size=2; choose ulysses_size=1 or at most 4 workers, or add a node with "
+        "workers hold 2 whole groups of ulysses_size=2; choose ulysses_size=1 or 4 workers, or add a node with "
         "places for 2 workers"
     )
     body = spec_body(scaling={"num_workers": 6}, strategy={"ulysses_size": 2})

@@ -30,7 +30,7 @@ from train_loop.plan.layout import (
 )
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
-from train_loop.plan.plan import Plan, plan_job, plan_sizes
+from train_loop.plan.plan import Plan, allows_size, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
 from train_loop.plan.resources import (
@@ -73,6 +73,7 @@ __all__ = [
     "SampleCount",
     "UnitSizes",
     "allowed_workers",
+    "allows_size",
     "certain_needs",
     "cheapest_change",
     "check_schedule",

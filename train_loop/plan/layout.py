@@ -1,8 +1,9 @@
 """Layout of workers on nodes: the ranks of each node, and the check that the nodes hold all workers."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from train_loop.plan.arrange import Arrangement, arrange, count_splits
 from train_loop.plan.mesh import divisors
@@ -47,11 +48,18 @@ def splits(ranks: Mapping[int, range], group: int) -> int:
 
 
 def why_split(
-    scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int, name: str = "ulysses_size", peers: int = 0
+    scaling: ScalingSpec,
+    nodes: Sequence[Resources],
+    *,
+    group: int,
+    name: str = "ulysses_size",
+    peers: int = 0,
+    allows: Callable[[str, int], bool] = lambda setting, size: True,
 ) -> str | None:
-    """Return the reason why groups of workers cross nodes, and a remedy, as a sentence; None if none does.
+    """Return the reason why groups of workers cross nodes, and remedies, as a sentence; None if none does.
 
     `name` is that of the setting with their size. The layout keeps `peers` together; 0: the groups are those of peers.
+    `allows` returns whether the job can have another size of this setting, or of num_workers.
     """
     ranks = lay_out(scaling, nodes, group=peers or group) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
@@ -70,17 +78,32 @@ def why_split(
     head = f"{crossing} of {scaling.world // group} {kind} cross nodes, where their {exchange} slow: "
     if scaling.placement_strategy == "STRICT_SPREAD":
         return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
+
+    def keeps_whole(workers: int, size: int) -> bool:
+        found = lay_out(scaling.at(workers), nodes, group=peers or size)
+        return found is not None and not splits(found, size)
+
+    smaller = (
+        f"{name}={size}"
+        for size in divisors(group)[-2::-1]
+        if allows(name, size) and keeps_whole(scaling.world, size)
+    )
+    fewer = (
+        f"{workers} workers"
+        for workers in range(min(whole * group, scaling.world - 1) // group * group, 0, -group)
+        if allows("num_workers", workers) and keeps_whole(workers, group)
+    )
+    choices = [*islice(smaller, 1), *islice(fewer, 1)]
     if peers and whole * group >= scaling.world:
-        smaller = max(size for size in divisors(group) if not splits(ranks, size))
+        choices.append(f"resources_per_worker with which each node holds a multiple of {group} workers")
         return (
             f"{head}workers are placed as {' + '.join(str(len(own)) for own in ranks.values())}, because only those "
-            f"with the same samples are kept together; choose {name}={smaller}, or workers that fill their nodes"
+            f"with the same samples are kept together; choose {' or '.join(choices)}"
         )
-    fewer = f" or at most {whole * group} workers" if whole else ""
-    smaller = max(size for size in divisors(group)[:-1] if sum(n // size for n in places) * size >= scaling.world)
+    choose = f"choose {' or '.join(choices)}, or " if choices else ""
     return (
         f"{head}nodes with places for {sizes} workers hold {whole} whole groups of {name}={group}; "
-        f"choose {name}={smaller}{fewer}, or add a node with places for {group} workers"
+        f"{choose}add a node with places for {group} workers"
     )
 
 

@@ -1,5 +1,6 @@
 """The whole plan of a job, or all problems that prevent one."""
 
+import math
 from dataclasses import dataclass, replace
 
 from train_loop.plan.batch import BatchPlan, plan_batch
@@ -44,18 +45,9 @@ class Plan:
 
 def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
-    strategy, problems = spec.strategy, _ulysses_problems(spec, shape)
+    problems = _ulysses_problems(spec, shape)
     try:
-        mesh = plan_mesh(
-            world=spec.scaling.world,
-            fsdp_size=strategy.fsdp_size,
-            ulysses_size=strategy.ulysses_size,
-            tp_size=strategy.tp_size,
-            ep_size=strategy.ep_size,
-            sharded=strategy.sharding_strategy != "NO_SHARD",
-        )
-        check_reshard(strategy.reshard_after_forward, mesh)
-        check_efsdp(strategy.efsdp_size, mesh)
+        mesh = _mesh(spec)
         tree, unfit = plan_tree(spec, mesh)
         problems += unfit
         batch = plan_batch(spec.training, dp=mesh.dp)
@@ -67,6 +59,50 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     if problems:
         raise SpecError(problems)
     return Plan(mesh, batch, shape, _memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
+
+
+def _mesh(spec: JobSpec) -> MeshPlan:
+    """Plan the mesh of a spec. Raises ValueError."""
+    strategy = spec.strategy
+    mesh = plan_mesh(
+        world=spec.scaling.world,
+        fsdp_size=strategy.fsdp_size,
+        ulysses_size=strategy.ulysses_size,
+        tp_size=strategy.tp_size,
+        ep_size=strategy.ep_size,
+        sharded=strategy.sharding_strategy != "NO_SHARD",
+    )
+    check_reshard(strategy.reshard_after_forward, mesh)
+    check_efsdp(strategy.efsdp_size, mesh)
+    return mesh
+
+
+def allows_size(spec: JobSpec, setting: str, size: int) -> bool:
+    """Return whether mesh, batch and reduction tree of a job allow a smaller size of a setting.
+
+    The setting is num_workers, ep_size, or that of the job's peers: tp_size, ulysses_size, or tp_size x ulysses_size.
+    """
+    strategy = spec.strategy
+    tp, sp = strategy.tp_size, strategy.ulysses_size
+    if setting == "num_workers":
+        return _divides(spec.at(size))
+    if setting == "ep_size":
+        # Workers that share the layers of a mixture share its experts, too.
+        changes = [{"ep_size": size}] if size % tp == 0 else []
+    else:
+        parts = (part for part in divisors(math.gcd(size, tp)) if sp % (size // part) == 0)
+        changes = [{"tp_size": part, "ulysses_size": size // part} for part in parts]
+    return any(_divides(spec.model_copy(update={"strategy": strategy.model_copy(update=one)})) for one in changes)
+
+
+def _divides(spec: JobSpec) -> bool:
+    """Return whether a job's workers make a mesh that divides its batch."""
+    try:
+        mesh = _mesh(spec)
+        plan_batch(spec.training, dp=mesh.dp)
+        return not plan_tree(spec, mesh)[1]
+    except ValueError:
+        return False
 
 
 def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None) -> tuple[MemoryTerm, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
@@ -14,6 +15,7 @@ from train_loop.plan import (
     ModelShape,
     Plan,
     Preview,
+    allows_size,
     check_schedule,
     data_starves,
     device_problems,
@@ -154,10 +156,10 @@ def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
     """
     if cluster is None:
         return []
-    strategy, scaling, nodes = spec.strategy, spec.scaling, cluster.nodes
+    strategy, scaling, nodes, allows = spec.strategy, spec.scaling, cluster.nodes, partial(allows_size, spec)
     return [
-        why_split(scaling, nodes, group=strategy.peers, name=strategy.name_of_peers),
-        why_split(scaling, nodes, group=strategy.ep_size, name="ep_size", peers=strategy.peers),
+        why_split(scaling, nodes, group=strategy.peers, name=strategy.name_of_peers, allows=allows),
+        why_split(scaling, nodes, group=strategy.ep_size, name="ep_size", peers=strategy.peers, allows=allows),
     ]
 
 

@@ -132,7 +132,7 @@ def test_nodes_that_cannot_hold_a_group_get_a_warning() -> None:
     reason = why_split(scaling, nodes, group=2, name="tp_size")
     assert reason is not None
     assert "1 of 2 tensor parallel groups cross nodes" in reason
-    assert "choose tp_size=1 or at most 2 workers" in reason
+    assert "choose tp_size=1 or 2 workers, or add" in reason
 
 
 def test_plan_divides_memory_by_the_ranks_that_share_layers() -> None:

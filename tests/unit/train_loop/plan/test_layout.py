@@ -1,13 +1,29 @@
 """The placement of ranks on nodes, and the reasons for missing places."""
 
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.plan import lay_out, list_ranks, missing_places, no_place, why_no_data_cpu, why_split
-from train_loop.spec import ScalingSpec
+from tests.support.builders.specs import spec
+from train_loop.model.folder import model_shape
+from train_loop.plan import (
+    allows_size,
+    divisors,
+    lay_out,
+    list_ranks,
+    missing_places,
+    no_place,
+    plan_job,
+    splits,
+    why_no_data_cpu,
+    why_split,
+)
+from train_loop.spec import JobSpec, ScalingSpec, SpecError, StrategySpec, override
 
 FOUR = {"CPU": 16.0, "GPU": 4.0}
 EIGHT = {"CPU": 32.0, "GPU": 8.0}
@@ -171,3 +187,61 @@ def test_missing_places_counts_the_free_capacity() -> None:
 )
 def test_list_ranks_returns_a_phrase(ranks: list[int], text: str) -> None:
     assert list_ranks(ranks) == text
+
+
+def advised(reason: str) -> list[tuple[str, int]]:
+    """Return the settings and sizes that a reason advises; of a number of workers, num_workers."""
+    advice = reason.partition("choose ")[2].partition(", or add")[0].partition("resources_per_worker")[0]
+    sizes = [(name, int(size)) for name, size in re.findall(r"([a-z_ ]*[a-z_])=(\d+)", advice)]
+    return [*sizes, *(("num_workers", int(size)) for size in re.findall(r"(\d+) workers", advice))]
+
+
+@st.composite
+def split_jobs(draw: st.DrawFn) -> tuple[JobSpec, list[dict[str, float]]]:
+    """Return a job whose mesh is planned, and nodes with places for its workers."""
+    tp, sp, shards, replicas, accumulation = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(5))
+    ep = tp * draw(st.sampled_from(divisors(sp * shards)))
+    job = spec(
+        data={"sequence_length": 144},
+        strategy={"tp_size": tp, "ulysses_size": sp, "fsdp_size": sp * shards, "ep_size": ep},
+        scaling={"num_workers": tp * sp * shards * replicas},
+        training={"global_batch_size": shards * replicas * accumulation},
+    )
+    return job, [{"CPU": float(places)} for places in draw(st.lists(st.integers(1, 12), min_size=2, max_size=8))]
+
+
+@given(split_jobs())
+def test_each_advised_size_is_accepted_and_keeps_groups_whole(case: tuple[JobSpec, list[dict[str, float]]]) -> None:
+    job, nodes = case
+    strategy, allows = job.strategy, partial(allows_size, job)
+    groups = ((strategy.name_of_peers, strategy.peers, 0), ("ep_size", strategy.ep_size, strategy.peers))
+    for name, group, peers in groups:
+        reason = why_split(job.scaling, nodes, group=group, name=name, peers=peers, allows=allows)
+        for setting, size in advised(reason or ""):
+            workers, each = (size, group) if setting == "num_workers" else (job.scaling.world, size)
+            assert setting in ("num_workers", name)
+            assert setting != "ep_size" or size % strategy.tp_size == 0
+            ranks = lay_out(job.scaling.at(workers), nodes, group=peers or each)
+            assert ranks is not None
+            assert splits(ranks, each) == 0
+            assert any(accepted(job, change) for change in changes(strategy, setting, size)), (setting, size)
+
+
+def changes(strategy: StrategySpec, setting: str, size: int) -> list[dict[str, Any]]:
+    """Return the changes of a spec that give a setting, or a product of settings, a size."""
+    if setting == "num_workers":
+        return [{"scaling": {setting: size}}]
+    if " x " not in setting:
+        return [{"strategy": {setting: size}}]
+    pairs = ((tp, size // tp) for tp in divisors(size) if tp <= strategy.tp_size)
+    return [{"strategy": {"tp_size": tp, "ulysses_size": sp}} for tp, sp in pairs]
+
+
+def accepted(job: JobSpec, change: dict[str, Any]) -> bool:
+    """Return whether a job is planned after a change; its model has as many heads as any mesh needs."""
+    shape = replace(model_shape(job.model), heads=144, kv_heads=144)
+    try:
+        plan_job(override(job, change), shape)
+    except SpecError:
+        return False
+    return True
