@@ -305,6 +305,7 @@ def faults_without_experts(name: str, spec: JobSpec) -> dict[str, str]:
         "/training/router_aux_loss": training.router_aux_loss != RouterAuxLossSpec() and "router_aux_loss",
         "/training/router_z_loss": bool(z_loss) and f"router_z_loss={z_loss}",
         "/strategy/ep_size": spec.strategy.ep_size > 1 and f"ep_size={spec.strategy.ep_size}",
+        "/strategy/efsdp_size": spec.strategy.efsdp_size > 0 and f"efsdp_size={spec.strategy.efsdp_size}",
     }
     return {
         pointer: f"{what} has no effect on {name}, which has no experts; remove {pointer.rpartition('/')[2]}"

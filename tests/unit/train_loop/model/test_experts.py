@@ -251,6 +251,7 @@ NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3
         ("qwen3", {"strategy": {"wrap_policy": {"moe_experts": ["X"]}}}, "/strategy/wrap_policy/moe_experts", "has no"),
         ("qwen3", {"model": {"experts_implementation": "eager"}}, "/model/experts_implementation", "has no effect on"),
         ("qwen3", {"model": {"router_dtype": None}}, "/model/router_dtype", "router_dtype=null has no effect on"),
+        ("qwen3", {"strategy": {"efsdp_size": 1}}, "/strategy/efsdp_size", "efsdp_size=1 has no effect on Qwen3ForCausalLM, w"),
         ("qwen3", {"training": {"router_z_loss": 0.1}}, "/training/router_z_loss", "has no effect on Qwen3ForCausalLM"),
         (
             "qwen3",
