@@ -4,20 +4,22 @@ from collections.abc import Mapping, Sequence
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.resources import NOISE
-from train_loop.plan import DATA_CPUS, Capacity, describe_amount
-from train_loop.spec import ScalingSpec
+from train_loop.plan import DATA_CPUS, Capacity, describe_amount, one_of
+from train_loop.spec import ScalingSpec, StrategySpec
+
+_SIZES = ("ep_size", "tp_size", "ulysses_size", "fsdp_size")
+"""Settings of a strategy whose sizes divide the workers."""
 
 
-def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity | None) -> str | None:
+def cannot_shrink(
+    scaling: ScalingSpec, strategy: StrategySpec, sizes: Sequence[int], cluster: Capacity | None
+) -> str | None:
     """Return why an elastic job cannot resume with fewer workers after the loss of a node; None if it can.
 
     Also None if the size is fixed, if nodes are unknown, or if only one node can hold workers.
     """
     if len(sizes) == 1:
-        return (
-            f"the job can never shrink: {sizes[0]} is the only number of workers that scaling.num_workers and the "
-            "strategy allow; widen num_workers, or choose a smaller ep_size, tp_size, ulysses_size or fsdp_size"
-        )
+        return f"the job can never shrink: {sizes[0]} is the only number of workers {_limits(scaling, strategy)}"
     useful = [node for node in cluster.nodes if _holds_a_worker(scaling, node)] if sizes and cluster else []
     if cluster is None or len(useful) < 2:
         return None
@@ -30,6 +32,16 @@ def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity 
         f"the job cannot shrink when {which} is lost: {_arithmetic(smallest, _without(cluster, fatal[0]))}; ask for "
         "fewer or smaller workers, or add a node"
     )
+
+
+def _limits(scaling: ScalingSpec, strategy: StrategySpec) -> str:
+    """Return what leaves a job only one number of workers, with a remedy, as the end of a sentence."""
+    fewest, most = scaling.bounds
+    if fewest == most:
+        return "in scaling.num_workers; choose a smaller min or a larger max"
+    chosen = [name for name in _SIZES if getattr(strategy, name) > 1]
+    remedy = f"a smaller {one_of(chosen)}" if chosen else "a global_batch_size that other numbers of workers divide"
+    return f"from {fewest} to {most} that strategy, batch and memory allow; widen num_workers, or choose {remedy}"
 
 
 def _holds_a_worker(scaling: ScalingSpec, node: Mapping[str, float]) -> bool:

@@ -140,7 +140,7 @@ class Planner:
         never = never_fits(spec.scaling.at(fewest), cluster, group=group)
         split = _split(spec.at(most), cluster)
         starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
-        stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
+        stuck = cannot_shrink(spec.scaling, spec.strategy, tuple(sizes), cluster) if sizes else None
         idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
         return [
             *([f"the job would stay QUEUED: {never}"] if never else []),
