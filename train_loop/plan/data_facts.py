@@ -74,7 +74,7 @@ class Preview:
     untrained_rows: int
     """Rows that are dropped because none of their tokens is trained."""
     on_long_rows: str
-    begins_with_bos: bool = False
-    """Whether all documents begin with the tokenizer's BOS token."""
+    begins_with_bos: bool | None = None
+    """Whether all documents begin with the tokenizer's BOS token; None for rows of token ids."""
     notes: tuple[str, ...] = ()
     """Sentences for the user, about rows that are left out or cut and columns that are not used."""

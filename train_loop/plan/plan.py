@@ -47,7 +47,7 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
     problems = _ulysses_problems(spec, shape)
     try:
-        mesh = _mesh(spec)
+        mesh = mesh_of(spec)
         tree, unfit = plan_tree(spec, mesh)
         problems += unfit
         batch = plan_batch(spec.training, dp=mesh.dp)
@@ -61,8 +61,8 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     return Plan(mesh, batch, shape, _memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
 
 
-def _mesh(spec: JobSpec) -> MeshPlan:
-    """Plan the mesh of a spec. Raises ValueError."""
+def mesh_of(spec: JobSpec) -> MeshPlan:
+    """Plan the mesh of a spec at a chosen size. Raises ValueError with the rule that it breaks."""
     strategy = spec.strategy
     mesh = plan_mesh(
         world=spec.scaling.world,
@@ -98,7 +98,7 @@ def allows_size(spec: JobSpec, setting: str, size: int) -> bool:
 def _divides(spec: JobSpec) -> bool:
     """Return whether a job's workers make a mesh that divides its batch."""
     try:
-        mesh = _mesh(spec)
+        mesh = mesh_of(spec)
         plan_batch(spec.training, dp=mesh.dp)
         return not plan_tree(spec, mesh)[1]
     except ValueError:

@@ -100,7 +100,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
         long_rows=first.long,
         untrained_rows=first.count("untrained"),
         on_long_rows=first.fit.rule,
-        begins_with_bos=boundaries is not None and boundaries.begins_with_bos,
+        begins_with_bos=None if boundaries is None else boundaries.begins_with_bos,
         notes=tuple(f"{name}: {note}" for note in notes),
     )
 

@@ -53,7 +53,9 @@ class PreviewOut(BaseModel):
     long_rows: int = Field(description="rows of more than sequence_length tokens")
     untrained_rows: int = Field(description="rows without a trained token; they are dropped")
     on_long_rows: str = Field(description="what happens to long_rows")
-    begins_with_bos: bool = Field(default=False, description="whether documents begin with the tokenizer's BOS token")
+    begins_with_bos: bool | None = Field(
+        default=None, description="whether documents begin with the tokenizer's BOS token; null for rows of token ids"
+    )
 
 
 class PlanOut(BaseModel):

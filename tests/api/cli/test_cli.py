@@ -207,6 +207,35 @@ def test_plan_names_mesh_and_warnings(home: Path) -> None:
     assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
 
 
+@pytest.mark.parametrize(
+    ("begin", "expected"),
+    [
+        ((None, None), None),
+        ((False, None), "documents  begin without a BOS token"),
+        ((True, True), "documents  begin with the tokenizer's BOS token"),
+        ((True, False), "documents  of a begin with the tokenizer's BOS token, all others without one"),
+    ],
+)
+def test_plan_says_in_words_how_documents_begin(
+    home: Path, service: FakeService, begin: tuple[bool | None, ...], expected: str | None
+) -> None:
+    service.preflight.preview = tuple(
+        Preview(name, 1, 0, 0, 0, "drop", begins_with_bos=one) for name, one in zip("ab", begin, strict=True)
+    )
+    facts = [line.strip() for line in run("plan", "-", stdin=spec_body()).stdout.splitlines()]
+    assert [line for line in facts if line.startswith("documents")] == ([expected] if expected else [])
+
+
+def test_show_names_the_mesh_of_the_job_at_its_size(home: Path) -> None:
+    strategy = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
+    parts = {"scaling": {"num_workers": 8}, "strategy": strategy}
+    run("submit", "-", stdin=spec_body(**parts))
+    shown, planned = (run(*command, stdin=spec_body(**parts)).stdout for command in (("show", "last"), ("plan", "-")))
+    for line in ("mesh  ddp 2, fsdp 2, tp 2, ulysses 1\n", "mesh of experts  efsdp 1, ep 4\n"):
+        assert line in shown
+        assert line in planned
+
+
 def test_submit_prints_each_warning_of_the_plan_once(home: Path, service: FakeService) -> None:
     service.preflight.preview = tuple(Preview(name, 1, 1, 0, 0, "drop", notes=(f"{name} is bad",)) for name in "ab")
     planned, submitted = (

@@ -1,13 +1,16 @@
 """Text output of jobs: one line, a table row, or a list of facts."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from rich.text import Text
 
 from service.api.schemas import JobOut
 from service.domain.jobs.job import JobState
+from train_loop.plan import mesh_of
 from trainshed.cli.ids import shorten
+from trainshed.cli.output.plan import mesh_facts
 from trainshed.cli.output.printing import show_facts, show_note, show_table, show_text
 
 _STYLES = {
@@ -37,6 +40,7 @@ def show_job(job: JobOut) -> None:
             "what helps": job.reason.remedy if job.reason else None,
             "resumes from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
             "progress": progress_of(job) or None,
+            **_mesh(job),
             "attempt": job.attempt,
             "restarts": job.restarts,
             "steps trained again": job.lost_work.steps,
@@ -45,6 +49,13 @@ def show_job(job: JobOut) -> None:
             "dashboard": job.dashboard_url,
         }
     )
+
+
+def _mesh(job: JobOut) -> dict[str, str | None]:
+    """Return the facts about the mesh of the newest or the next attempt; none for jobs of older rules."""
+    with suppress(ValueError):
+        return mesh_facts(mesh_of(job.spec.scaled(job.scaling)))
+    return {}
 
 
 def show_failure(job: JobOut) -> None:

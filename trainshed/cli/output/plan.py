@@ -1,20 +1,19 @@
 """Text output of the plan of a spec."""
 
-from service.api.schemas import PlanOut
+from service.api.schemas import MeshOut, PlanOut
+from train_loop.plan import MeshPlan
 from trainshed.cli.output.printing import show_facts, show_text
 
 
 def show_plan(plan: PlanOut) -> None:
     """Print the plan of a spec."""
-    mesh = ", ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.shape, strict=True))
     show_facts(
         {
             "name": plan.name,
             "workers": plan.world,
             "sizes": ", ".join(map(str, plan.sizes)) or None,
             "ranks by node": _nodes(plan),
-            "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
-            "mesh of experts": f"efsdp {plan.mesh.efsdp}, ep {plan.mesh.ep}" if plan.mesh.ep > 1 else None,
+            **mesh_facts(plan.mesh),
             "reduction tree": _tree(plan),
             "sequences per step": plan.global_batch_size,
             "tokens per step": plan.tokens_per_step,
@@ -23,7 +22,7 @@ def show_plan(plan: PlanOut) -> None:
             "active parameters": None if plan.active_parameters is None else f"{plan.active_parameters:,}",
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
-            "documents begin with BOS": _bos(plan),
+            "documents": _documents(plan),
             "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
             "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
@@ -32,9 +31,24 @@ def show_plan(plan: PlanOut) -> None:
         show_text(f"warning: {warning}")
 
 
-def _bos(plan: PlanOut) -> str | None:
-    """Return whether documents begin with BOS, for each source of text; None if there is none."""
-    return ", ".join("yes" if source.begins_with_bos else "no" for source in plan.preview) or None
+def mesh_facts(mesh: MeshOut | MeshPlan) -> dict[str, str | None]:
+    """Return the facts about a mesh in words."""
+    axes = ", ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.shape, strict=True))
+    experts = f"efsdp {mesh.efsdp}, ep {mesh.ep}" if mesh.ep > 1 else None
+    return {"mesh": f"{axes}, ulysses {mesh.sp}", "mesh of experts": experts}
+
+
+def _documents(plan: PlanOut) -> str | None:
+    """Return whether documents begin with BOS, as the end of a sentence; None without sources of text."""
+    texts = [source for source in plan.preview if source.begins_with_bos is not None]
+    with_bos = [source.source for source in texts if source.begins_with_bos]
+    if not texts:
+        return None
+    if not with_bos:
+        return "begin without a BOS token"
+    if len(with_bos) == len(texts):
+        return "begin with the tokenizer's BOS token"
+    return f"of {', '.join(with_bos)} begin with the tokenizer's BOS token, all others without one"
 
 
 def _tree(plan: PlanOut) -> str | None:
