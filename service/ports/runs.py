@@ -38,6 +38,8 @@ class AttemptObservation:
     """Cause of the wait after a request to stop, with the start of the wait."""
     gone: bool = False
     """True if the run directory does not exist, although its storage root is available."""
+    finished: Outcome | None = None
+    """The outcome in the driver's last event, which it writes before it disconnects from Ray."""
 
 
 @dataclass(frozen=True)

@@ -76,15 +76,21 @@ def main() -> None:
         attempt,
         report=journal.event,
         wait=signals.wait,
-        end=lambda outcome: finish(_disconnected(outcome)),
+        end=partial(finish, seconds=_STOP_SECONDS),
     )
     watch.start()
-    finish(run_attempt(run_dir, attempt, journal, connected=signals.install, ended=watch.close))
+    outcome = run_attempt(run_dir, attempt, journal, connected=signals.install, ended=watch.close)
+    finish(outcome, seconds=_SHUTDOWN_SECONDS)
 
 
-def _finish(attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome) -> NoReturn:
-    """Acknowledge the end of the attempt, and exit."""
+def _finish(
+    attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome, *, seconds: float
+) -> NoReturn:
+    """Disconnect from Ray within `seconds`, acknowledge the end of the attempt, and exit."""
+    # Ray ends a process in which a thread uses it after the disconnect, as the one that waits for Ray Train may. The
+    # service then takes this event for the outcome.
     journal.event("finished", **outcome.model_dump(exclude_none=True))
+    _disconnect(seconds)
     # The sinks should have the last metrics before the outcome appears.
     sinks.catch_up(seconds=_CATCH_UP_SECONDS)
     acknowledge(attempt, journal, outcome)
@@ -96,13 +102,6 @@ def head_node() -> dict[str, str]:
     """Return the name of the Kubernetes node that this driver runs on, if the chart has made the head."""
     name = os.environ.get(NODE_NAME_VARIABLE)
     return {"node": name} if name else {}
-
-
-def _disconnected(outcome: Outcome) -> Outcome:
-    """Make Ray kill the workers, and return the outcome. Without a connection there are none."""
-    if ray.is_initialized():
-        _disconnect(_STOP_SECONDS)
-    return outcome
 
 
 def expect_version(service: str | None) -> None:
@@ -166,8 +165,6 @@ def run_attempt(
         # The log of a rank contains the traceback of its error.
         log.error("the attempt failed: %s", outcome.reason, exc_info=None if from_ranks(error) else error)
         return outcome
-    finally:
-        _disconnect(_SHUTDOWN_SECONDS)
 
 
 def _prepare_and_train(
@@ -259,7 +256,8 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
 def _disconnect(seconds: float) -> None:
     """Disconnect from Ray, which kills the workers: the outcome is written only after they are gone."""
     try:
-        _wait_for(ray.shutdown, seconds=seconds)
+        if ray.is_initialized():
+            _wait_for(ray.shutdown, seconds=seconds)
     except Exception as error:
         log.warning("the driver could not disconnect from Ray: %s", error)
 

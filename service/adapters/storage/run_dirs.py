@@ -3,9 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from service.adapters.storage.roots import StorageRoots, root_of
 from service.adapters.storage.run_summary import RunSummaryReader
@@ -27,6 +30,7 @@ from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
     ExportWish,
+    Outcome,
     Parent,
     RunDir,
     Stop,
@@ -102,11 +106,14 @@ class LocalRunDirs:
         """Read the state of an attempt."""
         directory = self._open(run_dir)
         folder = directory.attempt(attempt)
-        training, ready, conditions = WorkerStatus.NOT_YET, False, Conditions()
+        training, ready, conditions, finished = WorkerStatus.NOT_YET, False, Conditions(), None
         for line in read_lines(folder.events):
             event = str(line.get("event"))
             training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
             conditions.read(line)
+            if event == "finished":
+                with suppress(ValidationError):
+                    finished = Outcome.model_validate(line)
         size = size_appended(folder.metrics) + size_appended(folder.events)
         return AttemptObservation(
             training,
@@ -122,6 +129,7 @@ class LocalRunDirs:
             head=conditions.head,
             # On object storage each look is a request, and an attempt with events has a run directory.
             gone=not (size and is_remote(directory.root)) and not directory.exists(),
+            finished=finished,
         )
 
     def latest(self, run_dir: str) -> LatestAttempt:

@@ -1,7 +1,7 @@
 """Observation of a job: its submission in the cluster, then its run directory. The order of the reads matters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.domain.jobs.decide import hangs
 from service.domain.jobs.job import Attempt, Job
@@ -34,6 +34,9 @@ class Observer:
         if job.attempt is None:
             return Observation()
         written = self.run_dirs.observe(job.run_dir, job.attempt.number)
+        if written.outcome is None and submission is not SubmissionStatus.UNKNOWN and not submission.alive:
+            # The driver may end while it disconnects from Ray: nothing of the attempt runs any more.
+            written = replace(written, outcome=written.finished)
         latest = self._latest(job, submission)
         self.cluster.note(job.id, written)
         idle_seconds = self.idle.seconds(job, written)

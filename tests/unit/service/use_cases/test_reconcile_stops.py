@@ -11,6 +11,7 @@ from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
 from tests.support.fakes.service import FakeService, started
 from tests.support.waiting import wait_for
+from train_loop.liveness.leave import ask_to_leave
 from train_loop.run_dir import Outcome
 
 
@@ -107,3 +108,25 @@ def test_job_cancelled_while_queued_is_never_submitted(service: FakeService) -> 
     service.jobs.cancel(OPERATOR, job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
     assert (service.get(job.id).state, service.cluster.launches) == (JobState.CANCELLED, [])
+
+
+def test_driver_that_ends_while_it_disconnects_has_the_outcome_of_its_last_event(service: FakeService) -> None:
+    job, notice = started(service), "its driver was asked to end (SIGTERM), as when its host is shut down"
+    ask_to_leave(service.run_dir(job.id), 1, reason=notice)
+    service.event(job.id, "finished", result="paused", step=7)
+    service.reconciler().run_once()
+    assert service.get(job.id).attempts[0].result is None, "its workers may still run"
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.FAILED
+    service.reconciler().run_once()
+    found = service.get(job.id).attempts[0]
+    assert found.reason is not None
+    assert (found.result, found.reason.message) == ("moved", f"{notice}; there is no checkpoint")
+
+
+def test_outcome_counts_more_than_the_last_event(service: FakeService) -> None:
+    job = started(service)
+    service.event(job.id, "finished", result="failed", reason="the storage failed", retryable=True)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.SUCCEEDED
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.SUCCEEDED

@@ -12,7 +12,15 @@ from tests.support.builders.specs import spec
 from train_loop.liveness.fencing import begin_group
 from train_loop.ray_train import driver, worker
 from train_loop.ray_train.trainer import Trainer, _storage
-from train_loop.run_dir import SERVICE_VERSION_VARIABLE, Outcome, RunDir, StorageUnavailable, own_version
+from train_loop.run_dir import (
+    SERVICE_VERSION_VARIABLE,
+    Outcome,
+    RunDir,
+    StorageUnavailable,
+    own_version,
+    read_lines,
+)
+from train_loop.sinks.forward import Forwarders
 from train_loop.system import ray_env
 from train_loop.system.ray_env import task_environment
 from train_loop.telemetry.event_log import EventLog, group_journal
@@ -34,7 +42,7 @@ def test_run_sets_the_hook_if_it_has_spare_workers(
 
 
 def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:
-    """Run an attempt whose workers report an outcome; then Ray Train and the disconnect fail."""
+    """Run an attempt whose workers report an outcome; then Ray Train fails."""
     run_dir = RunDir(tmp_path)
     run_dir.write_spec(spec())
 
@@ -43,14 +51,10 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
         journal.event("training_ended", result=end, step=10, reason="disk full" if end == "failed" else None)
         raise RuntimeError("worker 1 died while it removed its files")
 
-    def fail() -> None:
-        raise ConnectionError("the cluster is gone")
-
     attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_, **__: SimpleNamespace(fit=fit))
     monkeypatch.setitem(sys.modules, "train_loop.ray_train.trainer", attempt_module)
     monkeypatch.setattr(driver, "start_ahead", lambda *_, **__: None)
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("ray.shutdown", fail)
     attempt = run_dir.attempt(1)
     return driver.run_attempt(run_dir, attempt, EventLog(attempt))
 
@@ -67,6 +71,28 @@ def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.M
     assert (outcome.result, outcome.retryable) == ("failed", True)
 
 
+def test_last_event_is_written_before_ray_is_left_and_the_outcome_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray may end the process meanwhile: a thread that waits for Ray Train must not use Ray after the disconnect."""
+    attempt, outcome, seen = RunDir(tmp_path).attempt(1), Outcome(result="paused", step=7), list[object]()
+
+    def shutdown() -> None:
+        seen.extend([attempt.outcome(), *(line["event"] for line in read_lines(attempt.events))])
+        raise ConnectionError("the cluster is gone")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", shutdown)
+    monkeypatch.setattr(driver, "leave", leave)
+    with pytest.raises(SystemExit):
+        driver._finish(attempt, EventLog(attempt), Forwarders([]), outcome, seconds=5.0)
+    assert seen == [None, "finished"]
+    assert attempt.outcome() == outcome
+
+
 def test_outcome_of_a_hang_names_the_late_rank(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     journal = EventLog(attempt, epoch=lambda: 1)
@@ -81,7 +107,6 @@ def test_outcome_of_a_hang_names_the_late_rank(tmp_path: Path) -> None:
 def test_driver_of_another_version_exits_before_reading_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str | None, skew: bool
 ) -> None:
-    monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.delenv(SERVICE_VERSION_VARIABLE, raising=False)
     if service is not None:
