@@ -188,3 +188,22 @@ def test_clone_of_a_clone_without_checkpoint_names_the_parents_step(client: Test
     assert answer["code"] == "illegal_state"
     assert f"clone its parent {parent} from step 10" in answer["detail"]
     assert clone(client, job_id, from_checkpoint=0).status_code == 201
+
+
+def test_resume_at_a_size_that_needs_another_strategy_names_the_clone(client: TestClient) -> None:
+    parts = {"strategy": {"ep_size": 2}, "training": {"global_batch_size": 4}, "scaling": {"num_workers": 2}}
+    job_id = client.post("/jobs", content=spec_body(**parts)).json()["id"]
+    answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": {"num_workers": 1}})
+    assert (answer.status_code, answer.json()["errors"]) == (
+        422,
+        [
+            {
+                "pointer": "/strategy/ep_size",
+                "message": "ep_size=2 must divide the workers of a copy of the model, fsdp x tp = 1; a resume keeps "
+                "the strategy: choose another number of workers, or clone the job with "
+                f"trainshed clone {job_id} --set scaling.num_workers=1 --set strategy.ep_size=1",
+            }
+        ],
+    )
+    changed = {"scaling": {"num_workers": 1}, "strategy": {"ep_size": 1}}
+    assert clone(client, job_id, overrides=changed).status_code == 201

@@ -30,7 +30,7 @@ from train_loop.plan.layout import (
 )
 from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
-from train_loop.plan.plan import Plan, allows_size, mesh_of, plan_job, plan_sizes
+from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
 from train_loop.plan.resources import (
@@ -86,6 +86,7 @@ __all__ = [
     "divisors",
     "estimated_need",
     "fits",
+    "fitting_sizes",
     "forgotten_gpu",
     "format_amount",
     "format_bytes",

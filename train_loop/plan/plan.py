@@ -1,5 +1,6 @@
 """The whole plan of a job, or all problems that prevent one."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -82,17 +83,38 @@ def allows_size(spec: JobSpec, setting: str, size: int) -> bool:
 
     The setting is num_workers, ep_size, or that of the job's peers: tp_size, ulysses_size, or tp_size x ulysses_size.
     """
-    strategy = spec.strategy
-    tp, sp = strategy.tp_size, strategy.ulysses_size
+    tp, sp = spec.strategy.tp_size, spec.strategy.ulysses_size
     if setting == "num_workers":
         return _divides(spec.at(size))
     if setting == "ep_size":
-        # Workers that share the layers of a mixture share its experts, too.
-        changes = [{"ep_size": size}] if size % tp == 0 else []
-    else:
-        parts = (part for part in divisors(math.gcd(size, tp)) if sp % (size // part) == 0)
-        changes = [{"tp_size": part, "ulysses_size": size // part} for part in parts]
-    return any(_divides(spec.model_copy(update={"strategy": strategy.model_copy(update=one)})) for one in changes)
+        return _fits(spec, {"ep_size": size})
+    parts = (part for part in divisors(math.gcd(size, tp)) if sp % (size // part) == 0)
+    return any(_fits(spec, {"tp_size": part, "ulysses_size": size // part}) for part in parts)
+
+
+def fitting_sizes(spec: JobSpec) -> dict[str, int] | None:
+    """Return the sizes of a strategy that must change for its number of workers, with their values; None if none fit.
+
+    As few as possible change, each to a divisor as large as possible.
+    """
+    strategy = spec.strategy
+    given = {name: getattr(strategy, name) for name in ("fsdp_size", "tp_size", "ulysses_size", "ep_size")}
+    smaller = ([size, *divisors(size)[-2::-1]] for size in given.values())
+    choices = [dict(zip(given, sizes, strict=True)) for sizes in itertools.product(*smaller)]
+    if strategy.efsdp_size:
+        choices += [{**one, "efsdp_size": 0} for one in choices]
+        given["efsdp_size"] = strategy.efsdp_size
+    changes = ({name: size for name, size in one.items() if size != given[name]} for one in choices)
+    fitting = [one for one in changes if _fits(spec, one)]
+    return min(fitting, key=lambda one: (len(one), [-size for size in one.values()]), default=None)
+
+
+def _fits(spec: JobSpec, sizes: dict[str, int]) -> bool:
+    """Return whether a job's workers make a mesh with other sizes of its strategy."""
+    strategy = spec.strategy.model_copy(update=sizes)
+    # Workers that share the layers of a mixture share its experts, too.
+    shares = spec.strategy.ep_size == 1 or strategy.ep_size % strategy.tp_size == 0
+    return shares and _divides(spec.model_copy(update={"strategy": strategy}))
 
 
 def _divides(spec: JobSpec) -> bool:

@@ -28,7 +28,7 @@ from service.ports import (
 )
 from service.use_cases.jobs.audit_entries import change_entry
 from service.use_cases.jobs.planning import Planner, sizes_of
-from service.use_cases.jobs.specs import resize_spec
+from service.use_cases.jobs.specs import clone_advised, resize_spec
 from train_loop.spec import ScalingSpec
 
 _TRIES = 20
@@ -114,7 +114,8 @@ class Jobs:
         size: JobSize | None = None
         if scaling is not None:
             spec = resize_spec(self.find(caller, job_id, Role.EDITOR).spec, scaling)
-            checked = self.planner.check(spec)
+            with clone_advised(job_id, spec):
+                checked = self.planner.check(spec)
             size = JobSize(scaling, sizes_of(spec, checked.plans), checked.memory)
         grace = self.grace.pause
         return self._change(

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from service.domain.jobs.job import Job
 from service.errors import InvalidSpec
+from train_loop.plan import fitting_sizes
 from train_loop.spec import (
     JobSpec,
     Problem,
@@ -20,6 +22,10 @@ from train_loop.spec import (
     refuse_hidden,
     show,
 )
+
+
+_SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size", "ep_size", "efsdp_size")]
+"""Fields that the number of workers may break."""
 
 
 def parse_spec(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
@@ -97,3 +103,30 @@ def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
         return load(dump(resized))
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
+
+
+@contextmanager
+def clone_advised(job_id: str, spec: JobSpec) -> Iterator[None]:
+    """Replace remedies of an InvalidSpec that the block raises by a clone, if the size of a job needs another strategy.
+
+    A resume changes the size only.
+    """
+    try:
+        yield
+    except InvalidSpec as error:
+        raise InvalidSpec([_with_clone(problem, job_id, spec) for problem in error.problems]) from error
+
+
+def _with_clone(problem: Problem, job_id: str, spec: JobSpec) -> Problem:
+    fewest, most = spec.scaling.bounds
+    sizes = fitting_sizes(spec.at(most)) if problem.pointer in _SIZES else None
+    if not sizes:
+        return problem
+    workers = str(most) if fewest == most else f"'{{min: {fewest}, max: {most}}}'"
+    changes = {"scaling.num_workers": workers} | {f"strategy.{name}": str(size) for name, size in sizes.items()}
+    command = " ".join([f"trainshed clone {job_id}", *(f"--set {name}={value}" for name, value in changes.items())])
+    rule = problem.message.partition("; choose ")[0]
+    return replace(
+        problem,
+        message=f"{rule}; a resume keeps the strategy: choose another number of workers, or clone the job with {command}",
+    )

@@ -14,6 +14,7 @@ from train_loop.model.folder import model_shape
 from train_loop.plan import (
     allows_size,
     divisors,
+    fitting_sizes,
     lay_out,
     list_ranks,
     missing_places,
@@ -245,3 +246,13 @@ def accepted(job: JobSpec, change: dict[str, Any]) -> bool:
     except SpecError:
         return False
     return True
+
+
+@given(split_jobs(), st.integers(1, 48))
+def test_sizes_for_another_number_of_workers_are_accepted(
+    case: tuple[JobSpec, list[dict[str, float]]], workers: int
+) -> None:
+    job = case[0].at(workers)
+    sizes = fitting_sizes(job)
+    assert sizes is None or accepted(job, {"strategy": sizes})
+    assert (sizes == {}) == accepted(job, {})
