@@ -84,9 +84,7 @@ def why_split(
         return found is not None and not splits(found, size)
 
     smaller = (
-        f"{name}={size}"
-        for size in divisors(group)[-2::-1]
-        if allows(name, size) and keeps_whole(scaling.world, size)
+        f"{name}={size}" for size in divisors(group)[-2::-1] if allows(name, size) and keeps_whole(scaling.world, size)
     )
     fewer = (
         f"{workers} workers"

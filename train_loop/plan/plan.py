@@ -12,6 +12,13 @@ from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import JobSpec, Problem, SpecError
 
 
+_OF_EXPERTS = {
+    "gathered_parameters": "experts are those of a worker: / ep",
+    "activations": "as if the experts of all workers got equal numbers of tokens",
+}
+"""What memory terms assume if ranks share experts, by name."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Plan of a spec, computed without reading data."""
@@ -132,9 +139,7 @@ def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTre
     terms = estimate_memory(spec, shape.shared(tp=mesh.tp, ep=mesh.ep), mesh, tree)
     if mesh.ep > 1:
         terms = tuple(
-            replace(term, formula=f"{term.formula}; experts are those of a worker: / ep")
-            if term.name == "gathered_parameters"
-            else term
+            replace(term, formula=f"{term.formula}; {_OF_EXPERTS[term.name]}") if term.name in _OF_EXPERTS else term
             for term in terms
         )
     if mesh.tp == 1:
@@ -196,7 +201,10 @@ def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
         return ()
     if spec.code is not None:
         return _warnings_of_code(shape)
-    if shape.is_measured or shape.active is not None:
+    if shape.active is not None and (shape.kept is not None or shape.is_measured):
+        # Counted in a call of the model, as the formula says.
+        return ()
+    if shape.is_measured:
         return (f"model_type={shape.model_type}: activations are estimated from a call without values",)
     what = "memory is" if shape.counts is None else "activations are"
     return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)

@@ -83,9 +83,7 @@ def main() -> None:
     finish(outcome, seconds=_SHUTDOWN_SECONDS)
 
 
-def _finish(
-    attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome, *, seconds: float
-) -> NoReturn:
+def _finish(attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome, *, seconds: float) -> NoReturn:
     """Disconnect from Ray within `seconds`, acknowledge the end of the attempt, and exit."""
     # Ray ends a process in which a thread uses it after the disconnect, as the one that waits for Ray Train may. The
     # service then takes this event for the outcome.

@@ -23,7 +23,6 @@ from train_loop.spec import (
     show,
 )
 
-
 _SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size", "ep_size", "efsdp_size")]
 """Fields that the number of workers may break."""
 
@@ -128,5 +127,6 @@ def _with_clone(problem: Problem, job_id: str, spec: JobSpec) -> Problem:
     rule = problem.message.partition("; choose ")[0]
     return replace(
         problem,
-        message=f"{rule}; a resume keeps the strategy: choose another number of workers, or clone the job with {command}",
+        message=f"{rule}; a resume keeps the strategy: choose another number of workers, or clone the job with "
+        f"{command}",
     )

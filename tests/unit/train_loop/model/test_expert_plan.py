@@ -14,7 +14,12 @@ from train_loop.spec import JobSpec, ScalingSpec, SpecError, parse
 @pytest.mark.parametrize(
     ("part", "setting", "field", "found"),
     [
-        ("training", {"reproducible": "any_size", "global_batch_size": 8}, "reproducible", "training.reproducible=any_size"),
+        (
+            "training",
+            {"reproducible": "any_size", "global_batch_size": 8},
+            "reproducible",
+            "training.reproducible=any_size",
+        ),
         ("training", {"optimizer": "adamw_8bit"}, "optimizer", "training.optimizer=adamw_8bit"),
         ("strategy", {"wrap_policy": {"min_num_params": 100}}, "wrap_policy/min_num_params", "min_num_params=100"),
         ("strategy", {"reshard_after_forward": 2}, "reshard_after_forward", "reshard_after_forward=2"),
@@ -38,7 +43,8 @@ def test_each_unproven_setting_is_listed() -> None:
     raw["training"] |= {"optimizer": "adamw_8bit"}
     with pytest.raises(SpecError) as error:
         parse(raw)
-    assert [one.pointer for one in error.value.problems] == 2 * ["/strategy/reshard_after_forward", "/training/optimizer"]
+    fields = ["/strategy/reshard_after_forward", "/training/optimizer"]
+    assert [one.pointer for one in error.value.problems] == 2 * fields
 
 
 def test_mesh_of_experts_has_the_ranks_that_share_them_innermost() -> None:
@@ -108,6 +114,7 @@ def test_a_worker_gathers_its_experts_only() -> None:
         assert shared[name].bytes == alone[name].bytes
     assert shared["gathered_parameters"].bytes < alone["gathered_parameters"].bytes
     assert shared["gathered_parameters"].formula.endswith("; experts are those of a worker: / ep")
+    assert shared["activations"].formula.endswith("; as if the experts of all workers got equal numbers of tokens")
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,7 @@ def test_dense_mlps_are_tiled_and_routed_experts_are_not(
     assert [names[one] for one in tiled_mlps(anatomy, anatomy.layers)] == expected
 
 
-@pytest.mark.parametrize(
-    ("family", "model"), [("qwen3_moe", "Qwen3MoeForCausalLM"), ("gpt_oss", "GptOssForCausalLM")]
-)
+@pytest.mark.parametrize(("family", "model"), [("qwen3_moe", "Qwen3MoeForCausalLM"), ("gpt_oss", "GptOssForCausalLM")])
 def test_mixture_without_a_dense_mlp_is_refused_with_the_reason(family: str, model: str) -> None:
     job = parse(raw_spec(model={"config": small(family)}, strategy={"apply_tiled_mlp": True}))
     _, (problem,) = check_model(job, may_read())
