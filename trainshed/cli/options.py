@@ -62,7 +62,7 @@ def read_spec(file: Path, overrides: Sequence[str]) -> tuple[bytes, SpecText]:
 
     Exits with a one-line error and code 2 if either is invalid.
     """
-    spec = SpecText("<stdin>" if str(file) == "-" else str(file), _read(file), overrides)
+    spec = SpecText("<stdin>" if str(file) == "-" else str(file), read_file(file, "job spec"), overrides)
     return (_overridden(spec) if overrides else spec.text), spec
 
 
@@ -124,10 +124,11 @@ def write_file(file: Path, content: bytes) -> None:
         fail(f"{file}: {error.strerror}; name a writable file in an existing folder", code=Exit.USAGE)
 
 
-def _read(file: Path) -> bytes:
+def read_file(file: Path, kind: str) -> bytes:
+    """Read a file, or standard input for `-`. Exits with a one-line error and code 2 if it cannot be read."""
     if str(file) == "-":
         return sys.stdin.buffer.read()
     try:
         return file.read_bytes()
     except OSError as error:
-        fail(f"{file}: {error.strerror}; name a readable job spec", code=Exit.USAGE)
+        fail(f"{file}: {error.strerror}; name a readable {kind}", code=Exit.USAGE)

@@ -58,6 +58,15 @@ CASES = {
         "{home}/nowhere/job.schema.json: No such file or directory; name a writable file in an existing folder",
         bad_code=2,
     ),
+    "import": Case(
+        "import {arguments} --set name=mine",
+        "name: mine",
+        "formats spec rows",
+        "import {spec}",
+        "the file cannot be imported:\n  {spec}: unknown format; expected a pipeline of ROLL with strategy_args, a file of accelerate "
+        "config, TrainingArguments or a DistributedConfig",
+        bad_code=2,
+    ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
         "job-",

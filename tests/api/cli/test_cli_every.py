@@ -83,6 +83,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
     (home / "spec.json").write_text(spec_body())
+    (home / "arguments.json").write_text(json.dumps({"output_dir": "out", "learning_rate": 1e-5}))
     hook, *hooks = (
         api.create_webhook(WebhookIn(project=project, url=receiver)).webhook.id for project in ("default", "a", "b")
     )
@@ -96,7 +97,8 @@ def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
     jobs |= {"ended": ended.id, "gone": gone.id}
     webhooks = {"hook": hook, "number": str(api.deliveries(hook).data[0].number)}
     webhooks |= dict(zip(("ended_hook", "gone_hook"), hooks, strict=True))
-    return {**jobs, **webhooks, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
+    return {**jobs, **webhooks, "key": key.id, "home": str(home), "spec": str(home / "spec.json"),
+            "arguments": str(home / "arguments.json")}  # fmt: skip
 
 
 def _has_ended(api: Api, job_id: str) -> bool:

@@ -1,0 +1,73 @@
+"""Hydra's defaults and references: their values, and their limits."""
+
+from typing import Any
+
+import pytest
+
+from train_loop.spec import SpecError
+from train_loop.spec.importers.references import compose, resolve
+
+
+def test_references_take_values_of_any_type_through_other_references() -> None:
+    data: dict[str, Any] = {
+        "a": {"b": [1, {"c": 2}]}, "whole": "${a}", "deep": "${a.b.1.c}", "text": "x-${n}-${a.b.0}", "n": "${m}", "m": 3,
+    }  # fmt: skip
+    assert resolve(data) | {"a": None} == {
+        "a": None, "whole": data["a"], "deep": 2, "text": "x-3-1", "n": 3, "m": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${.sibling}", "${a.${b}}", "${missing}", "x ${oc.env:HOME,y}"])
+def test_other_references_stay_as_they_are(text: str) -> None:
+    assert resolve({"a": text, "b": "c"})["a"] == text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"a": "${b}", "b": "${a}"}, "circle"),
+        ({"a": ["${a}"]}, "circle"),
+        ({f"a{n}": f"${{a{n + 1}}}" for n in range(100)}, "over 32 times"),
+        ({f"a{n}": f"${{a{n + 1}}}${{a{n + 1}}}" for n in range(30)} | {"a30": "x"}, "more than a spec may hold"),
+        ({f"a{n}": ["${big}"] * 10 for n in range(30)} | {"big": list(range(100))}, "more than a spec may hold"),
+        ({"a": ["${big}"] * 9, "big": "x" * 200_000}, "more than a spec may hold"),
+    ],
+)
+def test_references_without_end_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        resolve(data)
+
+
+FILES = {"base": b"a: 1\nb: {x: 1, y: 1}", "model/small": b"size: 1", "../up": b"a: 3\nup: true", "nested": b"defaults: [base]"}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"defaults": ["base"], "a": 2, "b": {"y": 2}}, {"a": 2, "b": {"x": 1, "y": 2}}),
+        ({"defaults": ["_self_", "base"], "a": 2}, {"a": 1, "b": {"x": 1, "y": 1}}),
+        ({"defaults": [{"model": "small"}]}, {"model": {"size": 1}}),
+        ({"defaults": ["model/small"]}, {"model": {"size": 1}}),
+        ({"defaults": [{"model@net.inner": "small"}]}, {"net": {"inner": {"size": 1}}}),
+        ({"defaults": ["../up@_here_"], "a": 2}, {"a": 2, "up": True}),
+        ({"defaults": [{"optional model": "large"}, {"override hydra/launcher": "x"}, {"model": None}], "a": 2}, {"a": 2}),
+    ],
+)
+def test_defaults_are_composed_as_hydra_does(data: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert compose(data, FILES.get) == expected
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        (["absent"], "absent.yaml of defaults cannot be read"),
+        (["nested"], "nested.yaml has defaults of its own"),
+        (["../up"], "has no package; write ../up@_here_"),
+        (["base"] * 17, "over 16 configs"),
+        ([3], "is not the name of a config"),
+        ("base", "defaults is not a list"),
+    ],
+)
+def test_defaults_that_cannot_be_composed_are_refused(defaults: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        compose({"defaults": defaults}, FILES.get)

@@ -1,0 +1,167 @@
+"""Files of other tools → one spec that JobSpec accepts, and the report of all their fields."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.importers import accelerate, roll, transformers
+from train_loop.spec.importers.draft import Draft, has, put
+from train_loop.spec.importers.references import Read
+from train_loop.spec.importers.report import Imported, Outcome, Row
+from train_loop.spec.importers.values import DATA_FOLDER, MODEL_FOLDER
+from train_loop.spec.job import JobSpec
+from train_loop.spec.names import field_paths
+from train_loop.spec.parse import merged, parse
+from train_loop.spec.text import add_positions, read_yaml
+
+_ENDS = ("num_train_epochs", "max_steps", "max_tokens")
+_RATE = 5e-5
+_PLACEHOLDERS = {
+    "model.path": (f"file://{MODEL_FOLDER}/MODEL", "the URI of the model's folder below a storage root"),
+    "data.train.path": (f"file://{DATA_FOLDER}/train.jsonl", "the URI of the training rows below a storage root"),
+    "training.learning_rate": (_RATE, "no file has a learning rate; this is TrainingArguments' default"),
+}
+
+
+def _absent(name: str) -> bytes | None:
+    return None
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A configuration of another tool."""
+
+    name: str
+    text: bytes
+    read: Read = _absent
+    """Reads configs beside the file, which Hydra's `defaults` name."""
+
+
+class SourceError(SpecError):
+    """A configuration that cannot be imported; `file` is the name of the file with the problems."""
+
+    def __init__(self, problems: list[Problem], file: str) -> None:
+        super().__init__(problems)
+        self.file = file
+
+
+def import_files(files: Sequence[SourceFile], *, worker: str | None = None, overrides: Mapping[str, Any]) -> Imported:
+    """Return one spec from one or several files, of which later ones win, and the report of each field.
+
+    `worker` is a path in ROLL's file: `actor_train`. `overrides` are merged into the spec. Raises SourceError.
+    """
+    drafts: list[tuple[SourceFile, str, Draft]] = []
+    for file in files:
+        try:
+            drafts.append((file, *_read(read_yaml(file.text), file.read, worker)))
+        except SpecError as error:
+            raise _located(error.problems, file) from error
+    spec = _merge([draft for _, _, draft in drafts])
+    rows = _rows([draft for _, _, draft in drafts], spec)
+    for target, (value, reason) in _PLACEHOLDERS.items():
+        if not has(spec, target):
+            put(spec, target, value)
+            rows.append(Row(field="", outcome=Outcome.NEEDED, target=target, written=value, reason=reason,
+                            changes_numbers=target == "training.learning_rate"))  # fmt: skip
+    if not has(spec, "scaling.resources_per_worker"):
+        put(spec, "scaling.resources_per_worker", {"CPU": 1, "GPU": 1})
+    spec = merged({"name": "imported"} | spec, overrides)
+    rows = [row for row in rows if not (row.outcome is Outcome.NEEDED and has(overrides, str(row.target)))]
+    try:
+        parse(spec)
+    except SpecError as error:
+        raise _traced(error.problems, drafts, overrides) from error
+    return Imported(formats=tuple(name for _, name, _ in drafts), spec=_ordered(spec), rows=tuple(rows))
+
+
+def _ordered(part: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return fields in the order of the spec."""
+    fields = field_paths(JobSpec)
+    names = sorted(part, key=lambda name: fields.index(f"{before}{name}") if f"{before}{name}" in fields else len(fields))
+    return {
+        name: _ordered(part[name], f"{before}{name}.") if isinstance(part[name], dict) else part[name] for name in names
+    }
+
+
+def _read(data: Any, read: Read, worker: str | None) -> tuple[str, Draft]:
+    """Return the name of a file's format, and the draft of a job. Raises SpecError."""
+    if not isinstance(data, dict):
+        raise SpecError([Problem("", "the file is not a mapping of fields")])
+    if roll.is_roll(data) or "defaults" in data:
+        draft, chosen = roll.read_roll(data, read, worker)
+        return f"{roll.TOOL}, worker {chosen}", draft
+    if worker is not None:
+        raise SpecError([Problem("", "the file has no workers of ROLL; remove --worker")])
+    formats: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], Draft]], ...] = (
+        (transformers.DISTRIBUTED_TOOL, transformers.is_distributed_config, transformers.read_distributed_config),
+        (accelerate.TOOL, accelerate.is_accelerate, accelerate.read_accelerate),
+        (transformers.TOOL, transformers.is_training_arguments, transformers.read_training_arguments),
+    )
+    for name, matches, import_one in formats:
+        if matches(data):
+            return name, import_one(data)
+    raise SpecError(
+        [
+            Problem(
+                "",
+                "unknown format; expected a pipeline of ROLL with strategy_args, a file of accelerate config, "
+                "TrainingArguments or a DistributedConfig",
+            )
+        ]
+    )
+
+
+def _merge(drafts: Sequence[Draft]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    assumed: dict[str, Any] = {}
+    for draft in drafts:
+        assumed, given = merged(assumed, draft.assumed), merged(given, draft.given)
+    if any(has(given, f"training.{end}") for end in _ENDS) and "training" in assumed:
+        assumed["training"] = {name: value for name, value in assumed["training"].items() if name not in _ENDS}
+    return dict(merged(assumed, given))
+
+
+def _rows(drafts: Sequence[Draft], spec: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of all files, without assumptions that another file replaces."""
+    return [
+        row
+        for draft in drafts
+        for row in draft.rows
+        if not (row.outcome in (Outcome.DEFAULT, Outcome.NEEDED) and row.target and _value(spec, row.target) != row.written)
+    ]
+
+
+def _value(spec: Mapping[str, Any], target: str) -> Any:
+    value: Any = spec
+    for step in target.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _traced(
+    problems: Sequence[Problem], drafts: Sequence[tuple[SourceFile, str, Draft]], overrides: Mapping[str, Any]
+) -> SourceError:
+    """Return the error about a spec with the places of its problems in the sources."""
+    traced = []
+    for problem in problems:
+        target = problem.pointer.removeprefix("/").replace("/", ".")
+        for file, _, draft in reversed(drafts):
+            pointer = _source_of(target, draft.pointers)
+            if pointer is not None and not has(overrides, target):
+                found = Problem(pointer, f"{problem.message} ({target} of the spec)")
+                traced.append((file, add_positions([found], file.text)[0]))
+                break
+        else:
+            traced.append((drafts[-1][0], Problem(problem.pointer, f"{problem.message} (in the spec)")))
+    file = traced[0][0]
+    return SourceError([problem for one, problem in traced if one is file], file.name)
+
+
+def _source_of(target: str, pointers: Mapping[str, str]) -> str | None:
+    near = [name for name in pointers if target == name or target.startswith(f"{name}.") or name.startswith(f"{target}.")]
+    return pointers[max(near, key=len)] if near and target else None
+
+
+def _located(problems: Sequence[Problem], file: SourceFile) -> SourceError:
+    return SourceError(add_positions(problems, file.text), file.name)
