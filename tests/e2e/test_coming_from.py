@@ -17,7 +17,11 @@ pytestmark = [
     pytest.mark.skipif("MORE" not in os.environ, reason="four jobs: `make more` runs it"),
 ]
 SMALLER: dict[str, dict[str, Any]] = {
-    "roll": {"strategy": {"fsdp_size": 2}, "scaling": {"num_workers": 4}, "training": {"gradient_accumulation_steps": 2}},
+    "roll": {
+        "strategy": {"fsdp_size": 2},
+        "scaling": {"num_workers": 4},
+        "training": {"gradient_accumulation_steps": 2},
+    },
     "fsdp1": {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}},
     "accelerate": {"strategy": {"fsdp_size": 0}},
     "trainer": {},

@@ -39,7 +39,9 @@ NAMES = {
 
 @pytest.mark.parametrize("page", NAMES)
 def test_every_option_of_a_guide_is_on_its_page(page: str) -> None:
-    assert [name for name in NAMES[page].split() if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", PAGES[page])] == []
+    assert [
+        name for name in NAMES[page].split() if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", PAGES[page])
+    ] == []
 
 
 def test_tests_that_pages_name_exist() -> None:

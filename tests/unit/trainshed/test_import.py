@@ -39,7 +39,9 @@ def test_spec_is_printed_and_the_report_is_on_stderr(arguments: Path) -> None:
 
 def test_spec_is_written_and_the_report_is_on_stdout(arguments: Path, tmp_path: Path) -> None:
     spec = tmp_path / "job.yaml"
-    result = invoke(arguments, "--output", spec, "--set", "model.path=/m", "--set", "data.train.path=/d", "--set", "name=x")
+    result = invoke(
+        arguments, "--output", spec, "--set", "model.path=/m", "--set", "data.train.path=/d", "--set", "name=x"
+    )
     assert result.exit_code == Exit.DONE, result.output
     job = parse_text(spec.read_text())
     assert (job.name, job.model.path) == ("x", "/m")

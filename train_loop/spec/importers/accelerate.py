@@ -6,6 +6,8 @@ Source: accelerate 1.15, `commands/config/config_args.py`, `commands/launch.py` 
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import JsonValue
+
 from train_loop.spec.importers.draft import Draft, Drop, Rule, Take, unneeded
 from train_loop.spec.importers.fsdp import read_fsdp
 from train_loop.spec.importers.report import Outcome
@@ -54,7 +56,9 @@ _RULES: dict[str, Rule] = {
     "parallelism_config": unneeded("one axis of all processes"),
     "dynamo_backend": Drop("layers are compiled by inductor (model.compile)"),
     "dynamo_config": unneeded("off"),
-    "dynamo_config.*": Drop("layers are compiled in the default mode", harmless=(None, "default", False, "NO", "INDUCTOR")),
+    "dynamo_config.*": Drop(
+        "layers are compiled in the default mode", harmless=(None, "default", False, "NO", "INDUCTOR")
+    ),
 }
 _CONTEXT = Drop("sequences are shared by Ulysses: all heads of a part of a sequence, in exchange for all of it")
 _PARALLEL: dict[str, Rule] = {
@@ -134,7 +138,11 @@ def _sizes(draft: Draft) -> None:
     ulysses = context * sequence
     values = {
         "dp_replicate_size": ("scaling.num_workers", copies * shards * tensor * ulysses, "the product of all axes"),
-        "dp_shard_size": ("strategy.fsdp_size", shards * ulysses if copies > 1 else 0, "shards lie over cp and sp, too"),
+        "dp_shard_size": (
+            "strategy.fsdp_size",
+            shards * ulysses if copies > 1 else 0,
+            "shards lie over cp and sp, too",
+        ),
         "tp_size": ("strategy.tp_size", tensor, ""),
         "cp_size": ("strategy.ulysses_size", ulysses, _CONTEXT.reason),
         "sp_size": ("strategy.ulysses_size", ulysses, "Ulysses"),
@@ -151,7 +159,7 @@ def _sizes(draft: Draft) -> None:
 
 def _devices(draft: Draft) -> None:
     on_cpu = flag(draft.get("use_cpu", False))
-    resources = {"CPU": 1} if on_cpu else {"CPU": 1, "GPU": 1}
+    resources: dict[str, JsonValue] = {"CPU": 1} if on_cpu else {"CPU": 1, "GPU": 1}
     if draft.has("use_cpu"):
         draft.write("use_cpu", "scaling.resources_per_worker", resources)
     backend = str(draft.get("dynamo_config.dynamo_backend", draft.get("dynamo_backend", "NO"))).upper()

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers import accelerate, roll, transformers
 from train_loop.spec.importers.draft import Draft, has, put
@@ -17,7 +19,7 @@ from train_loop.spec.text import add_positions, read_yaml
 
 _ENDS = ("num_train_epochs", "max_steps", "max_tokens")
 _RATE = 5e-5
-_PLACEHOLDERS = {
+_PLACEHOLDERS: dict[str, tuple[JsonValue, str]] = {
     "model.path": (f"file://{MODEL_FOLDER}/MODEL", "the URI of the model's folder below a storage root"),
     "data.train.path": (f"file://{DATA_FOLDER}/train.jsonl", "the URI of the training rows below a storage root"),
     "training.learning_rate": (_RATE, "no file has a learning rate; this is TrainingArguments' default"),
@@ -78,7 +80,9 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
 def _ordered(part: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Return fields in the order of the spec."""
     fields = field_paths(JobSpec)
-    names = sorted(part, key=lambda name: fields.index(f"{before}{name}") if f"{before}{name}" in fields else len(fields))
+    names = sorted(
+        part, key=lambda name: fields.index(f"{before}{name}") if f"{before}{name}" in fields else len(fields)
+    )
     return {
         name: _ordered(part[name], f"{before}{name}.") if isinstance(part[name], dict) else part[name] for name in names
     }
@@ -128,7 +132,9 @@ def _rows(drafts: Sequence[Draft], spec: Mapping[str, Any]) -> list[Row]:
         row
         for draft in drafts
         for row in draft.rows
-        if not (row.outcome in (Outcome.DEFAULT, Outcome.NEEDED) and row.target and _value(spec, row.target) != row.written)
+        if not (
+            row.outcome in (Outcome.DEFAULT, Outcome.NEEDED) and row.target and _value(spec, row.target) != row.written
+        )
     ]
 
 
@@ -159,7 +165,9 @@ def _traced(
 
 
 def _source_of(target: str, pointers: Mapping[str, str]) -> str | None:
-    near = [name for name in pointers if target == name or target.startswith(f"{name}.") or name.startswith(f"{target}.")]
+    near = [
+        name for name in pointers if target == name or target.startswith(f"{name}.") or name.startswith(f"{target}.")
+    ]
     return pointers[max(near, key=len)] if near and target else None
 
 

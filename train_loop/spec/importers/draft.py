@@ -1,4 +1,4 @@
-"""A spec under construction: fields of a source are taken, translated or dropped, and each becomes a row of the report."""
+"""A spec under construction: each field of a source is taken, translated or dropped, and gives a row of the report."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -261,7 +261,7 @@ def default_of(target: str) -> JsonValue:
     model: Any = JobSpec.model_fields[part].annotation
     for name in names[:-1]:
         model = type(model.model_fields[name].default)
-    default: JsonValue = model.model_fields[names[-1]].get_default() if names[-1] in model.model_fields else None
+    default: Any = model.model_fields[names[-1]].get_default() if names[-1] in model.model_fields else None
     return _UNSET.get(target, None if default is PydanticUndefined else default)
 
 

@@ -102,4 +102,8 @@ def _wrapping(draft: Draft, field: str, given: dict[str, str]) -> None:
     if policy.upper() == "NO_WRAP":
         draft.drop(path, Drop("each layer is a unit: numbers stay, and less memory is needed"))
     else:
-        draft.note(path, Outcome.NOT_NEEDED, reason="units are the model's layers, or the classes or the size that the spec names")
+        draft.note(
+            path,
+            Outcome.NOT_NEEDED,
+            reason="units are the model's layers, or the classes or the size that the spec names",
+        )

@@ -63,7 +63,9 @@ class _Composer:
         if part is not None and not isinstance(part, dict):
             raise _refused(f"the config {name}.yaml of defaults is not a mapping of fields")
         if part and part.get("defaults"):
-            raise _refused(f"the config {name}.yaml has defaults of its own, which are not read; write them into the file")
+            raise _refused(
+                f"the config {name}.yaml has defaults of its own, which are not read; write them into the file"
+            )
         for step in reversed(package):
             part = {step: part}
         return part or {}

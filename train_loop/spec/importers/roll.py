@@ -81,7 +81,9 @@ def _choose(strategies: Mapping[str, str], worker: str | None) -> str:
     if worker in training:
         return str(worker)
     if worker in ours:
-        message = f"{worker} only computes ({_INFER}), and kind: infer is not supported yet; choose a worker that trains"
+        message = (
+            f"{worker} only computes ({_INFER}), and kind: infer is not supported yet; choose a worker that trains"
+        )
         raise SpecError([Problem(f"{pointer_of(worker)}/strategy_args/strategy_name", message)])
     found = ", ".join(training) or "none"
     message = (
@@ -180,6 +182,7 @@ def _experts(draft: Draft, worker: str) -> None:
         draft.leave(grouped, "the kernel that fits is chosen (experts_implementation: auto)")
     signs = (grouped, f"{config}.apply_expert_patch", f"{config}.wrap_policy.moe_experts", loss)
     if shared or any(draft.get(field) for field in signs):
+        _untile(draft, config)
         reason = "ROLL's FSDP2 adds no auxiliary loss of routers, whatever the model's config says"
         if draft.has(loss):
             draft.write(loss, "training.router_aux_loss.coef", 0, reason=f"{reason}; set coef to add it", numbers=True)
@@ -192,13 +195,22 @@ def _experts(draft: Draft, worker: str) -> None:
         draft.leave(accumulate, "gradients are reduced after each micro-batch; numbers stay")
 
 
+def _untile(draft: Draft, config: str) -> None:
+    tiled, shards = f"{config}.apply_tiled_mlp", f"{config}.tiled_num_shards"
+    if draft.get(tiled) is True:
+        draft.drop(tiled, Drop("experts are never tiled: numbers stay, and their activations take more memory"))
+        draft.leave(shards, "experts are never tiled")
+
+
 def _training(draft: Draft, worker: str, *, is_sft: bool) -> None:
     arguments = f"{worker}.training_args"
     draft.take(f"{arguments}.lr_scheduler_type", "training.lr_scheduler_type", schedule)
     read_warmup(draft, f"{arguments}.warmup_steps", f"{arguments}.warmup_ratio")
     for field in ("max_steps", f"{arguments}.max_steps"):
         if draft.has(field):
-            reason = "ROLL counts epochs of SFT" if is_sft else "ROLL counts rollouts; training.num_train_epochs decides"
+            reason = (
+                "ROLL counts epochs of SFT" if is_sft else "ROLL counts rollouts; training.num_train_epochs decides"
+            )
             draft.note(field, Outcome.NOT_NEEDED if is_sft else Outcome.NOT_IMPORTED, reason=reason)
     keep = number(draft.get("max_ckpt_to_keep", 0))
     if isinstance(keep, int) and keep > 0:

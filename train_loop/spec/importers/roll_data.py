@@ -8,10 +8,8 @@ from train_loop.spec.importers.draft import Draft, Drop
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.values import data_file, is_absolute, number
 
-_PATHS = "relative to ROLL's folder: write the URI of the file below a storage root"
-_PROMPTS = (
-    "ROLL renders prompt and response by the chat template; here both are plain text, so write messages for the same tokens"
-)
+_PATHS = "relative to ROLL's folder: write the URI of Parquet or JSON lines below a storage root"
+_PROMPTS = "ROLL renders prompt and response by the chat template; here both are plain text: write messages instead"
 
 
 def read_data(draft: Draft, worker: str, *, is_sft: bool) -> None:

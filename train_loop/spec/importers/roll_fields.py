@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from train_loop.spec.importers.draft import Drop, Rule, Take, unneeded
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import attention, dtype, head, names, no_clipping, number
+from train_loop.spec.importers.values import attention, dtype, frozen, head, names, no_clipping, number
 
 _RUN = unneeded("the service chooses the run directory")
 _RAY = unneeded("the service runs on its own Ray cluster")
@@ -65,7 +65,7 @@ WORKER: dict[str, Rule] = {
     "model_args.num_labels": Drop("see model.head", harmless=(None, 1)),
     "model_args.model_config_kwargs.*": Drop("the folder's own config.json is used", numbers=True),
     "model_args.model_config_kwargs": Drop("the folder's own config.json is used", numbers=True),
-    "model_args.freeze_module_prefix": Take("model.freeze_module_prefix", names),
+    "model_args.freeze_module_prefix": Take("model.freeze_module_prefix", frozen),
     "model_args.adapter_name_or_path": _LORA,
     "model_args.additional_target": _LORA,
     "model_args.autocast_adapter_dtype": unneeded("there are no adapters"),
@@ -126,8 +126,9 @@ WORKER: dict[str, Rule] = {
     "strategy_args.strategy_config.wrap_policy.wrap_lm_output": Take("strategy.wrap_policy.wrap_lm_output"),
     "strategy_args.strategy_config.wrap_policy.moe_experts": Take("strategy.wrap_policy.moe_experts", names),
     "use_sequence_packing": Take(
-        "data.packing", reason="a sample holds several rows, so a step has more tokens than ROLL's padded rows",
-        numbers=True,
+        "data.packing",
+        lambda on: False,
+        "only ROLL's Megatron strategy packs: its FSDP2 pads each row; data.packing: true packs rows here",
     ),
     "sequence_packing_args.*": unneeded("rows are packed to data.sequence_length"),
     "use_remove_padding": unneeded("time only; data.packing leaves no padding"),

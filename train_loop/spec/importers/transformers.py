@@ -194,7 +194,7 @@ def read_distributed_config(data: Mapping[str, Any]) -> Draft:
     """Return the draft of a job from a DistributedConfig."""
     draft = Draft(data)
     sizes = {name: number(draft.get(name, 1)) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
-    tp, fsdp, copies, experts = sizes.values()
+    tp, fsdp, copies, _ = sizes.values()
     if all(isinstance(size, int) and size >= 1 for size in sizes.values()):
         if flag(draft.get("enable_expert_parallel", False)) and not draft.has("ep_size"):
             draft.write("enable_expert_parallel", "strategy.ep_size", tp, reason="as ep_size=tp_size")

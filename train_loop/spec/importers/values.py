@@ -23,6 +23,7 @@ _OPTIMIZERS = {
     "adamw_torch_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw",
     "adamw_torch_xla": "adamw", "adamw_torch_npu_fused": "adamw",
 }  # fmt: skip
+_IMAGES = re.compile("vis(?:ion|ual)")
 _MOST_CHARACTERS = 4096
 _MOST_DEVICES = 65536
 MODEL_FOLDER = "/models"
@@ -42,7 +43,7 @@ def dtype(value: Any) -> JsonValue:
 
 def attention(value: Any) -> JsonValue:
     """Return an attention implementation in the spec's spelling."""
-    return _ATTENTION.get(str(value), value)
+    return _ATTENTION.get(str(value), str(value))
 
 
 def schedule(value: Any) -> JsonValue:
@@ -71,6 +72,15 @@ def optimizer(value: Any) -> JsonValue:
 def names(value: Any) -> JsonValue:
     """Return the names of a comma-separated text or of a list."""
     return [one.strip() for one in value.split(",") if one.strip()] if isinstance(value, str) else value
+
+
+def frozen(value: Any) -> JsonValue:
+    """Return the prefixes of frozen modules, without towers for images, which no model has here."""
+    given = names(value)
+    kept: list[JsonValue] = [one for one in given if not _IMAGES.search(str(one))] if isinstance(given, list) else []
+    if isinstance(given, list) and not kept:
+        raise NotSupportedError("images are not supported: give the folder of the language model, which has no tower")
+    return kept or given
 
 
 def flag(value: Any) -> bool:

@@ -106,8 +106,13 @@ def _because(reason: str) -> str:
 
 
 def _grouped(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
-    """Yield the rows; neighbours below one name with the same outcome and reason are one line."""
+    """Yield the rows; neighbours below one name that nothing is lost without, or of other workers, are one line."""
     ordered = sorted(rows, key=lambda row: (row.outcome is not Outcome.NEEDED, not row.changes_numbers))
-    for _, group in groupby(ordered, key=lambda row: (row.field.partition(".")[0], row.outcome, row.target, row.reason)):
+    for _, group in groupby(ordered, key=_group):
         same = list(group)
         yield same[0], len(same)
+
+
+def _group(row: Row) -> tuple[str, ...]:
+    whole = row.outcome in (Outcome.NOT_NEEDED, Outcome.NOT_IMPORTED)
+    return (row.field.partition(".")[0] if whole else row.field, row.outcome, row.target or "", row.reason)

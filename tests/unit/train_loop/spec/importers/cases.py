@@ -34,7 +34,9 @@ def beside(name: str) -> bytes | None:
     return ENVIRONMENTS if name == "../config/traj_envs" else None
 
 
-def imported(text: str | bytes | dict[str, Any], *more: str | bytes | dict[str, Any], worker: str | None = None) -> Imported:
+def imported(
+    text: str | bytes | dict[str, Any], *more: str | bytes | dict[str, Any], worker: str | None = None
+) -> Imported:
     """Import one or several files."""
     files = [
         SourceFile(f"file-{number}", one.encode() if isinstance(one, str) else one, beside)

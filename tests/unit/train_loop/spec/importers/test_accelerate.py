@@ -12,12 +12,22 @@ from train_loop.spec.importers.accelerate import is_accelerate
 from train_loop.spec.importers.fsdp import RULES
 
 FILES = documents("accelerate.yaml")
-LAUNCH = """
-fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy fsdp_reshard_after_forward
-fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type
-fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states
-fsdp_activation_checkpointing
-""".split()
+LAUNCH = [
+    "fsdp_version",
+    "fsdp_offload_params",
+    "fsdp_min_num_params",
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_backward_prefetch",
+    "fsdp_state_dict_type",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_sync_module_states",
+    "fsdp_activation_checkpointing",
+]
 """The options of `accelerate launch` for FSDP, accelerate 1.15."""
 
 

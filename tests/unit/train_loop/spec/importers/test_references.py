@@ -9,12 +9,9 @@ from train_loop.spec.importers.references import compose, resolve
 
 
 def test_references_take_values_of_any_type_through_other_references() -> None:
-    data: dict[str, Any] = {
-        "a": {"b": [1, {"c": 2}]}, "whole": "${a}", "deep": "${a.b.1.c}", "text": "x-${n}-${a.b.0}", "n": "${m}", "m": 3,
-    }  # fmt: skip
-    assert resolve(data) | {"a": None} == {
-        "a": None, "whole": data["a"], "deep": 2, "text": "x-3-1", "n": 3, "m": 3,
-    }  # fmt: skip
+    given: dict[str, Any] = {"a": {"b": [1, {"c": 2}]}, "n": "${m}", "m": 3}
+    found = resolve({**given, "whole": "${a}", "deep": "${a.b.1.c}", "text": "x-${n}-${a.b.0}"})
+    assert found == {**given, "n": 3, "whole": given["a"], "deep": 2, "text": "x-3-1"}
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "${.sibling}", "${a.${b}}", "${missing}", "x ${oc.env:HOME,y}"])
@@ -38,7 +35,12 @@ def test_references_without_end_are_refused(data: dict[str, Any], message: str) 
         resolve(data)
 
 
-FILES = {"base": b"a: 1\nb: {x: 1, y: 1}", "model/small": b"size: 1", "../up": b"a: 3\nup: true", "nested": b"defaults: [base]"}
+FILES = {
+    "base": b"a: 1\nb: {x: 1, y: 1}",
+    "model/small": b"size: 1",
+    "../up": b"a: 3\nup: true",
+    "nested": b"defaults: [base]",
+}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,10 @@ FILES = {"base": b"a: 1\nb: {x: 1, y: 1}", "model/small": b"size: 1", "../up": b
         ({"defaults": ["model/small"]}, {"model": {"size": 1}}),
         ({"defaults": [{"model@net.inner": "small"}]}, {"net": {"inner": {"size": 1}}}),
         ({"defaults": ["../up@_here_"], "a": 2}, {"a": 2, "up": True}),
-        ({"defaults": [{"optional model": "large"}, {"override hydra/launcher": "x"}, {"model": None}], "a": 2}, {"a": 2}),
+        (
+            {"defaults": [{"optional model": "large"}, {"override hydra/launcher": "x"}, {"model": None}], "a": 2},
+            {"a": 2},
+        ),
     ],
 )
 def test_defaults_are_composed_as_hydra_does(data: dict[str, Any], expected: dict[str, Any]) -> None:

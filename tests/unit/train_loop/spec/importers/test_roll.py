@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.train_loop.spec.importers.cases import beside, documents, fates, imported, job, marked, mesh_of, unreported
+from tests.unit.train_loop.spec.importers.cases import (
+    beside,
+    documents,
+    fates,
+    imported,
+    job,
+    marked,
+    mesh_of,
+    unreported,
+)
 from train_loop.spec import SpecError
 from train_loop.spec.importers import Outcome
 from train_loop.spec.importers.references import compose, resolve
@@ -61,13 +70,13 @@ def test_pipeline_of_sft_becomes_the_same_job() -> None:
     assert (spec.model.dtype, spec.model.master_dtype, spec.strategy.reduce_dtype) == ("bf16", "bf16", "bf16")
     assert spec.model.experts_implementation == "eager"
     assert (spec.training.lr_scheduler_type, spec.training.seed, spec.training.num_train_epochs) == ("linear", 42, 1)
-    assert (spec.data.packing, spec.data.shuffle, spec.data.sequence_length) == (True, False, 2048)
+    assert (spec.data.packing, spec.data.shuffle, spec.data.sequence_length) == (False, False, 2048)
     assert (spec.data.columns.prompt, spec.data.columns.response) == ("instruction", "output")
     assert (spec.training.eval_steps, spec.checkpoint.every_steps, spec.scaling.world) == (100, 100, 8)
     assert spec.training.router_aux_loss.coef == 0
     assert any(row.changes_numbers and "auxiliary loss" in row.reason for row in found.rows)
     assert {row.target for row in found.needed} == {"model.path", "data.train.path", "data.eval.path"}
-    assert marked(found) >= {"query_key", "sft_train.data_args.template", "sft_train.use_sequence_packing"}
+    assert marked(found) >= {"query_key", "sft_train.data_args.template"}
 
 
 def test_worker_is_chosen_by_name_and_others_are_not_imported() -> None:
@@ -97,7 +106,15 @@ def test_device_mapping_is_counted(mapping: Any, workers: int) -> None:
 
 @pytest.mark.parametrize(
     "mapping",
-    ["__import__('os').system('true')", "list(range(10**9))", "list(range(0,100000))", "[]", "(" * 500, "x" * 5000, "8"],
+    [
+        "__import__('os').system('true')",
+        "list(range(10**9))",
+        "list(range(0,100000))",
+        "[]",
+        "(" * 500,
+        "x" * 5000,
+        "8",
+    ],
 )
 def test_device_mapping_that_is_no_list_is_refused_and_not_evaluated(mapping: str) -> None:
     with pytest.raises(SpecError, match="device_mapping") as refused:
@@ -134,6 +151,16 @@ def test_auxiliary_loss_of_roll_is_left_out_and_marked() -> None:
     row = next(row for row in found.rows if row.field == "sft_train.model_args.moe_aux_loss_coef")
     assert (row.outcome, row.changes_numbers) == (Outcome.TRANSLATED, True)
     assert job(imported(block())).training.router_aux_loss.coef is None
+
+
+def test_tiles_of_experts_and_towers_for_images_are_left_out() -> None:
+    experts = imported(config(apply_tiled_mlp=True, tiled_num_shards=8, apply_expert_patch=True))
+    assert (job(experts).strategy.apply_tiled_mlp, job(experts).strategy.tiled_num_shards) == (False, 4)
+    assert job(imported(config(apply_tiled_mlp=True, tiled_num_shards=8))).strategy.tiled_num_shards == 8
+    images = imported(block(model_args={"freeze_module_prefix": "vision_model"}))
+    assert "sft_train.model_args.freeze_module_prefix" in marked(images)
+    some = job(imported(block(model_args={"freeze_module_prefix": "model.visual, model.embed_tokens"})))
+    assert some.model.freeze_module_prefix == ("model.embed_tokens",)
 
 
 def test_fields_that_a_job_lacks_are_reported_and_marked() -> None:

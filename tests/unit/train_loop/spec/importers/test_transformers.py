@@ -53,9 +53,8 @@ def test_every_field_of_training_arguments_is_known(arguments: Mapping[str, Any]
 
 
 def test_defaults_are_those_of_training_arguments(arguments: Mapping[str, Any]) -> None:
-    assert {name: arguments[name] or 0 for name in DEFAULTS if name not in ("lr_scheduler_type", "gradient_checkpointing")} == {
-        name: default for name, (_, default) in DEFAULTS.items() if name not in ("lr_scheduler_type", "gradient_checkpointing")
-    }  # fmt: skip
+    given = {name: default for name, (_, default) in DEFAULTS.items() if isinstance(default, int | float)}
+    assert {name: arguments[name] for name in given} == given
     assert arguments["lr_scheduler_type"] == "linear"
     assert (arguments["num_train_epochs"], arguments["save_steps"]) == (3.0, 500)
 
@@ -69,7 +68,11 @@ def test_every_default_imports_and_reports_every_field(arguments: Mapping[str, A
 def test_defaults_are_written_and_marked_where_they_differ() -> None:
     found = imported(LEAST)
     spec, training = job(found), job(found).training
-    assert (training.lr_scheduler_type, training.per_device_train_batch_size, training.num_train_epochs) == ("linear", 8, 3)
+    assert (training.lr_scheduler_type, training.per_device_train_batch_size, training.num_train_epochs) == (
+        "linear",
+        8,
+        3,
+    )
     assert (training.weight_decay, training.max_grad_norm, training.warmup_steps) == (0.0, 1.0, 0)
     assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.999, 1e-8)
     assert (training.seed, spec.data.seed, training.logging_steps, spec.checkpoint.every_steps) == (42, 42, 500, 500)
@@ -102,7 +105,11 @@ def test_defaults_are_written_and_marked_where_they_differ() -> None:
         ({"fsdp": "shard_grad_op offload"}, "strategy.reshard_after_forward", False),
         ({"fsdp": ["full_shard", "offload"]}, "strategy.offload_policy", True),
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, "strategy.reshard_after_forward", False),
-        ({"fsdp": True, "fsdp_config": {"fsdp_activation_checkpointing": True}}, "model.gradient_checkpointing", "full"),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_activation_checkpointing": True}},
+            "model.gradient_checkpointing",
+            "full",
+        ),
         (
             {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A"]}},
             "strategy.wrap_policy.transformer_layer_cls_to_wrap",
@@ -182,16 +189,24 @@ def test_distributed_config_becomes_the_mesh(given: dict[str, Any], workers: int
 
 
 def test_distributed_config_names_what_a_job_lacks() -> None:
-    found = imported(json.dumps({"fsdp_size": 2, "pp_size": 2, "fsdp_plan": {"layers": "x"}, "fsdp_mixed_precision": True}))
+    found = imported(
+        json.dumps({"fsdp_size": 2, "pp_size": 2, "fsdp_plan": {"layers": "x"}, "fsdp_mixed_precision": True})
+    )
     assert fates(found)["pp_size"][0] is fates(found)["fsdp_plan.layers"][0] is Outcome.NOT_SUPPORTED
     assert job(found).model.dtype == "bf16"
 
 
-VALUES = st.none() | st.booleans() | st.integers(-2, 1000) | st.floats(0, 2) | st.sampled_from(["no", "steps", "x", "1e-4"])
+VALUES = (
+    st.none() | st.booleans() | st.integers(-2, 1000) | st.floats(0, 2) | st.sampled_from(["no", "steps", "x", "1e-4"])
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted([*RULES, *HANDLED])), VALUES | st.dictionaries(st.text("ab.", max_size=3), VALUES)))
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted([*RULES, *HANDLED])), VALUES | st.dictionaries(st.text("ab.", max_size=3), VALUES)
+    )
+)
 def test_any_values_import_with_every_field_reported_or_are_an_error(values: dict[str, Any]) -> None:
     raw = {**LEAST, **values}
     try:
