@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train_loop.errors import DataError, ModelError
+from train_loop.model.weight_map import conversion
 from train_loop.plan import ModelShape, read_shape
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, ModelSpec
@@ -84,10 +85,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         text = read_input(folder / "config.json")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(
-            f"config.json not found in {folder}; give a model's folder as save_pretrained of transformers writes it, "
-            "visible from service and workers"
-        ) from error
+        found = conversion(folder)
+        remedy = (
+            "; give a model's folder as save_pretrained of transformers writes it, visible from service and workers"
+            if found is None
+            else f", which holds {found}"
+        )
+        raise ModelError(f"config.json not found in {folder}{remedy}") from error
     try:
         config = json.loads(text, object_hook=_number)
     except ValueError as error:

@@ -4,8 +4,6 @@ Only safetensors are read, never pickle. A file is mapped for one tensor at a ti
 therefore holds at most its slice of one tensor, including the pages of the file.
 """
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +21,10 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import Join, StoredNames
 from train_loop.model.folder import model_folder
 from train_loop.model.parts import own_parts
+from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
-from train_loop.system.input_files import descriptor_path, open_input, read_input
+from train_loop.system.input_files import descriptor_path, open_input
 
-_SHOWN = 3
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of dtypes in safetensors that hold a weight itself; others need a scale."""
 
@@ -176,13 +174,13 @@ def match_folder(blueprint: Anatomy, folder: Path) -> FolderMatch:
     }
     if faults["quantised"]:
         raise ModelError(
-            f"{folder} holds quantised weights, which cannot be trained: {_some(faults['quantised'])}; give the folder "
+            f"{folder} holds quantised weights, which cannot be trained: {some(faults['quantised'])}; give the folder "
             "of the original model, such as one in bf16"
         )
     if any(faults.values()):
         raise ModelError(
             f"the tensors in {folder} do not match {type(model).__name__} of its config.json: "
-            f"{'; '.join(f'{kind}: {_some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
+            f"{'; '.join(f'{kind}: {some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
             "causal language model with the config.json that belongs to it"
         )
     return FolderMatch(homes, [stored.name for stored in unused])
@@ -217,7 +215,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     lost = sorted(index.keys() - stored.keys())
     if lost:
         raise ModelError(
-            f"the index of {folder} names tensors that its files do not contain: {_some(lost)}; copy it again"
+            f"the index of {folder} names tensors that its files do not contain: {some(lost)}; copy it again"
         )
     return stored
 
@@ -226,23 +224,13 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor from model.safetensors.index.json. Raises ModelError."""
     path = folder / "model.safetensors.index.json"
     try:
-        text = read_input(path)
+        return read_weight_map(path, "safetensors")
     except FileNotFoundError as error:
-        pickled = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:_SHOWN])
-        found = f" but {pickled}, and pickle is not read; save the model again with transformers" if pickled else ""
+        found = conversion(folder)
         raise ModelError(
-            f"{folder} holds neither model.safetensors nor {path.name}{found or '; give a folder with weights'}"
+            f"{folder} holds neither model.safetensors nor {path.name}"
+            f"{f' but {found}' if found else '; give a folder with weights'}"
         ) from error
-    try:
-        index: dict[str, str] = json.loads(text)["weight_map"]
-        names = set(index.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"weight_map not found in {path}; copy it again") from error
-    # A name that points outside the folder could also point outside the storage roots.
-    strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))
-    if strange:
-        raise ModelError(f"{path} names files that are not safetensors of the folder: {_some(strange)}; copy it again")
-    return index
 
 
 def _header(file: Path) -> Iterable[Stored]:
@@ -274,9 +262,3 @@ def _fill(target: Tensor, stored: Sequence[Stored | Joined]) -> None:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def _some(items: list[str]) -> str:
-    """Return the first few items, then the number of the rest."""
-    rest = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

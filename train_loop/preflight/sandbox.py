@@ -64,12 +64,12 @@ def confine(readable: Iterable[Path] = (), *, remote: bool = False) -> None:
     # A process that the code started would outlive the check. The limit does not hold for root.
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
-    files = [*_files_of_python(), *readable, *(_files_of_clients() if remote else [])]
+    files = [*python_files(), *readable, *(_files_of_clients() if remote else [])]
     restrict(readable=files, writable=[Path(tempfile.gettempdir()), Path(os.devnull)], network=remote)
     os.environ["HOME"] = tempfile.gettempdir()
 
 
-def _files_of_python() -> Iterator[Path]:
+def python_files() -> Iterator[Path]:
     """Yield the folders of Python, its libraries and this package; the working directory is not one of them."""
     yield from map(Path, _ALWAYS)
     yield from map(Path, {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()})

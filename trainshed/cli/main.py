@@ -22,6 +22,7 @@ from trainshed.cli.commands import (
     usage,
     watch,
     webhooks,
+    weights,
 )
 from trainshed.cli.exit_codes import EPILOG
 
@@ -57,6 +58,7 @@ app.command("import", rich_help_panel="Specs")(importing.import_)
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         app.command(rich_help_panel=_panel)(_verb)
+app.add_typer(weights.app, name="weights", rich_help_panel="Specs")
 app.add_typer(keys.app, name="keys", rich_help_panel="Access")
 app.add_typer(webhooks.app, name="webhooks", rich_help_panel="Access")
 

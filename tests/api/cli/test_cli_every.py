@@ -36,6 +36,7 @@ ELSEWHERE = {
     "serve": "runs until it is stopped: test_serve.py",
     "diff": "computes digests in processes that import torch: test_cli_diff.py",
     "check-model": "starts ranks: tests/distributed/test_check_model.py",
+    "weights convert": "imports torch in a process: tests/distributed/checkpoint/test_export.py",
     "nodes": "needs a cluster that answers: test_nodes.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
     **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from tests.support.builders.exports import save_a_run, save_a_run_of
 from tests.support.builders.families import small
@@ -26,8 +28,12 @@ from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.load import give_weights
 from train_loop.run_dir import ExportStatus, ExportWish, RunDir
 from train_loop.spec import ModelSpec
+from train_loop.weights.inputs import find_inputs
+from train_loop.weights.write import write_weights
+from trainshed.cli.main import app
 
 FP32 = ExportWish(dtype="fp32")
 MIB = 2**20
@@ -213,6 +219,36 @@ def test_full_state_dict_by_dtensor_equals_that_by_dcp(trained: Trained) -> None
     for whole_state in on_rank_0:
         assert whole_state.keys() == trained.weights.keys()
         assert all(torch.equal(value, trained.weights[name]) for name, value in whole_state.items())
+
+
+def test_file_for_torch_load_is_converted_and_started_from(trained: Trained, tmp_path: Path) -> None:
+    """The file of `full` has the weights of the test above."""
+    torch.save(trained.weights, tmp_path / "whole.pt")
+    arguments = [str(tmp_path / "whole.pt"), str(tmp_path / "out"), "--config", str(trained.run_dir.root)]
+    done = CliRunner().invoke(app, ["weights", "convert", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["folder"], found["dtype"], found["tensors"]) == (arguments[1], "float32", len(trained.weights))
+    assert found["files"] == ["config.json", "generation_config.json", "model.safetensors"]
+    again = CliRunner().invoke(app, ["weights", "convert", *arguments])
+    assert again.exit_code == 1
+    assert "already exists; choose a new folder, or remove it" in again.stderr
+    spec = ModelSpec(path=str(tmp_path / "out"), dtype="fp32")
+    model, blueprint = CAUSAL.build(spec).model, CAUSAL.build(spec)
+    give_weights(model, blueprint, spec, seed=0, device=torch.device("cpu"))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, trained.weights[name]), name
+
+
+def test_checkpoint_of_a_run_is_converted_with_its_config(trained: Trained, tmp_path: Path) -> None:
+    tmp_path.joinpath("out").mkdir()
+    inputs = find_inputs(trained.run_dir.checkpoint(3))
+    assert inputs.run_dir is not None
+    done = write_weights(inputs, tmp_path / "out", shard_bytes=10**9)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == trained.weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in trained.weights.items())
+    assert done.notes[0].startswith("took model, and left out ")
 
 
 # The peak memory of a process, which it prints at exit.

@@ -5,7 +5,6 @@ It runs in a separate process, during or after training, and holds only some meg
 
 import argparse
 import fcntl
-import json
 import logging
 import shutil
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
+from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
 from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
 from train_loop.checkpoint.export.text_files import (
@@ -51,7 +50,6 @@ from train_loop.run_dir import (
     make_folder,
     read_whole,
     sync,
-    write_durably,
 )
 from train_loop.spec import JobSpec
 
@@ -105,7 +103,7 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
         with report_status(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
             source = _open(run_dir, step, wish)
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
-            _write_rest(source, work, wish)
+            _write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
     return folder
 
 
@@ -209,15 +207,9 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
     }
     shards = plan_shards(tensors, limit=shard_bytes)
     progress.total = sum(kind.shape.numel() for kind in tensors.values())
-    files = dict[str, str]()
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for name, shard in zip(file_names(shards), shards, strict=True):
         _write_shard(source, folder / name, shard, dict.fromkeys(homes[stored] for stored in shard), progress)
-        files |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        size = sum(kind.nbytes for kind in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": files}
-        write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+    write_index(folder, shards)
 
 
 def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str], progress: Progress) -> None:
@@ -233,22 +225,27 @@ def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str],
     file.close()
 
 
-def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
+def write_run_configs(spec: JobSpec, run_dir: RunDir, folder: Path, *, dtype: str) -> None:
+    """Write configs, tokenizer and processors of a run of a model of transformers. Raises UserError, OSError."""
+    _write_texts(spec, family_of(spec).build(spec.model), _tokenizer(spec, run_dir), folder, dtype)
+
+
+def _write_texts(spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path, dtype: str) -> None:
     """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
-    anatomy, tokenizer, tokens, ends = source.anatomy, source.tokenizer, None, list[int]()
-    home = model_folder(source.spec.model)
+    tokens, ends = None, list[int]()
+    home = model_folder(spec.model)
     copy_text_files(tokenizer, home, folder)
-    loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=source.spec.data.reads_text)
+    loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=spec.data.reads_text)
     if tokenizer is not None and loaded is not None:
         tokens = special_tokens(loaded, anatomy.vocabulary or 0)
-        head = source.spec.model.label_head
+        head = spec.model.label_head
         if head is not None and head.reward is not None and tokens.pad is None:
             # Rewards were read before EOS at the end, which the preparation takes for padding, as TRL does.
             tokens = tokens._replace(pad=tokens.eos)
-        ends = ends_of_answers(source.spec, tokenizer, loaded)
-        write_template(source.spec, loaded, folder)
+        ends = ends_of_answers(spec, tokenizer, loaded)
+        write_template(spec, loaded, folder)
         name_class(folder, loaded)
-    anatomy.family.write_configs(anatomy.model, folder, ExportFacts(DTYPES[wish.dtype], home, tokens, ends))
+    anatomy.family.write_configs(anatomy.model, folder, ExportFacts(DTYPES[dtype], home, tokens, ends))
 
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:

@@ -9,16 +9,16 @@ https://huggingface.co/docs/safetensors
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from train_loop.checkpoint.export.tensors import Piece
-from train_loop.run_dir import sync
+from train_loop.run_dir import sync, write_durably
 
-_NAMES = {
+DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -29,7 +29,13 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
+"""Names of dtypes in a header."""
 
 
 class Kind(NamedTuple):
@@ -60,6 +66,23 @@ def plan_shards(tensors: Mapping[str, Kind], *, limit: int) -> list[Shard]:
     return list[Shard](shards)
 
 
+def file_names(shards: Sequence[Shard], stem: str = "model") -> list[str]:
+    """Return the name of each file, as transformers names them."""
+    if len(shards) == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+
+def write_index(folder: Path, shards: Sequence[Shard], stem: str = "model") -> None:
+    """Write the index of several files; a single file needs none."""
+    if len(shards) == 1:
+        return
+    files = {name: file for file, shard in zip(file_names(shards, stem), shards, strict=True) for name in shard}
+    size = sum(kind.nbytes for shard in shards for kind in shard.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    write_durably(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2))
+
+
 class ShardFile:
     """A safetensors file during its creation."""
 
@@ -71,7 +94,7 @@ class ShardFile:
         for name, kind in shard.items():
             self._starts[name], end = end, end + kind.nbytes
             place = [self._starts[name], end]
-            header[name] = {"dtype": _NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": place}
+            header[name] = {"dtype": DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": place}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)

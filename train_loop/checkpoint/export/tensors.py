@@ -2,7 +2,6 @@
 
 import io
 import math
-import pickle
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from train_loop.checkpoint.files.metadata import parse_metadata
 from train_loop.checkpoint.files.tensor_file import tensor_file_format
 from train_loop.checkpoint.manifest import metadata_file
 from train_loop.errors import CheckpointError
@@ -48,13 +48,16 @@ def whole(pieces: Iterable[Piece]) -> Piece:
 
 
 class CheckpointTensors:
-    """The tensors of a verified checkpoint: its metadata is unpickled."""
+    """The tensors of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        metadata: Metadata = pickle.loads(metadata_file(folder).read_bytes())
-        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        metadata = _read_metadata(folder)
+        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         described = metadata.state_dict_metadata
+        paths = metadata.planner_data or {}
+        self.paths = {name: tuple(map(str, paths.get(name, (name,)))) for name in described}
+        """Keys that lead to each entry in the state dict that was saved, tensors and others, by name."""
         self._tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
         self._whole_chunk = threading.Lock()
         """Lock of chunks that can only be read as a whole: one is in memory at a time."""
@@ -84,6 +87,31 @@ class CheckpointTensors:
         tensor = self._tensors[name]
         for chunk in tensor.chunks:
             yield from self._pieces_of(name, chunk, tensor.properties.dtype)
+
+    def check_places(self) -> None:
+        """Raise CheckpointError if a chunk lies outside its tensor or the folder, or if chunks do not cover a tensor.
+
+        Call it for a checkpoint that another program wrote.
+        """
+        for name, tensor in self._tensors.items():
+            filled = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in filled}
+            inside = all(
+                len(offsets) == len(sizes) == len(tensor.size)
+                and all(0 <= o <= o + s <= of for o, s, of in zip(offsets, sizes, tensor.size, strict=True))
+                for offsets, sizes in chunks.items()
+            )
+            if not inside or sum(map(math.prod, chunks.values())) != tensor.size.numel():
+                raise CheckpointError(f"{name} of shape {list(tensor.size)} has chunks that do not cover it once")
+            for chunk in tensor.chunks:
+                place = self._places.get(MetadataIndex(name, chunk.offsets))
+                if place is None or not self._is_plain(place):
+                    raise CheckpointError(f"{name} has a chunk that is not a plain file of the folder; save it again")
+
+    def _is_plain(self, place: _StorageInfo) -> bool:
+        name = place.relative_path
+        plain = name not in ("", ".", "..") and Path(name).name == name and (self._folder / name).is_file()
+        return plain and not place.transform_descriptors and min(place.offset, place.length) >= 0
 
     def row_major_bytes(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in row-major order, some megabytes at a time, each valid until the next.
@@ -142,7 +170,7 @@ class CheckpointTensors:
         with (self._folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
-                return _load(file, place)[first:last]
+                return _load(file, place, chunk.sizes, dtype)[first:last]
             file.seek(first * math.prod(chunk.sizes[1:]) * dtype.itemsize, io.SEEK_CUR)
             return _read(file, shape, dtype)
 
@@ -153,7 +181,7 @@ class CheckpointTensors:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 with self._whole_chunk:
-                    yield _bytes(_load(file, place))
+                    yield _bytes(_load(file, place, chunk.sizes, dtype))
                 return
             # One buffer for all reads: an allocation for each would leave large gaps in the heap.
             buffer, left = memoryview(bytearray(min(_PIECE_BYTES, frame.nbytes))), frame.nbytes
@@ -169,7 +197,7 @@ class CheckpointTensors:
         with (self._folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
-                yield Piece(offsets, _load(file, place))
+                yield Piece(offsets, _load(file, place, chunk.sizes, dtype))
                 return
             if not chunk.sizes:
                 yield Piece(offsets, _read(file, torch.Size(), dtype))
@@ -183,9 +211,14 @@ class CheckpointTensors:
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors in a checkpoint with verified metadata, by the model's names."""
-    described = pickle.loads(metadata_file(folder).read_bytes()).state_dict_metadata
+    described = _read_metadata(folder).state_dict_metadata
     tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = metadata_file(folder)
+    return parse_metadata(path.read_bytes(), path)
 
 
 def _bytes(values: Tensor) -> memoryview:
@@ -193,11 +226,13 @@ def _bytes(values: Tensor) -> memoryview:
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _load(file: io.BufferedIOBase, place: _StorageInfo) -> Tensor:
-    """Read a chunk as a whole: another version of torch has written it."""
+def _load(file: io.BufferedIOBase, place: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Read a chunk as a whole: another version of torch has written it. Raises CheckpointError."""
     file.seek(place.offset)
     blob = io.BytesIO(file.read(place.length))
     values: Tensor = torch.load(blob, map_location="cpu", weights_only=True)
+    if values.shape != shape or values.dtype != dtype:
+        raise CheckpointError(f"{place.relative_path} holds another tensor than the metadata says; copy it again")
     return values
 
 

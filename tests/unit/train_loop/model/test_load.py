@@ -191,10 +191,16 @@ def rename_weights(folder: Path) -> None:
             remove_weights,
             "holds neither model.safetensors nor model.safetensors.index.json; give a folder with weights",
         ),
-        (leave_pickle, "but pytorch_model.bin, and pickle is not read; save the model again with transformers"),
+        (
+            leave_pickle,
+            "but pytorch_model.bin, and jobs read no pickles; run `trainshed weights convert (.*) \\1-safetensors`",
+        ),
         (truncate, "model.safetensors is not a complete safetensors file: .*; copy it again"),
         (index(["x"]), "weight_map not found in .*; copy it again"),
-        (index({"x": "../../etc/passwd"}), "names files that are not safetensors of the folder: ../../etc/passwd"),
+        (
+            index({"x": "../../etc/passwd"}),
+            "names files that are not safetensors files of the folder: ../../etc/passwd",
+        ),
         (index({"x": "gone.safetensors"}), "gone.safetensors not found; copy the folder again"),
         (index({"x": "a.safetensors"}, rest=rename_weights), "names tensors that its files do not contain: x; copy it"),
     ],
