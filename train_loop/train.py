@@ -9,7 +9,7 @@ import torch.distributed as dist
 from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.schedule import SaveSchedule
-from train_loop.checkpoint.select import prove_newest
+from train_loop.checkpoint.select import agree_on_newest, prove_newest
 from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.masking import mask_rows
@@ -43,7 +43,8 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     session.journal.event("workers_ready", world=session.world)
     with watched(session) as watchdog, memory_watched(spec, session):
-        run = build_run(spec, session, dataset, evaluation)
+        newest = agree_on_newest(session.access)
+        run = build_run(spec, session, dataset, evaluation, newest)
         saver = Saver(session.access, spec.checkpoint, spec.strategy.save_mode, timeout=session.timeout)
         with no_garbage_collection():
             resume(run)
@@ -203,7 +204,7 @@ class TrainingLoop:
 
 def resume(run: Run) -> None:
     """Load the newest checkpoint that verifies, or that of the run's parent, or start afresh. A collective call."""
-    restore(run.state, run.session.access, run.order.order, seed=run.spec.training.seed, parent=run.parent)
+    restore(run.state, run.session.access, run.order.order, seed=run.spec.training.seed, origins=run.origins)
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:

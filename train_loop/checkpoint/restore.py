@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,19 +23,31 @@ from train_loop.state import LossWindow, TrainState, seed_generators, set_rng_st
 Values = dict[str, Any]
 
 
-def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, parent: Parent | None = None) -> None:
+class Origins(NamedTuple):
+    """The states from which a run may start, the first that it has."""
+
+    newest: Manifest | None = None
+    """Its newest checkpoint that verifies, if that is known."""
+    parent: Parent | None = None
+    """Checkpoint of another run."""
+
+
+AT_START = Origins()
+
+
+def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, origins: Origins) -> None:
     """Load the state of a fresh run from a checkpoint, or leave it at its start. A collective call.
 
     The checkpoint is the newest of this run that verifies, or else that of the parent run. Newer checkpoints that do
     not verify are reported and skipped. Nothing is unpickled before its hash was checked.
     """
-    manifest = agree_on_newest(access)
+    manifest = origins.newest or agree_on_newest(access)
     if manifest is not None:
         _check_same_data(order, manifest)
         _resume(state, access, manifest, seed=seed)
         state.consumed = order.consumed(manifest.position)
-    elif parent is not None:
-        _continue(state, access, parent, seed=seed)
+    elif origins.parent is not None:
+        _continue(state, access, origins.parent, seed=seed)
     else:
         seed_generators(seed, step=0, rank=dist.get_rank())
 

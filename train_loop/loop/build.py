@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.amp import GradScaler
 
+from train_loop.checkpoint.restore import AT_START, Origins
 from train_loop.code.use import own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
@@ -24,7 +25,7 @@ from train_loop.optim import Ema, ExpertBalance, build_optimizers, build_schedul
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
-from train_loop.run_dir import Parent, storage_failed
+from train_loop.run_dir import Manifest, Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
 from train_loop.system.retry import patiently
@@ -56,8 +57,8 @@ class Run:
     """Counters of torch.compile; None if model.compile is off."""
     evaluation_data: Dataset | None = None
     """Data for evaluation; None without eval data."""
-    parent: Parent | None = None
-    """Checkpoint of another run, from which this run starts until it has its own."""
+    origins: Origins = AT_START
+    """States from which this run starts."""
 
     @property
     def done(self) -> bool:
@@ -67,17 +68,26 @@ class Run:
         return reached or not self.order.steps_left(self.state.consumed)
 
 
-def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
-    """Build all objects of a run in their state at its start. A collective call; raises UserError."""
+def build_run(
+    spec: JobSpec,
+    session: Session,
+    dataset: Dataset,
+    evaluation: Dataset | None = None,
+    newest: Manifest | None = None,
+) -> Run:
+    """Build all objects of a run in their state at its start. A collective call; raises UserError.
+
+    `newest` is the checkpoint that replaces that state: then weights are neither drawn nor read from a folder.
+    """
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
-    sharded = build_sharded(spec, mesh)
+    parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
+    sharded = build_sharded(spec, mesh, needs_weights=newest is None and parent is None)
     if sharded.unused:
         first, count = sharded.unused[0], len(sharded.unused)
         session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
     if spec.strategy.apply_expert_patch:
         session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy, spec))
-    parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(
         spec.training,
@@ -106,7 +116,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         compute_timer=sharded.timer,
         compile_watch=CompileWatch() if spec.model.compile else None,
         evaluation_data=evaluation,
-        parent=parent,
+        origins=Origins(newest, parent),
     )
 
 

@@ -4,7 +4,7 @@ Only safetensors are read, never pickle. A file is mapped for one tensor at a ti
 therefore holds at most its slice of one tensor, including the pages of the file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -19,8 +20,8 @@ from train_loop.errors import ModelError
 from train_loop.model.build import allocate, draw_weights, materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import Join, StoredNames
+from train_loop.model.fill import fill
 from train_loop.model.folder import model_folder
-from train_loop.model.parts import own_parts
 from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input
@@ -38,6 +39,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     """Name of its dtype in safetensors, such as BF16."""
+    by_row = True
 
     @property
     def label(self) -> str:
@@ -68,6 +70,11 @@ class Joined:
     def name(self) -> str:
         """Return the name of the first of them."""
         return self.parts[0][0].name
+
+    @property
+    def by_row(self) -> bool:
+        """Return whether stored tensors are whole rows of it."""
+        return self.join.by_row
 
     @property
     def label(self) -> str:
@@ -107,8 +114,26 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise ModelError(f"{path} is not a complete safetensors file: {error}; copy it again") from error
 
 
+class WeightSource(NamedTuple):
+    """How the weights of a model in a folder are read."""
+
+    needed: bool = True
+    """False if a checkpoint replaces all weights: then they are neither drawn nor read."""
+    readers: dist.ProcessGroup | None = None
+    """Group whose first rank reads for all of its ranks; None: each rank reads its own slices."""
+
+
+EACH_RANK = WeightSource()
+
+
 def give_weights(
-    model: nn.Module, blueprint: Anatomy, spec: ModelSpec, *, seed: int, device: torch.device
+    model: nn.Module,
+    blueprint: Anatomy,
+    spec: ModelSpec,
+    *,
+    seed: int,
+    device: torch.device,
+    source: WeightSource = EACH_RANK,
 ) -> list[str]:
     """Allocate a sharded model and load its weights; `blueprint` is the same model on meta, before sharding.
 
@@ -117,15 +142,20 @@ def give_weights(
     """
     folder = model_folder(spec)
     if folder is None:
-        materialise(model, blueprint, seed=seed, device=device)
+        if source.needed:
+            materialise(model, blueprint, seed=seed, device=device)
+        else:
+            allocate(model, blueprint, device=device)
         return []
     homes, unused = match_folder(blueprint, folder)
     allocate(model, blueprint, device=device, stored=[name for name, stored in homes.items() if stored])
+    if not source.needed:
+        return unused
     draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, stored in homes.items():
         if stored:
-            _fill(targets[name], stored)
+            fill(targets[name], stored, source.readers)
     return unused
 
 
@@ -204,12 +234,15 @@ def _by_own_name(
     return left, lost, [one for name, one in found.items() if names.own[name] in names.joins and name not in used]
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor in a folder's safetensors files by name, without reading data. Raises ModelError."""
-    whole = folder / "model.safetensors"
+def read_headers(folder: Path, stem: str = "model") -> dict[str, Stored]:
+    """Return every tensor in a folder's safetensors files by name, without reading data. Raises ModelError.
+
+    `stem` begins the names of the files.
+    """
+    whole = folder / f"{stem}.safetensors"
     if whole.is_file():
         return {stored.name: stored for stored in _header(whole)}
-    index = _read_index(folder)
+    index = _read_index(folder, stem)
     files = [folder / name for name in sorted(set(index.values()))]
     stored = {stored.name: stored for file in files for stored in _header(file)}
     lost = sorted(index.keys() - stored.keys())
@@ -220,15 +253,15 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from model.safetensors.index.json. Raises ModelError."""
-    path = folder / "model.safetensors.index.json"
+def _read_index(folder: Path, stem: str = "model") -> dict[str, str]:
+    """Return the file of each tensor from an index. Raises ModelError."""
+    path = folder / f"{stem}.safetensors.index.json"
     try:
         return read_weight_map(path, "safetensors")
     except FileNotFoundError as error:
         found = conversion(folder)
         raise ModelError(
-            f"{folder} holds neither model.safetensors nor {path.name}"
+            f"{folder} holds neither {stem}.safetensors nor {path.name}"
             f"{f' but {found}' if found else '; give a folder with weights'}"
         ) from error
 
@@ -245,19 +278,6 @@ def _tensors(model: nn.Module) -> Iterable[list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     return names.values()
-
-
-def _fill(target: Tensor, stored: Sequence[Stored | Joined]) -> None:
-    """Read this rank's slice of a tensor. Raises ModelError for a tied weight stored twice with different values."""
-    for own, box in own_parts(target):
-        own.copy_(stored[0].read(box))
-        for twin in stored[1:]:
-            # transformers would untie them with a warning, and train a model that differs from config.json.
-            if not torch.equal(own, twin.read(box).to(own)):
-                raise ModelError(
-                    f"{twin.name} in {twin.file} differs from {stored[0].name}, and config.json ties them; set "
-                    "tie_word_embeddings to the value with which the model was trained"
-                )
 
 
 def _shape(shape: tuple[int, ...]) -> str:

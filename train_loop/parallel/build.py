@@ -1,6 +1,8 @@
 """A model with its weights, sharded over the mesh."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
-from train_loop.model.load import give_weights
+from train_loop.model.load import WeightSource, give_weights
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
@@ -38,8 +40,11 @@ class ShardedModel(NamedTuple):
         return self.anatomy.model
 
 
-def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
-    """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
+def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> ShardedModel:
+    """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError.
+
+    Without `needs_weights`, the weights are uninitialised memory that a checkpoint replaces.
+    """
     anatomy = family_of(spec).build(spec.model)
     model, family = anatomy.model, anatomy.family
     found = family.examine(anatomy, spec)
@@ -50,7 +55,25 @@ def build_sharded(spec: JobSpec, mesh: Mesh) -> ShardedModel:
     blueprint = family.anatomy(copy.deepcopy(model))
     timer = parallelize(anatomy, mesh, spec, found.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
-    unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
+    with _readers(spec, mesh) as readers:
+        source = WeightSource(needs_weights, readers if needs_weights else None)
+        unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home, source=source)
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()
     return ShardedModel(anatomy, timer, found.after_head, unused, sharers)
+
+
+@contextmanager
+def _readers(spec: JobSpec, mesh: Mesh) -> Iterator[dist.ProcessGroup | None]:
+    """Yield the group of the ranks of a replica, of which the first reads; None if each rank reads its own part."""
+    if spec.model.load == "every_rank":
+        yield None
+        return
+    size = mesh.plan.world // mesh.plan.ddp
+    replicas = [range(first, first + size) for first in range(0, mesh.plan.world, size)]
+    # Every rank creates every group. Files are read into host memory, so that gloo sends from there.
+    groups = [dist.new_group([*ranks], backend="gloo") for ranks in replicas]
+    try:
+        yield groups[mesh.rank // size]
+    finally:
+        dist.destroy_process_group(groups[mesh.rank // size])

@@ -1,6 +1,7 @@
 """Common parts of a spec: strict frozen models, rejected values, and problems with a JSON pointer."""
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,3 +96,11 @@ def only(*supported: Any) -> Only:
     extends or removes it.
     """
     return Only(supported)
+
+
+def check_folder(uri: str | None) -> None:
+    """Raise ValueError for a folder that service and workers would not find at the same place."""
+    if uri is not None and not os.path.isabs(uri) and "://" not in uri:
+        raise ValueError(
+            f"{uri} is a relative path, but service and workers have different folders; write an absolute path"
+        )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecModel, check_folder, only
 from train_loop.spec.heads import CAUSAL_LM, WITH_DEFAULTS, Head, LabelHeadSpec
 from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec
 
@@ -45,6 +45,13 @@ class ModelSpec(SpecModel):
         description="head of the model and its loss: causal_lm, reward, embedding, masked_lm or {masked_lm: {…}} for "
         "encoders, or one of {sequence_classification: {labels: n}}, {token_classification: {labels: n}}, "
         "{regression: {}}",
+    )
+    load: Literal["every_rank", "rank0"] = Field(
+        default="every_rank",
+        # Specs of older versions keep their digests.
+        exclude_if=lambda load: load == "every_rank",
+        description="readers of the weights at path: every_rank: each worker reads its own slices; rank0: one worker "
+        "of each replica reads all of them and sends them to the others",
     )
     dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 uses a gradient scaler")
     master_dtype: Dtype = Field(
@@ -95,6 +102,8 @@ class ModelSpec(SpecModel):
     def _at_most_one_source(self) -> "ModelSpec":
         if self.path is not None and self.config is not None:
             raise ValueError("exactly one of model.path and model.config is needed, and both are given; remove one")
+        if self.path is None and self.load != "every_rank":
+            raise ValueError(f"load={self.load} has no effect without model.path, whose files it reads; remove it")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
@@ -134,10 +143,7 @@ class ModelSpec(SpecModel):
                 f"{uri} is not a folder on shared storage, and models are not downloaded from the Hugging Face Hub; "
                 f"run `hf download {on_hub[1]} --local-dir {folder}` below a storage root, and write file://{folder}"
             )
-        if "://" not in uri:
-            raise ValueError(
-                f"{uri} is a relative path, but service and workers have different folders; write an absolute path"
-            )
+        check_folder(uri)
         return uri
 
     @field_validator("master_dtype")

@@ -1,5 +1,7 @@
 """A run that continues from another run's checkpoint: inherited state and new hyperparameters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,25 @@ def go_on(folder: Path, name: str, *, same_order: bool = True, same_optimizer: b
     return folder / name
 
 
+@contextmanager
+def no_initial_weights() -> Iterator[None]:
+    """Fail if weights are drawn or read from a folder."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are drawn or read, and a checkpoint replaces them")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("build.draw_weights", "load.draw_weights", "load.fill"):
+            patch.setattr(f"train_loop.model.{name}", fail)
+        yield
+
+
 def train_all(folder: Path) -> None:
     data, other = folder / "d.parquet", folder / "other.parquet"
     small_runs.run(data, folder / "parent", model=DROPOUT)
-    small_runs.run(data, go_on(folder, "same"), model=DROPOUT)
-    small_runs.run(data, go_on(folder, "longer"), model=DROPOUT, max_steps=STEPS + 2)
+    with no_initial_weights():
+        small_runs.run(data, go_on(folder, "same"), model=DROPOUT)
+        small_runs.run(data, go_on(folder, "longer"), model=DROPOUT, max_steps=STEPS + 2)
     changed: dict[str, Any] = {
         "learning_rate": 5e-4,
         "weight_decay": 0.0,
@@ -127,7 +143,8 @@ def test_other_data_starts_at_its_beginning(folder: Path) -> None:
 
 
 def goes_on_alone(folder: Path, name: str, part: dict[str, Any]) -> None:
-    small_runs.run(folder / "d.parquet", folder / name, **part)
+    with no_initial_weights():
+        small_runs.run(folder / "d.parquet", folder / name, **part)
 
 
 def test_clone_with_another_number_of_ranks_inherits_the_same_state(folder: Path) -> None:

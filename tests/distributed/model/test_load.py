@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,11 +25,13 @@ from train_loop.loop.build import build_run
 from train_loop.loop.session import Session
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.probe import probe
-from train_loop.model.load import give_weights, read_headers
+from train_loop.model.folder import model_shape
+from train_loop.model.load import Stored, give_weights, read_headers
 from train_loop.model.parts import own_parts
+from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.passes import parallelize
-from train_loop.plan import plan_mesh
+from train_loop.plan import plan_job, plan_mesh
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
 from train_loop.train import train
@@ -125,8 +127,43 @@ def slices_that_are_wrong(folder: Path) -> list[str]:
     return wrong
 
 
-def all_on_four(root: Path, models: dict[str, dict[str, Any]]) -> tuple[Any, list[str]]:
-    return start_all(root, models, 4), slices_that_are_wrong(root / "shapes")
+class Loaded(NamedTuple):
+    """What one rank has read of a folder, and whether it has the same weights whoever reads."""
+
+    equal: bool
+    own_bytes: int
+    """Bytes that it has read itself, if each rank reads its own slices."""
+    sent_bytes: int
+    """Bytes that it has read for all ranks of its replica."""
+
+
+def load_both_ways(root: Path) -> dict[str, Loaded]:
+    """Load a folder with both readers on each mesh of four ranks."""
+    found, counted = dict[str, Loaded](), list[int]()
+    read = Stored.read
+
+    def read_and_count(stored: Stored, part: tuple[slice, ...]) -> Tensor:
+        values = read(stored, part)
+        counted.append(values.nbytes)
+        return values
+
+    def load(mesh: str, how: str) -> tuple[list[Tensor], int]:
+        job = a_spec(root, {"path": str(root / "untied, an index"), "load": how}, mesh, 1)
+        plan = plan_job(job, model_shape(job.model))
+        counted.clear()
+        model = build_sharded(job, build_mesh(plan.mesh, torch.device("cpu"))).model
+        return [own for one in model.parameters() for own, _ in own_parts(one)], sum(counted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stored, "read", read_and_count)
+        for mesh in [name for name, (world, _, _) in MESHES.items() if world == 4]:
+            (one, own_bytes), (other, sent_bytes) = load(mesh, "every_rank"), load(mesh, "rank0")
+            found[mesh] = Loaded(all(map(torch.equal, one, other)), own_bytes, sent_bytes)
+    return found
+
+
+def all_on_four(root: Path, models: dict[str, dict[str, Any]]) -> tuple[Any, list[str], dict[str, Loaded]]:
+    return start_all(root, models, 4), slices_that_are_wrong(root / "shapes"), load_both_ways(root)
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +183,15 @@ MODELS: dict[str, Any] = {"random": {"config": TINY | {"tie_word_embeddings": Tr
 
 
 @pytest.fixture(scope="module")
-def four(root: Path) -> list[tuple[Any, list[str]]]:
+def four(root: Path) -> list[tuple[Any, list[str], dict[str, Loaded]]]:
     """Return the results of each of four ranks."""
     return on_ranks(4, all_on_four, root, MODELS | {name: {"path": (root / name).as_uri()} for name in FOLDERS})
 
 
 @pytest.fixture(scope="module")
-def started(root: Path, four: list[tuple[Any, list[str]]]) -> dict[tuple[str, str], dict[str, Tensor]]:
+def started(
+    root: Path, four: list[tuple[Any, list[str], dict[str, Loaded]]]
+) -> dict[tuple[str, str], dict[str, Tensor]]:
     models = MODELS | {name: {"path": str(root / name)} for name in FOLDERS}
     found: dict[tuple[str, str], dict[str, Tensor]] = four[0][0] | on_ranks(1, start_all, root, models, 1)[0]
     return found
@@ -186,8 +225,24 @@ def test_random_weights_are_the_same_at_every_mesh(started: Any, mesh: str) -> N
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_rank_reads_its_shard_at_any_placement(four: list[tuple[Any, list[str]]]) -> None:
-    assert [wrong for _, wrong in four] == [[]] * 4
+def test_rank_reads_its_shard_at_any_placement(four: list[tuple[Any, list[str], Any]]) -> None:
+    assert [wrong for _, wrong, _ in four] == [[]] * 4
+
+
+@pytest.mark.parametrize("mesh", [name for name, (world, _, _) in MESHES.items() if world == 4])
+def test_one_reader_of_each_replica_gives_all_ranks_the_same_weights(root: Path, four: Any, mesh: str) -> None:
+    found = [loaded[mesh] for _, _, loaded in four]
+    assert all(one.equal for one in found)
+    size = sum(stored.read(whole_of(stored)).nbytes for stored in read_headers(root / "untied, an index").values())
+    replicas = 2 if mesh == "hsdp 2 x 2" else 1
+    # Both read each byte once for each replica; one of them on one rank.
+    assert sum(one.own_bytes for one in found) == replicas * size
+    assert [one.sent_bytes for one in found] == [size if rank % (4 // replicas) == 0 else 0 for rank in range(4)]
+    assert max(one.own_bytes for one in found) < size
+
+
+def whole_of(stored: Stored) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in stored.shape)
 
 
 BIG: dict[str, Any] = {"model_type": "llama", "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 4096}
