@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.files.reader import CheckpointReader
+from train_loop.checkpoint.optimizer_state import OptimizerState, fill_optimizer_state
 from train_loop.checkpoint.parts import described, plain
 from train_loop.checkpoint.select import agree_on_newest, prove_parent
 from train_loop.checkpoint.state_dict import put_back, rng_key, tensors_of
@@ -30,6 +31,8 @@ class Origins(NamedTuple):
     """Its newest checkpoint that verifies, if that is known."""
     parent: Parent | None = None
     """Checkpoint of another run."""
+    optimizer_state: OptimizerState | None = None
+    """Optimizer state that belongs to the weights of the model's folder."""
 
 
 AT_START = Origins()
@@ -48,6 +51,8 @@ def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, or
         state.consumed = order.consumed(manifest.position)
     elif origins.parent is not None:
         _continue(state, access, origins.parent, seed=seed)
+    elif origins.optimizer_state is not None:
+        _start_from(state, access, origins.optimizer_state, seed=seed)
     else:
         seed_generators(seed, step=0, rank=dist.get_rank())
 
@@ -97,6 +102,21 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
         consumed=state.consumed,
         same_optimizer=parent.same_optimizer,
     )
+
+
+def _start_from(state: TrainState, access: RunAccess, found: OptimizerState, *, seed: int) -> None:
+    """Load the optimizer state of a folder, whose weights the model has. This run keeps its hyperparameters."""
+    facts, values = found.facts, tensors_of(state)
+    fill_optimizer_state(found, values["optimizer"]["state"])
+    put_back(state, values)
+    for scheduler in state.schedulers:
+        go_to(scheduler, facts.schedule)
+    if facts.scaler and state.scaler.is_enabled():
+        state.scaler.load_state_dict(facts.scaler)
+    seed_generators(seed, step=facts.step, rank=dist.get_rank())
+    state.step, state.tokens = facts.step, facts.tokens
+    folder = str(found.folder)
+    access.journal.event("optimizer_state_loaded", folder=folder, step=facts.step, consumed=state.consumed)
 
 
 def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, values: Values, *, seed: int) -> None:

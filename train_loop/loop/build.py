@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.amp import GradScaler
 
+from train_loop.checkpoint.optimizer_state import check_fits, read_optimizer_state, trained_shapes
 from train_loop.checkpoint.restore import AT_START, Origins
 from train_loop.code.use import own_code
 from train_loop.data.dataset import Dataset
@@ -88,7 +89,10 @@ def build_run(
         session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
     if spec.strategy.apply_expert_patch:
         session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy, spec))
-    origin = _origin(parent, dataset)
+    optimizer_state = None if parent is not None else read_optimizer_state(spec.training)
+    if optimizer_state is not None:
+        check_fits(optimizer_state, spec.training, trained_shapes(sharded.model))
+    origin = _origin(parent, dataset) if optimizer_state is None else optimizer_state.origin(spec.data, dataset)
     steps = plan_steps(
         spec.training,
         samples=dataset.epoch_samples,
@@ -116,7 +120,7 @@ def build_run(
         compute_timer=sharded.timer,
         compile_watch=CompileWatch() if spec.model.compile else None,
         evaluation_data=evaluation,
-        origins=Origins(newest, parent),
+        origins=Origins(newest, parent, optimizer_state),
     )
 
 

@@ -43,7 +43,7 @@ from train_loop.preflight.absent_tokens import absent_tokens, check_written_toke
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
-from train_loop.preflight.parent_checkpoint import checkpoint_problems
+from train_loop.preflight.parent_checkpoint import check_optimizer_state, checkpoint_problems
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.preflight.sandbox import confine
@@ -118,8 +118,17 @@ def check_model(
     problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
     problems += _tokenizer_problems(spec, policy, shape) or _mask_problems(spec, anatomy)
     problems += _wishes_not_granted(anatomy, found, spec)
+    problems += _state_problems(anatomy, spec, policy)
     # Counted last, because the check of freeze_module_prefix freezes.
     return (shape if problems else _counted(shape, anatomy, found, spec)), problems
+
+
+def _state_problems(anatomy: Anatomy, spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
+    try:
+        check_optimizer_state(anatomy.model, spec.training, policy)
+    except _MISTAKES as error:
+        return [Problem("/training/optimizer_state", _message(error))]
+    return []
 
 
 def _shape(model: ModelSpec, family: Family) -> ModelShape:
@@ -323,7 +332,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         problems += bad
-        count = None if problems else _count(spec)
+        # A run that goes on at the step of another has fewer steps left than its samples.
+        count = None if problems or spec.training.optimizer_state is not None else _count(spec)
         # Own columns are not prepared.
         largest = None if problems or own else _largest(spec)
     return {

@@ -1,11 +1,14 @@
-"""Comparison of a spec's model with the checkpoint of the run that it continues."""
+"""Comparison of a spec's model with the checkpoint or the optimizer state from which it continues."""
 
 from torch import nn
 
 from train_loop.checkpoint.export.tensors import saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
-from train_loop.run_dir import Parent, RunDir
-from train_loop.spec import Problem
+from train_loop.checkpoint.optimizer_state import check_fits, read_optimizer_state, trained_shapes
+from train_loop.data.prepare.sources import check_plain
+from train_loop.preflight.fork_server import set_pointer
+from train_loop.run_dir import Parent, ReadPolicy, RunDir
+from train_loop.spec import Problem, TrainingSpec
 
 
 def checkpoint_problems(model: nn.Module, parent: Parent, pointer: str) -> list[Problem]:
@@ -32,3 +35,14 @@ def checkpoint_problems(model: nn.Module, parent: Parent, pointer: str) -> list[
         return []
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
     return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
+
+
+def check_optimizer_state(model: nn.Module, training: TrainingSpec, policy: ReadPolicy) -> None:
+    """Raise UserError or OSError if the optimizer state that a spec names is not that of its trained parameters."""
+    if training.optimizer_state is None:
+        return
+    set_pointer("/training/optimizer_state")
+    check_plain(training.optimizer_state, policy)
+    found = read_optimizer_state(training)
+    assert found is not None, "the spec names one"
+    check_fits(found, training, trained_shapes(model))

@@ -181,6 +181,17 @@ class JobSpec(SpecModel):
 
     @field_validator("training")
     @classmethod
+    def _optimizer_state_has_its_weights(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:
+        model = info.data.get("model")
+        if training.optimizer_state is not None and model is not None and model.path is None:
+            raise ValueError(
+                "optimizer_state belongs to the weights of the same checkpoint; set model.path to their folder, or "
+                "remove optimizer_state"
+            )
+        return training
+
+    @field_validator("training")
+    @classmethod
     def _evaluates_something(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:
         data = info.data.get("data")
         if data is None or (data.eval is None) == (training.eval_steps is None):

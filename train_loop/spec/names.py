@@ -27,7 +27,7 @@ _NOT_YET = _by_name(
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
         "": "add_tokens kernels images balance precision cast_forward_inputs "
-        "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups optimizer_state "
+        "gradient_sync ignored_params pin_memory matmul_precision shard_vision deterministic groups "
         "profile neftune_noise_alpha group_by_length length_column_name tf32",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",

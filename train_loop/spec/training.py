@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel
+from train_loop.spec.base import SpecModel, check_folder
 from train_loop.spec.schedule import Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 OPTIMIZER_OPTIONS = {
@@ -108,6 +108,13 @@ class TrainingSpec(SpecModel):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="maximum norm of the gradients; null: no clipping"
     )
+    optimizer_state: str | None = Field(
+        default=None,
+        # Specs of older versions keep their digests.
+        exclude_if=lambda uri: uri is None,
+        description="URI of a folder with the optimizer state of another run, from `checkpoint full --with optimizer` "
+        "and `trainshed weights convert`; the run goes on at its step, with the weights in model.path",
+    )
     seed: int = Field(default=0, ge=0, description="seed of random weights and dropout")
     reproducible: Literal["same_size", "any_size"] = Field(
         default="same_size",
@@ -168,6 +175,14 @@ class TrainingSpec(SpecModel):
                     f"{', '.join(used) or 'none'}; remove it, or choose another optimizer"
                 )
         return self
+
+    @field_validator("optimizer_state")
+    @classmethod
+    def _is_on_storage(cls, uri: str | None, info: ValidationInfo) -> str | None:
+        check_folder(uri)
+        if uri is not None and info.data.get("optimizer") == "adamw_8bit":
+            raise ValueError("the states of adamw_8bit are not read from a folder; clone the job instead")
+        return uri
 
     @model_validator(mode="after")
     def _one_of_each_pair(self) -> "TrainingSpec":

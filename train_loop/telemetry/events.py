@@ -32,6 +32,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         # The ranks.
         "workers_ready": "all ranks of the worker group run and build the model",
         "continued": "the run starts from the checkpoint of another job, its parent",
+        "optimizer_state_loaded": "the run starts at `step` with the optimizer state in `folder`",
         "training_started": "the first step follows; mesh, batch, hosts and the step that the run resumes from",
         "expert_patch_not_needed": "apply_expert_patch changes nothing, for the stated reason",
         "compiled": "torch.compile has compiled, recompiled or split a graph",

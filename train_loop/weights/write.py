@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
+from train_loop.checkpoint.optimizer_state import FACTS, STEM
 from train_loop.errors import UserError
 from train_loop.model.weight_map import some
+from train_loop.run_dir import write_durably
 from train_loop.weights.entries import Entry, read_entries
 from train_loop.weights.inputs import Inputs
 from train_loop.weights.names import choose
+from train_loop.weights.optimizer import split_off, state_names
 from train_loop.weights.result import Converted
 
 _TIMES_LARGER = 2
@@ -24,12 +27,17 @@ def write_weights(inputs: Inputs, folder: Path, *, shard_bytes: int, entry: str 
     """
     entries = [one for one, _ in read_entries(inputs)]
     _check_index(inputs, [".".join(one.path) for one in entries])
-    chosen = choose(entries, entry)
-    kinds = _kinds(entries, chosen.names)
+    model, states, facts = split_off(entries) if entry is None else (entries, [], None)
+    chosen = choose(model, entry)
+    kinds, state_kinds = _kinds(model, chosen.names), _kinds(states, state_names(states))
     size = sum(kind.nbytes for kind in kinds.values())
-    _check_size(size, sum(inputs.sizes), folder)
+    _check_size(size + sum(kind.nbytes for kind in state_kinds.values()), sum(inputs.sizes), folder)
     shards = plan_shards(kinds, limit=shard_bytes)
     _write(inputs, folder, chosen.names, shards, "model")
+    if facts is not None:
+        _write(inputs, folder, state_names(states), plan_shards(state_kinds, limit=shard_bytes), STEM)
+        write_durably(folder / FACTS, facts.model_dump_json(indent=2))
+        chosen.notes.append("wrote the optimizer state, too: name the new folder also in training.optimizer_state")
     floats = {str(kind.dtype).removeprefix("torch.") for kind in kinds.values() if kind.dtype.is_floating_point}
     return Converted(
         folder=str(folder),

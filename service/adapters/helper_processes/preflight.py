@@ -267,6 +267,7 @@ def _cache_key(spec: JobSpec) -> str:
             "gradient_accumulation_steps",
             "label_smoothing_factor",
             "optimizer",
+            "optimizer_state",
             "per_device_train_batch_size",
             "reproducible",
             "router_aux_loss",

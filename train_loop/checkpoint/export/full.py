@@ -1,51 +1,78 @@
 """Full state dict of a sharded model on rank 0, by two APIs; and of a checkpoint, as a file for `torch.load`.
 
-`torchrun --nproc-per-node N -m train_loop.checkpoint.export.full RUN_DIR --step N --out FILE [--api dtensor|dcp]` runs
-at any number of ranks that the model can be sharded over. Rank 0 needs memory for all weights of the model.
+`torchrun --nproc-per-node N -m train_loop.checkpoint.export.full RUN_DIR --step N --out FILE [--with optimizer]` runs
+at any number of ranks that the model can be sharded over. Rank 0 needs memory for all tensors that it writes.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.manifest import find_verified
+from train_loop.checkpoint.optimizer_state import TrainingState
+from train_loop.checkpoint.state_dict import put_back, tensors_of
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.folder import model_shape
-from train_loop.parallel.build import build_sharded
+from train_loop.optim import build_optimizers
+from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import build_mesh, local_device
 from train_loop.plan import plan_job
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Manifest, RunDir
 from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.state import TrainState
 from train_loop.system.exit import leave
+
+States = dict[str, dict[str, Tensor]]
+"""Tensors of optimizers by parameter, then by the name of the state."""
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def by_dtensor(model: nn.Module) -> dict[str, Tensor]:
     """Gather DTensors one by one into rank 0's host memory; the other ranks get an empty dict. A collective call."""
+    return _gather(model.state_dict())
+
+
+def by_dcp(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the state dict by DCP's helper, also on rank 0. A collective call."""
+    return dict[str, Tensor](get_model_state_dict(model, options=_WHOLE))  # type: ignore[arg-type]
+
+
+def states_by_dtensor(state: TrainState) -> States:
+    """Gather the optimizer state like `by_dtensor`. A collective call."""
+    found = {name: _gather(values) for name, values in tensors_of(state)["optimizer"]["state"].items()}
+    return found if dist.get_rank() == 0 else {}
+
+
+def states_by_dcp(state: TrainState) -> States:
+    """Gather the optimizer state like `by_dcp`. A collective call."""
+    _, optimizer = get_state_dict(state.model, state.optimizers, options=_WHOLE)
+    found: States = optimizer.get("state", {})  # type: ignore[assignment]
+    return found
+
+
+def _gather(values: Mapping[str, Any]) -> dict[str, Tensor]:
     whole = dict[str, Tensor]()
-    for name, value in model.state_dict().items():
+    for name, value in values.items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
             whole[name] = full.detach().cpu()
     return whole
 
 
-def by_dcp(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the state dict by DCP's helper, also on rank 0. A collective call."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict[str, Tensor](get_model_state_dict(model, options=options))  # type: ignore[arg-type]
-
-
 WAYS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {"dtensor": by_dtensor, "dcp": by_dcp}
+STATE_WAYS: dict[str, Callable[[TrainState], States]] = {"dtensor": states_by_dtensor, "dcp": states_by_dcp}
 
 
 def main() -> None:
@@ -55,29 +82,98 @@ def main() -> None:
     parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
     parser.add_argument("--out", required=True, metavar="FILE", help="output file for torch.load")
     parser.add_argument("--api", choices=sorted(WAYS), default="dtensor")
+    parser.add_argument("--with", choices=["optimizer"], dest="extra", help="what to write besides the model")
     arguments = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        model = load_model(RunDir.at(arguments.run_dir), arguments.step)
+        whole = gather(
+            RunDir.at(arguments.run_dir), arguments.step, arguments.api, optimizer=arguments.extra is not None
+        )
     except (UserError, CheckpointError) as error:
         sys.exit(str(error))
-    whole = WAYS[arguments.api](model)
     if dist.get_rank() == 0:
         torch.save(whole, arguments.out)
+        config = f"--config {arguments.run_dir}"
+        sys.stderr.write(f"start from it: trainshed weights convert {arguments.out} FOLDER {config}\n")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def gather(run_dir: RunDir, step: int, api: str, *, optimizer: bool) -> dict[str, Any]:
+    """Return the content of the file on rank 0: the model alone, or beside the optimizer state. A collective call.
+
+    Raises UserError, CheckpointError.
+    """
+    if not optimizer:
+        return dict(WAYS[api](load_model(run_dir, step)))
+    state, facts = load_state(run_dir, step)
+    return {"model": WAYS[api](state.model), "optimizer": STATE_WAYS[api](state), "training": facts.model_dump()}
+
+
 def load_model(run_dir: RunDir, step: int) -> nn.Module:
     """Return the model of a checkpoint, sharded over all ranks. Raises UserError, CheckpointError."""
-    find_verified(run_dir, step)
-    here = _at_this_size(run_dir.spec())
-    plan = plan_job(here, model_shape(here.model))
-    mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))
-    model = build_sharded(here, mesh).model
+    model = _open(run_dir, step).sharded.model
     values = {"model": get_model_state_dict(model)}
     load(values, storage_reader=CheckpointReader(run_dir.checkpoint(step)))
     return model
+
+
+def load_state(run_dir: RunDir, step: int) -> tuple[TrainState, TrainingState]:
+    """Return model and optimizers of a checkpoint, sharded over all ranks, and the rest of what a run goes on with.
+
+    Raises UserError, CheckpointError.
+    """
+    spec, manifest, sharded = _open(run_dir, step)
+    if spec.training.optimizer == "adamw_8bit":
+        raise UserError(
+            "the states of adamw_8bit are not plain tensors; write the model alone, without --with optimizer"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scaler = GradScaler(device, enabled=spec.model.dtype == "fp16")
+    state = TrainState(sharded.model, build_optimizers(sharded.anatomy, spec.training), (), scaler)
+    reader, values = CheckpointReader(run_dir.checkpoint(step)), tensors_of(state)
+    saved, states = reader.read_metadata().state_dict_metadata, values["optimizer"]["state"]
+    # Parameters without a gradient so far have no saved state: theirs is that of a new optimizer, as on resume.
+    unused = {
+        name: states.pop(name)
+        for name, of in list(states.items())
+        if not any(f"optimizer.state.{name}.{key}" in saved for key in of)
+    }
+    wanted = {"model": values["model"], "optimizer": {"state": states}, "scaler": values["scaler"]}
+    wanted["scheduler"] = {"0": {"last_epoch": 0}}
+    load(wanted, storage_reader=reader)
+    values["optimizer"]["state"] = wanted["optimizer"]["state"] | unused
+    put_back(state, values)
+    return state, _facts(spec, manifest, wanted)
+
+
+def _facts(spec: JobSpec, manifest: Manifest, wanted: dict[str, Any]) -> TrainingState:
+    return TrainingState(
+        optimizer=spec.training.optimizer,
+        step=manifest.step,
+        tokens=manifest.tokens,
+        schedule=wanted["scheduler"]["0"]["last_epoch"],
+        position=manifest.position,
+        dataset=manifest.dataset,
+        seed=spec.data.seed,
+        shuffle=spec.data.shuffle,
+        scaler=wanted["scaler"],
+    )
+
+
+class _Opened(NamedTuple):
+    spec: JobSpec
+    manifest: Manifest
+    sharded: ShardedModel
+
+
+def _open(run_dir: RunDir, step: int) -> _Opened:
+    """Return a verified checkpoint, and its model without weights."""
+    manifest = find_verified(run_dir, step)
+    here = _at_this_size(run_dir.spec())
+    plan = plan_job(here, model_shape(here.model))
+    mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))
+    return _Opened(here, manifest, build_sharded(here, mesh, needs_weights=False))
 
 
 def _at_this_size(spec: JobSpec) -> JobSpec:
