@@ -6,7 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.jobs.observation import SubmissionStatus
-from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.checkpoints import checkpoint, unfinished
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store
@@ -47,6 +47,19 @@ def test_clone_starts_from_the_named_step(client: TestClient, service: FakeServi
     assert (found.job, found.run_dir, found.manifest.step) == (parent, service.get(parent).run_dir, 10)
     assert (found.same_order, found.same_optimizer) == (True, True)
     assert client.get(f"/jobs/{parent}").json()["parent"] is None
+
+
+def test_clone_of_a_checkpoint_of_another_torch_is_warned_of(
+    client: TestClient, service: FakeService, parent: str
+) -> None:
+    draft = unfinished(service.run_dir(parent), 30, weights=b"1")
+    other = draft.model_copy(update={"versions": {"torch": "1.0"}})
+    open_store(service.run_dir(parent), Fence(1)).commit(other)
+    job = clone(client, parent, overrides={"training": {"max_steps": 40}}).json()
+    (warning,) = [one for one in job["warnings"] if "torch" in one]
+    assert warning.startswith("the checkpoint of step 30 was written with torch 1.0, and torch ")
+    before = clone(client, parent, from_checkpoint=10, overrides={"name": "before"}).json()
+    assert not [one for one in before["warnings"] if "torch" in one]
 
 
 def test_clone_without_a_step_starts_from_the_newest(client: TestClient, parent: str) -> None:

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -59,6 +60,7 @@ def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, or
 
 def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: int) -> None:
     """Load the full state from a checkpoint of this run, without its position in the data."""
+    _warn_of_torch(access, manifest)
     folder = access.run_dir.checkpoint(manifest.step)
     values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
@@ -74,6 +76,7 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
 
 def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int) -> None:
     """Load the state of another run's checkpoint. This run keeps its hyperparameters and any state the other lacks."""
+    _warn_of_torch(access, parent.manifest)
     values = tensors_of(state)
     reader = CheckpointReader(prove_parent(access, parent), patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
@@ -135,6 +138,11 @@ def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, value
         set_rng_state(pickle.loads(whole[key]))
     values |= {name: whole[name] for name in values}
     state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
+
+
+def _warn_of_torch(access: RunAccess, manifest: Manifest) -> None:
+    if (message := manifest.other_torch(version("torch"))) is not None:
+        access.journal.warn(message)
 
 
 def _is_saved(saved: Mapping[str, Any], place: str, values: Mapping[str, Any]) -> bool:

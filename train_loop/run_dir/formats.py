@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 FORMAT = 1
 """Version of the checkpoint format; increased if older versions would misread a newer checkpoint."""
+_READ = 2
+"""Number of the newest formats that can be read."""
 
 
 class UnknownFormatError(ValueError):
@@ -130,6 +132,16 @@ class Manifest(Format):
         """Total size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
+    def other_torch(self, now: str | None) -> str | None:
+        """Return a warning if another version of torch wrote it than the one that will read it; None if unknown."""
+        then = self.versions.get("torch")
+        if then is None or now is None or then == now:
+            return None
+        return (
+            f"the checkpoint of step {self.step} was written with torch {then}, and torch {now} goes on from it: "
+            "results may differ in the last bits"
+        )
+
     def sealed(self) -> "Manifest":
         """Return a copy with its digest set."""
         return self.model_copy(update={"digest": _digest(json.loads(self.model_dump_json()))})
@@ -147,11 +159,7 @@ class Manifest(Format):
             raise ValueError("the manifest is nested too deeply to be read") from error
         if not sealed:
             raise ValueError("the manifest does not match its digest")
-        if written.get("format") != FORMAT:
-            raise UnknownFormatError(
-                f"the checkpoint of step {written.get('step')} has format {written.get('format')}, but this version of "
-                f"Trainshed reads format {FORMAT}; use the version that wrote it"
-            )
+        check_format(written.get("format"), f"the checkpoint of step {written.get('step')}")
         return cls.model_validate(written)
 
 
@@ -165,6 +173,19 @@ class Parent(Format):
     """True if both runs read the same data in the same order; the run then resumes at the parent's position."""
     same_optimizer: bool
     """True if the parent's optimizer state fits this run's optimizer."""
+
+
+def check_format(number: object, what: str) -> None:
+    """Raise UnknownFormatError unless a number is one of the formats that this version reads: the last two."""
+    oldest = max(FORMAT - _READ + 1, 1)
+    if type(number) is int and oldest <= number <= FORMAT:
+        return
+    newer = type(number) is int and number > FORMAT
+    formats = f"format {FORMAT}" if oldest == FORMAT else f"formats {oldest} to {FORMAT}"
+    raise UnknownFormatError(
+        f"{what} has format {number}, but this version of Trainshed reads {formats}; "
+        f"{'update to the version that wrote it' if newer else 'use the version that wrote it, and export the weights'}"
+    )
 
 
 def _digest(written: dict[str, Any]) -> str:

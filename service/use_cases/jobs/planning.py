@@ -29,7 +29,7 @@ from train_loop.plan import (
     why_no_data_cpu,
     why_split,
 )
-from train_loop.run_dir import Parent
+from train_loop.run_dir import Parent, versions_here
 from train_loop.spec import JobSpec, Problem, SpecError
 
 Plans = dict[int, Plan]
@@ -76,8 +76,12 @@ class Planner:
     def check(self, spec: JobSpec, parent: Parent | None = None) -> CheckedSpec:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, parent)
+        if parent is None:
+            return self._checked(spec, found)
         # The remaining steps of a clone depend on its parent's checkpoint.
-        return self._checked(spec, found if parent is None else replace(found, count=None))
+        checked = self._checked(spec, replace(found, count=None))
+        warning = parent.manifest.other_torch(versions_here().get("torch"))
+        return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
 
     def cached(self, spec: JobSpec) -> CheckedSpec | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""

@@ -23,9 +23,13 @@ AT = 3
 DROPOUT = {"config": TINY | {"attention_dropout": 0.1}}
 
 
-def go_on(folder: Path, name: str, *, same_order: bool = True, same_optimizer: bool = True) -> Path:
-    """Return a run directory whose run continues from the parent's checkpoint."""
+def go_on(
+    folder: Path, name: str, *, same_order: bool = True, same_optimizer: bool = True, torch: str | None = None
+) -> Path:
+    """Return a run directory whose run continues from the parent's checkpoint, written with a version of torch."""
     manifest = RunDir(folder / "parent").manifests()[AT]
+    if torch is not None:
+        manifest = manifest.model_copy(update={"versions": manifest.versions | {"torch": torch}})
     heir = Parent(
         job="job-parent",
         run_dir=str(folder / "parent"),
@@ -64,7 +68,7 @@ def train_all(folder: Path) -> None:
     }
     small_runs.run(data, go_on(folder, "changed"), model=DROPOUT, **changed, warmup_steps=0)
     small_runs.run(data, go_on(folder, "sgd", same_optimizer=False), model=DROPOUT, optimizer="sgd")
-    small_runs.run(data, go_on(folder, "batch"), model=DROPOUT, global_batch_size=2 * BATCH)
+    small_runs.run(data, go_on(folder, "batch", torch="1.0"), model=DROPOUT, global_batch_size=2 * BATCH)
     small_runs.run(other, go_on(folder, "other"), model=DROPOUT)
 
 
@@ -132,6 +136,12 @@ def test_max_steps_counts_the_steps_of_the_parent_at_any_batch_size(folder: Path
     assert [line["step"] for line in lines] == [4, 5, 6]
     taken = [sample for line in lines for sample in line["samples"]]
     assert sorted(taken) == sorted(sample % 20 for sample in range(AT * BATCH, AT * BATCH + 3 * 2 * BATCH))
+
+
+def test_checkpoint_of_another_torch_is_warned_of(folder: Path) -> None:
+    (warning,) = small_runs.events(folder / "batch", "warning")
+    assert warning["message"].startswith(f"the checkpoint of step {AT} was written with torch 1.0, and torch ")
+    assert small_runs.events(folder / "same", "warning") == []
 
 
 def test_other_data_starts_at_its_beginning(folder: Path) -> None:

@@ -292,6 +292,28 @@ def test_checkpoints_of_other_versions_verify(run_dir: RunDir) -> None:
 def test_unknown_format_is_reported_and_not_quarantined(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
-    with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):
+    with pytest.raises(
+        UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1; update to"
+    ):
         open_store(run_dir, Fence(1)).clear()
     assert there(run_dir, 10)
+
+
+def test_last_two_formats_are_read_and_others_refused_by_name(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    written = run_dir.manifests()
+    for now, message in (
+        (2, None),
+        (3, "has format 1, but this version of Trainshed reads formats 2 to 3; use the ver"),
+    ):
+        monkeypatch.setattr("train_loop.run_dir.formats.FORMAT", now)
+        if message is None:
+            assert run_dir.manifests() == written
+            continue
+        with pytest.raises(UnknownFormatError, match=message):
+            run_dir.manifests()
+    monkeypatch.undo()
+    for number in (0, True, "1", None):
+        edit(run_dir, 10, format=number)
+        with pytest.raises(UnknownFormatError, match=f"step 10 has format {number}, but this version"):
+            run_dir.manifests()
