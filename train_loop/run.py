@@ -39,6 +39,7 @@ from train_loop.run_dir import (
     write_run_marker,
 )
 from train_loop.spec import JobSpec, SpecError, describe, parse_text
+from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.exit import leave
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.logs import log_to
@@ -64,6 +65,8 @@ def main() -> None:
         if not fewest <= world <= most:
             sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
         spec = spec.at(world)
+    if spec.training.deterministic:
+        os.environ.update(deterministic_settings(os.environ))
     stop_requested = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))

@@ -25,6 +25,7 @@ from train_loop.loop.build import Run, build_run
 from train_loop.loop.coordination import MOVE, Agreement, RankRequests, StopSignal, agree, agree_on_stop, gather_workers
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.metrics import measure, record_start, record_step, write_line
+from train_loop.loop.numerics import numerics
 from train_loop.loop.profiling import profiled
 from train_loop.loop.session import Session
 from train_loop.loop.step import StepResult, train_step
@@ -42,7 +43,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     model = spec.code.model if spec.code else spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     session.journal.event("workers_ready", world=session.world)
-    with watched(session) as watchdog, memory_watched(spec, session):
+    with numerics(spec), watched(session) as watchdog, memory_watched(spec, session):
         newest = agree_on_newest(session.access)
         run = build_run(spec, session, dataset, evaluation, newest)
         saver = Saver(session.access, spec.checkpoint, spec.strategy.save_mode, timeout=session.timeout)

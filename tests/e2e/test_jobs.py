@@ -154,7 +154,7 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     job_id = service.submit(
         data=data | {"train": [talks, text], "eval": {"path": "stdlib://json/tool.py"}},
         model=model,
-        training={"max_steps": None, "max_tokens": 1000, "eval_steps": 5},
+        training={"max_steps": None, "max_tokens": 1000, "eval_steps": 5, "deterministic": True},
     )
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     (skipped,) = service.events(job_id, "bad_rows_skipped")

@@ -20,6 +20,7 @@ from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss,
 from train_loop.loop.objectives.vocabulary import VocabularyPart
 from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
+from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, ExpertBalance, build_optimizers, build_scheduler, time_optimizers
@@ -204,6 +205,7 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
         spec.training.z_loss,
         in_order=plan.tree is not None,
         vocabulary=vocabulary,
+        output_dtype=None if spec.strategy.output_dtype is None else DTYPES[spec.strategy.output_dtype],
     )
     kind = TokenLoss if spec.model.masked is None else MaskedLoss
     return kind(sharded.anatomy, rule, chunk_rows=rows, after_head=sharded.after_head or ())

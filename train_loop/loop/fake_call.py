@@ -40,7 +40,8 @@ def fake_call(anatomy: Anatomy, spec: JobSpec, batch: Any, *, recompute: bool) -
     freeze(model, spec.model.freeze_module_prefix)
     with FakeTensorMode() as fake:
         _allocate(model, dtype)
-        model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+        if spec.strategy.cast_forward_inputs:
+            model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
         if spec.strategy.apply_tiled_mlp:
             apply_tiled_mlp(tiled_mlps(anatomy, layers), tiles=spec.strategy.tiled_num_shards)
         if recompute and spec.model.gradient_checkpointing != "none":

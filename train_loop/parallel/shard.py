@@ -27,7 +27,11 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
     Routers in another dtype than the rest are separate units, and so are experts that ranks share.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
-    policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
+    policy = MixedPrecisionPolicy(
+        DTYPES[strategy.param_dtype],
+        DTYPES[strategy.reduce_dtype],
+        cast_forward_inputs=strategy.cast_forward_inputs,
+    )
 
     def shard(unit: list[nn.Module], mixed: MixedPrecisionPolicy) -> None:
         for one in unit:
@@ -55,7 +59,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
     for unit in units:
         if not isinstance(unit[0], FSDPModule):
             # An input of experts is the output of their router, which keeps its dtype.
-            casts = experts is None or unit[0] not in experts.modules
+            casts = policy.cast_forward_inputs and (experts is None or unit[0] not in experts.modules)
             shard(unit, replace(policy, cast_forward_inputs=casts))
     shard([anatomy.model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in anatomy.model.modules():

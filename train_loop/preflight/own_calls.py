@@ -85,7 +85,8 @@ class _Calls:
         self._made = list[str]()
         for name, unit in [*self._units.items(), ("", self._model)]:
             unit.register_forward_pre_hook(lambda *_, name=name: self._made.append(name))
-        self._model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
+        if spec.strategy.cast_forward_inputs:
+            self._model.register_forward_pre_hook(cast_inputs(DTYPES[spec.model.dtype]), with_kwargs=True)
 
     def check(self, batches: Iterator[Mapping[str, Any]]) -> None:
         """Call the loss with batches. Raises ModelError for calls that ranks could not make together."""

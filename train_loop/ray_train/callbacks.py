@@ -139,7 +139,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._actors = {worker.distributed_context.world_rank: worker.actor for worker in workers}
         self._failed = False
         self._monitor.begin(token.epoch, hosts)
-        settings = RankSettings(token.epoch, self._monitor.target)
+        settings = RankSettings(token.epoch, self._monitor.target, self._spec.training.deterministic)
         setups = [
             worker.execute_async(set_up_rank, settings, worker.distributed_context.world_rank, worker.metadata.node_ip)
             for worker in workers

@@ -18,6 +18,7 @@ from train_loop.liveness.heartbeat import Target
 from train_loop.parallel.process_group import Group, Meeting, meet_at, meet_in_file, new_secret
 from train_loop.ray_train.raylet import session_folder
 from train_loop.ray_train.warm_up import wait_until_ready
+from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.gc import no_automatic_collection
 from train_loop.system.network import socket_settings
 
@@ -27,16 +28,20 @@ class RankSettings(NamedTuple):
 
     epoch: int
     heartbeats: Target
+    deterministic: bool = False
+    """Whether libraries must compute the same bits each time."""
 
 
 def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
-    """Set a rank's epoch and network interface and start its heartbeats, before it joins the process group.
+    """Set a rank's environment and start its heartbeats, before it joins the process group.
 
     Runs in the rank's process. Returns the placement group of the worker group.
     """
     wait_until_ready()
     os.environ[EPOCH_VARIABLE] = str(settings.epoch)
     os.environ.update(socket_settings(address, os.environ))
+    if settings.deterministic:
+        os.environ.update(deterministic_settings(os.environ))
     heartbeat.start(settings.heartbeats, rank=rank, epoch=settings.epoch)
     return ray.util.get_current_placement_group()
 

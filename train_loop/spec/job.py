@@ -236,6 +236,11 @@ class JobSpec(SpecModel):
                 f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; "
                 "remove one or make them equal"
             )
+        if model is not None and strategy.output_dtype == "fp16" and model.dtype != "fp16":
+            raise ValueError(
+                f"output_dtype=fp16 needs the gradient scaler of model.dtype=fp16, and model.dtype is {model.dtype}; "
+                "choose output_dtype bf16 or fp32"
+            )
         return strategy
 
     @field_validator("strategy")
@@ -249,6 +254,7 @@ class JobSpec(SpecModel):
             f"model.master_dtype={model.master_dtype}": model.master_dtype != "fp32",
             f"tp_size={strategy.tp_size}": strategy.tp_size > 1,
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
+            f"matmul_precision={strategy.matmul_precision}": strategy.matmul_precision != "highest",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",
             f"ulysses_size={strategy.ulysses_size} with own code (code)": strategy.ulysses_size > 1

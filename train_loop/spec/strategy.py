@@ -85,9 +85,18 @@ class StrategySpec(SpecModel):
         default="bf16", description="compute dtype of FSDP; equals model.dtype if only one of the two is set"
     )
     reduce_dtype: Dtype = Field(default="fp32", description="dtype of gradient reduction")
-    output_dtype: Literal["fp32"] | None = Field(
+    output_dtype: Dtype | None = Field(
         default=None,
         description="dtype of the model's output; null: the compute dtype; the loss is always computed in fp32",
+    )
+    cast_forward_inputs: bool = Field(
+        default=True,
+        description="cast the floating-point inputs of each FSDP unit to the compute dtype; false: they must have it",
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        default="highest",
+        description="precision of fp32 matrix products, as torch.set_float32_matmul_precision: high: TF32; medium: "
+        "bf16; bf16 and fp16 computation is not affected",
     )
     norm_dtype: Literal["fp32"] | None = Field(
         default=None, description="fp32: norms keep fp32 weights and compute in fp32"

@@ -121,6 +121,10 @@ class TrainingSpec(SpecModel):
         description="runs that end with the same bits: same_size: those with the same number of workers, resumed or "
         "not; any_size: also those with other numbers of workers, and resized ones",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="use torch's deterministic algorithms, which may be slower; an operation without one ends the run",
+    )
     reduction_tree: ReductionTreeSpec | None = Field(
         default=None,
         description="largest mesh of an any_size run, which fixes the order of its sums; null: from num_workers",

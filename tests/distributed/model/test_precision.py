@@ -1,4 +1,4 @@
-"""Compute, reduction, master and norm dtypes, and consistent runs after overflows of fp16's scaler."""
+"""Compute, reduction, master, norm and output dtypes, and consistent runs after overflows of fp16's scaler."""
 
 import shutil
 from itertools import pairwise
@@ -31,6 +31,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16 master": {"model": {"dtype": "bf16", "master_dtype": "bf16"}},
     "fp32 norms": {"model": {"dtype": "bf16"}, "strategy": {"norm_dtype": "fp32"}},
     "fp32 output": {"model": {"dtype": "bf16"}, "strategy": {"output_dtype": "fp32"}},
+    "bf16 output": {"model": {"dtype": "fp32"}, "strategy": {"output_dtype": "bf16"}},
+    "bf16 output of chunks": {
+        "model": {"dtype": "fp32"},
+        "strategy": {"output_dtype": "bf16"},
+        "training": {"chunked_loss": True},
+    },
+    "inputs as they are": {"model": {"dtype": "bf16"}, "strategy": {"cast_forward_inputs": False}},
     "fp16": {"model": {"dtype": "fp16"}},
 }
 
@@ -39,7 +46,8 @@ def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
     job = spec(
         model={"config": TINY, "gradient_checkpointing": "none"} | parts["model"],
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"max_steps": STEPS, "global_batch_size": 4, "per_device_train_batch_size": 2, "warmup_steps": 2},
+        training={"max_steps": STEPS, "global_batch_size": 4, "per_device_train_batch_size": 2, "warmup_steps": 2}
+        | parts.get("training", {}),
         strategy=parts.get("strategy", {}),
         checkpoint={"every_steps": 5, "keep_last": 2},
         scaling={"num_workers": dist.get_world_size()},
@@ -85,6 +93,18 @@ def test_every_precision_trains_near_fp32_but_not_identically(runs: Path, name: 
     exact, found = lines(runs / "fp32"), lines(runs / name)
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.02)
     assert [line["loss"] for line in found] != [line["loss"] for line in exact]
+
+
+def test_output_dtype_rounds_the_logits_of_chunks_too(runs: Path) -> None:
+    whole, chunks = lines(runs / "bf16 output"), lines(runs / "bf16 output of chunks")
+    assert [line["loss"] for line in chunks] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+
+
+def test_inputs_that_are_not_cast_have_the_compute_dtype_already(runs: Path) -> None:
+    # All inputs of units are the outputs of others, but FSDP2 casts none of them.
+    assert [line["loss"] for line in lines(runs / "inputs as they are")] == [
+        line["loss"] for line in lines(runs / "bf16")
+    ]
 
 
 def test_master_weights_have_the_master_dtype(runs: Path) -> None:

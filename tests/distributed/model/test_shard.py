@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"offload_policy": True},
     "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
     "head": {"wrap_policy": {"wrap_lm_output": True}},
+    "inputs as they are": {"cast_forward_inputs": False},
 }
 
 
@@ -54,6 +55,7 @@ def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "spread after forward over": None if kept is None else kept.shard_mesh_size,
             "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
             "gradients divided by": group.gradient_divide_factor,
+            "casts inputs": group.mp_policy.cast_forward_inputs,
         }
     return found
 
@@ -126,6 +128,11 @@ def test_layers_stay_gathered_after_forward_on_request(found: Any, case: str, ra
 @pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])
 def test_all_units_or_none_are_offloaded(found: Any, case: str, offloaded: bool) -> None:
     assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
+
+
+@pytest.mark.parametrize(("case", "casts"), [("plain", True), ("inputs as they are", False)])
+def test_all_units_or_none_cast_their_inputs(found: Any, case: str, casts: bool) -> None:
+    assert {unit["casts inputs"] for unit in found[case].values()} == {casts}
 
 
 def test_single_rank_does_not_divide_its_gradients(found: Any) -> None:

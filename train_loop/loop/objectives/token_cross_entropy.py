@@ -34,10 +34,12 @@ class LossRule:
     """Steps from the given logits to those of the model, if they are the output of its head."""
     vocabulary: VocabularyPart | None = None
     """The part of the vocabulary of which the logits are; None for all of it."""
+    output_dtype: torch.dtype | None = None
+    """Dtype of the model's output, to which the head's output is rounded; None for that of the head."""
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
-        rows, targets = take_steps(self.after_head, logits).float().flatten(0, -2), labels.flatten()
+        rows, targets = self._output(logits).float().flatten(0, -2), labels.flatten()
         plain = weights is None and not self.in_order
         if self.vocabulary is not None:
             found = self.vocabulary.losses(rows, targets, smoothing=self.label_smoothing, z_loss=self.z_loss)
@@ -54,6 +56,10 @@ class LossRule:
         weighted = loss if weights is None else loss * weights.flatten()
         return sum_in_halves(weighted) if self.in_order else weighted.sum()
 
+    def _output(self, logits: Tensor) -> Tensor:
+        """Return the model's output, of which FSDP2's root unit has the dtype."""
+        return take_steps(self.after_head, logits).to(self.output_dtype or logits.dtype)
+
 
 @dataclass(frozen=True)
 class CountingRule(LossRule):
@@ -63,7 +69,7 @@ class CountingRule(LossRule):
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss, and keep the number of labels with the largest logit."""
-        self.hits.append((take_steps(self.after_head, logits).argmax(-1) == labels).sum())
+        self.hits.append((self._output(logits).argmax(-1) == labels).sum())
         return super().sum(logits, labels, weights)
 
 
@@ -108,12 +114,13 @@ class TokenLoss:
         self.anatomy = anatomy
         self._rule = rule or LossRule()
         # Cross entropy only, without the extra terms of training.
-        self._evaluation_rule = LossRule(in_order=self._rule.in_order, vocabulary=self._rule.vocabulary)
+        self._evaluation_rule = replace(self._rule, label_smoothing=0.0, z_loss=0.0)
         self._chunk_rows = chunk_rows
         self._after_head = after_head
         self._due: tuple[LossRule, MicroBatch] | None = None
         self._found: Tensor | None = None
-        """Loss that the head found, if the model takes steps after it."""
+        """Loss that the head found, if the model's output is not the head's."""
+        self._is_changed = bool(after_head) or self._rule.output_dtype in (torch.bfloat16, torch.float16)
         if chunk_rows is not None:
             assert isinstance(anatomy.head, nn.Linear), "only linear heads have chunks"
             self._head = anatomy.head
@@ -143,7 +150,7 @@ class TokenLoss:
         out = call_model(self.anatomy, batch)
         if self._chunk_rows is None:
             return rule.sum(out, batch.labels, batch.weights)
-        # The model took its steps with the loss. FSDP2 needs its output in the graph, where it adds nothing.
+        # FSDP2 needs the model's output in the graph, where it adds nothing.
         return out.sum() if self._found is None else self._found + 0 * out.sum()
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
@@ -156,9 +163,9 @@ class TokenLoss:
         label_weights = None if batch.weights is None else batch.weights.flatten()
         weight, bias = map(_plain, (head.weight, head.bias))
         loss = chunked_sum(rule, hidden.flatten(0, 1), weight, bias, labels, self._chunk_rows, label_weights)
-        self._found = loss if self._after_head else None
-        # A model may read the sizes of its logits. FSDP2 warns of views.
-        return loss.view(1, 1, 1).clone()
+        self._found = loss if self._is_changed else None
+        # A model may read the sizes of its logits. FSDP2 warns of views. A changed loss could overflow, but not zero.
+        return (0 * loss if self._is_changed else loss).view(1, 1, 1).clone()
 
 
 class MaskedLoss(TokenLoss):
@@ -168,7 +175,7 @@ class MaskedLoss(TokenLoss):
 
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of cross entropies, and the numbers of tokens that are predicted right, and masked."""
-        rule = CountingRule()
+        rule = CountingRule(output_dtype=self._rule.output_dtype)
         loss = self._sum(batch, rule)
         return loss, torch.stack(rule.hits).sum(), (batch.labels != IGNORE).sum()
 

@@ -126,6 +126,15 @@ def test_compute_dtype_must_be_equal_in_both_fields() -> None:
     assert found["/strategy"].startswith("param_dtype=bf16 contradicts model.dtype=fp32")
 
 
+def test_fp16_output_needs_the_gradient_scaler() -> None:
+    found = problems(raw_spec(strategy={"output_dtype": "fp16"}))
+    assert found["/strategy"] == (
+        "output_dtype=fp16 needs the gradient scaler of model.dtype=fp16, and model.dtype is fp32; choose output_dtype "
+        "bf16 or fp32"
+    )
+    assert parse(raw_spec(model={"dtype": "fp16"}, strategy={"output_dtype": "fp16"})).strategy.output_dtype == "fp16"
+
+
 def test_compiled_layers_reject_separate_norm_units() -> None:
     found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
     assert found["/strategy"].endswith("so model.compile has no effect; remove one of the two")
