@@ -10,6 +10,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.precise_units import check_precision
 from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
 from train_loop.parallel.ulysses import apply_ulysses
@@ -149,6 +150,7 @@ class Shard:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Make the units, and set how far each gathers ahead."""
         anatomy, strategy = built.anatomy, built.spec.strategy
+        check_precision(anatomy, built.spec)
         # Found by class name, before FSDP2 changes the names of classes.
         layers, experts = wrapped_layers(anatomy, strategy.wrap_policy), expert_units(anatomy, strategy.wrap_policy)
         if mesh.experts is not None and anatomy.experts is not None:

@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.precision import Precision, find_precision
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.precise_units import join_units
 from train_loop.parallel.units import find_units
 from train_loop.spec import StrategySpec
 from train_loop.spec.model import Dtype
@@ -27,6 +29,10 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
     Routers in another dtype than the rest are separate units, and so are experts that ranks share.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
+    # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
+    units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
+    precision = find_precision(anatomy, strategy)
+    units = join_units(anatomy, units, precision)
     policy = MixedPrecisionPolicy(
         DTYPES[strategy.param_dtype],
         DTYPES[strategy.reduce_dtype],
@@ -35,37 +41,47 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
 
     def shard(unit: list[nn.Module], mixed: MixedPrecisionPolicy) -> None:
         for one in unit:
+            if one in precision.units and one is not anatomy.head:
+                # The module around it computes in this dtype. The output of the head keeps its own.
+                one.forward = partial(_in_dtype, DTYPES[precision.around[one]], one.forward)
             one.forward = partial(_without_views, one.forward)
         # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
         ranks, reshard = _ranks_of(unit[0], anatomy, mesh), strategy.reshard_after_forward
         fully_shard(module, mesh=ranks, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
 
-    # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
-    units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
     if experts is not None and mesh.experts is not None:
         units = [[module] for module in experts.modules] + units
-    if strategy.norm_dtype is not None:
-        keep = MixedPrecisionPolicy(
-            DTYPES[strategy.norm_dtype], policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=False
-        )
-        for norm in anatomy.norms:
-            shard([norm], keep)
-    if experts is not None and router_dtype is not None and router_dtype != strategy.param_dtype:
-        # Their output keeps this dtype: the model multiplies the results of experts by it.
-        precise = MixedPrecisionPolicy(DTYPES[router_dtype], policy.reduce_dtype)
-        for router in experts.routers:
-            shard([router], precise)
+    for module, precise in _precise_units(anatomy, strategy, precision, router_dtype):
+        shard([module], precise)
     for unit in units:
         if not isinstance(unit[0], FSDPModule):
             # An input of experts is the output of their router, which keeps its dtype.
             casts = policy.cast_forward_inputs and (experts is None or unit[0] not in experts.modules)
-            shard(unit, replace(policy, cast_forward_inputs=casts))
+            casts |= unit[0] in precision.units
+            own = replace(policy, param_dtype=DTYPES[precision.dtypes[unit[0]]], cast_forward_inputs=casts)
+            shard(unit, own)
     shard([anatomy.model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in anatomy.model.modules():
         # A single rank has nothing to sum, but would divide every gradient by the factor.
         if isinstance(module, FSDPModule) and mesh.plan.world > 1:
             _sum_gradients(module)
+
+
+def _precise_units(
+    anatomy: Anatomy, strategy: StrategySpec, precision: Precision, router_dtype: Dtype | None
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Yield norms and routers in another dtype than the rest, which are units of their own."""
+    reduced = DTYPES[strategy.reduce_dtype]
+    for norm in anatomy.norms if strategy.norm_dtype is not None else ():
+        if norm not in precision.named:
+            around, own = DTYPES[precision.around[norm]], strategy.norm_dtype and DTYPES[strategy.norm_dtype]
+            yield norm, MixedPrecisionPolicy(own, reduced, output_dtype=around, cast_forward_inputs=False)
+    if anatomy.experts is not None and router_dtype is not None and router_dtype != strategy.param_dtype:
+        for router in anatomy.experts.routers:
+            # Their output keeps this dtype: the model multiplies the results of experts by it. Their input has the
+            # dtype of the layer, whatever cast_forward_inputs is.
+            yield router, MixedPrecisionPolicy(DTYPES[router_dtype], reduced)
 
 
 def _ranks_of(unit: nn.Module, anatomy: Anatomy, mesh: Mesh) -> DeviceMesh:
@@ -79,6 +95,12 @@ def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     # A factor selects PREMUL_SUM, which gloo rejects and NCCL zeroes in bf16 (pytorch#190747).
     unit.set_force_sum_reduction_for_comms(True)
+
+
+def _in_dtype(dtype: torch.dtype, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Return a unit's output with its floating-point tensors in a dtype."""
+    output = forward(*inputs, **named)
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, output)
 
 
 def _without_views(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:

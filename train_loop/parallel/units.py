@@ -1,14 +1,12 @@
 """Selection of FSDP units. Every parameter belongs to the innermost unit that holds it."""
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 from torch import nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy, modules_of
-from train_loop.plan import UnitSizes
 from train_loop.spec import WrapPolicySpec
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -60,39 +58,6 @@ def expert_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
             known = sorted({type(module).__name__ for module in experts.modules})
             raise ModelError(f"moe_experts={one} names no experts of {name}; choose {' or '.join(known)}")
     return experts.named(policy.moe_experts)
-
-
-def unit_sizes(anatomy: Anatomy, policy: WrapPolicySpec) -> UnitSizes | None:
-    """Return the sizes of the units of `min_num_params`; None without it."""
-    if policy.min_num_params is None:
-        return None
-    own, taken = dict[nn.Module, int](), set[int]()
-    for unit in find_units(anatomy, policy):
-        parameters = {id(p): p.numel() for module in unit for p in module.parameters() if id(p) not in taken}
-        taken |= parameters.keys()
-        # Tied embeddings, a unit of two modules, stay gathered between both: they count as a part of the root.
-        if len(unit) == 1:
-            own[unit[0]] = sum(parameters.values())
-    inside = {unit: set(unit.modules()) for unit in own}
-    gathered = {unit: sum(own[outer] for outer in own if unit in inside[outer]) for unit in own}
-    # Backward gathers ahead the unit that forward has left before.
-    left = list(_in_order_of_return(anatomy.model, own))
-    ahead = [gathered[unit] + own[before] for before, unit in pairwise(left)]
-    return UnitSizes(
-        root=_parameters(anatomy.model) - sum(own.values()),
-        all=sum(own.values()),
-        largest=max(own.values(), default=0),
-        gathered=max(gathered.values(), default=0),
-        ahead=max([*ahead, *gathered.values()], default=0),
-        has_head=anatomy.head in own,
-    )
-
-
-def _in_order_of_return(module: nn.Module, units: Container[nn.Module]) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _in_order_of_return(child, units)
-    if module in units:
-        yield module
 
 
 def check_shared(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:

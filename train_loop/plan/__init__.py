@@ -28,7 +28,7 @@ from train_loop.plan.layout import (
     why_no_data_cpu,
     why_split,
 )
-from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
+from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
@@ -43,12 +43,22 @@ from train_loop.plan.resources import (
     too_big,
 )
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import NEEDED, CallSizes, KeptBytes, ModelShape, ParameterCounts, UnitSizes, read_shape
+from train_loop.plan.shape import (
+    NEEDED,
+    CallSizes,
+    ComputeBytes,
+    KeptBytes,
+    ModelShape,
+    ParameterCounts,
+    UnitSizes,
+    read_shape,
+)
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [
     "AUTOSCALED_VARIABLE",
     "DATA_CPUS",
+    "DTYPE_BYTES",
     "MASK_BYTES",
     "NEEDED",
     "START",
@@ -58,6 +68,7 @@ __all__ = [
     "BatchPlan",
     "CallSizes",
     "Capacity",
+    "ComputeBytes",
     "KeptBytes",
     "LargestRead",
     "MemoryTerm",

@@ -1,6 +1,6 @@
 """Memory estimate in bytes per worker, each term with its formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from train_loop.plan.mesh import MeshPlan
@@ -84,9 +84,21 @@ def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     return (
-        *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
+        *_in_own_dtypes(_activations(spec, shape, tokens=tokens, compute=compute, beside=beside), spec, shape),
         *_masks_and_scores(spec, shape, mesh, compute=compute),
         _logits(spec, shape, tokens),
+    )
+
+
+def _in_own_dtypes(terms: tuple[MemoryTerm, ...], spec: JobSpec, shape: ModelShape) -> tuple[MemoryTerm, ...]:
+    """Return the activations of layers of which some have a dtype of their own."""
+    if shape.counts is None or (own := shape.counts.compute) is None:
+        return terms
+    wide = own.layers if spec.model.gradient_checkpointing == "none" else own.layer
+    factor = wide / DTYPE_BYTES[spec.strategy.param_dtype]
+    return tuple(
+        replace(term, bytes=int(factor * term.bytes), formula=f"{factor:.4g} for precision x {term.formula}")
+        for term in terms
     )
 
 
@@ -116,18 +128,21 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
     units, measured = shape.units(wrap.min_num_params), spec.code is not None or shape.is_measured
+    by_layer = wrap.min_num_params is None and not spec.strategy.precision
     outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or measured) and not ordered else 0
-    # Embeddings that are units of their own are freed after use; by size, they are none of the root's parameters.
-    wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and wrap.min_num_params is None
+    # Embeddings that are units of their own are freed after use; elsewhere they are none of the root's parameters.
+    wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and by_layer
     inside = max(outside, ahead) if wrapped else outside + ahead
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
     without = units.has_head or frozen or ordered or measured or chunk_rows(spec, shape, tokens=tokens) is not None
     head = 0 if without else shape.outputs * shape.hidden
-    later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + units.gathered))
+    # Counts in the compute dtype may be more than parameters.
+    least = units.gathered * compute // max(compute, *(DTYPE_BYTES[one] for one in spec.strategy.precision.values()), 0)
+    later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + least))
     # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
     early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
-    both = "two layers" if wrap.min_num_params is None else "units gathered at once"
+    both = "two layers" if by_layer else "units gathered at once"
     peaks = (
         (compute * (inside + head) + early - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
         (
@@ -142,7 +157,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     # A unit by size may be as large as the model: its whole gradient exists before its shards.
     large = compute * (outside + head + 2 * units.gathered) - shard
     formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
-    return max(peaks) if wrap.min_num_params is None else max(*peaks, (large, formula))
+    return max(peaks) if by_layer else max(*peaks, (large, formula))
 
 
 def _partial_sums(units: UnitSizes, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
@@ -174,8 +189,10 @@ def saves_between_steps(spec: JobSpec) -> bool:
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
-    row = logits_row_bytes(spec, shape)
-    rows = chunk_rows(spec, shape, tokens=tokens)
+    own = shape.counts.compute if shape.counts is not None else None
+    # A head with a dtype of its own.
+    more = 0 if own is None else own.head - DTYPE_BYTES[spec.strategy.param_dtype]
+    row, rows = logits_row_bytes(spec, shape) + more * shape.outputs, chunk_rows(spec, shape, tokens=tokens)
     if shape.labels is not None:
         each, kind = (spec.sequences_per_device, "rows") if shape.pools else (tokens, "tokens")
         return MemoryTerm("logits", row * each, f"{row // max(shape.labels, 1)} bytes x {kind} x labels")

@@ -60,7 +60,10 @@ _WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Numbers of parameters of a model's FSDP units."""
+    """Numbers of parameters of a model's FSDP units.
+
+    A parameter with a dtype of its own counts as the number of values in the compute dtype that need its bytes.
+    """
 
     root: int
     """Parameters outside the other units, and tied embeddings: they stay gathered."""
@@ -74,6 +77,18 @@ class UnitSizes:
     """The same with the unit that is gathered ahead."""
     has_head: bool = False
     """True if the head is a unit of its own by its size."""
+
+
+@dataclass(frozen=True)
+class ComputeBytes:
+    """Bytes of a value that a model computes, if some of its modules have a dtype of their own."""
+
+    layer: int
+    """Most bytes in any layer."""
+    layers: float
+    """Mean of the layers."""
+    head: int
+    """Bytes of a logit."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,9 @@ class ParameterCounts:
     module: int
     """Parameters of the largest module without its children: each rank draws them whole for random weights."""
     units: UnitSizes | None = None
-    """Units by `min_num_params`; None without it."""
+    """Units by `min_num_params` or `precision`; None without both."""
+    compute: ComputeBytes | None = None
+    """Bytes of what modules compute with `precision`; None without it."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0

@@ -37,7 +37,9 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import tiled_mlps
-from train_loop.parallel.units import expert_units, find_units, repeated_layers, unit_sizes
+from train_loop.parallel.precise_units import check_precision
+from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
+from train_loop.parallel.units import expert_units, find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
@@ -166,7 +168,8 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         layer=max(layers, default=0),
         outside=max(total - sum(layers), 0),
         module=max(sum(map(size, module.parameters(recurse=False))) for module in anatomy.model.modules()),
-        units=unit_sizes(anatomy, spec.strategy.wrap_policy),
+        units=unit_sizes(anatomy, spec.strategy),
+        compute=compute_bytes(anatomy, spec.strategy),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
     )
@@ -180,6 +183,7 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
         *found.settings,
         (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy.model_copy(update={"moe_experts": ()}))),
         ("/strategy/wrap_policy/moe_experts", lambda: expert_units(anatomy, policy)),
+        ("/strategy/precision", lambda: check_precision(anatomy, spec)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:

@@ -137,6 +137,11 @@ def _check_units(strategy: StrategySpec, code: CodeSpec) -> None:
             f"ulysses_size={strategy.ulysses_size} splits sequences, and code.sequence does not say which entries of "
             "the batch have them; write, for example, code.sequence: {tokens: 1}, or choose ulysses_size: 1"
         )
+    if strategy.precision:
+        raise ValueError(
+            "precision is not proven for own code (code), whose loss may use modules in any way; cast in your module, "
+            "and remove precision"
+        )
     for name in ("wrap_embeddings", "wrap_lm_output"):
         if getattr(strategy.wrap_policy, name):
             raise ValueError(

@@ -241,6 +241,11 @@ class JobSpec(SpecModel):
                 f"output_dtype=fp16 needs the gradient scaler of model.dtype=fp16, and model.dtype is {model.dtype}; "
                 "choose output_dtype bf16 or fp32"
             )
+        if model is not None and "fp16" in strategy.precision.values() and model.dtype != "fp16":
+            raise ValueError(
+                f"precision names fp16, which needs the gradient scaler of model.dtype=fp16, and model.dtype is "
+                f"{model.dtype}; choose bf16 or fp32"
+            )
         return strategy
 
     @field_validator("strategy")
@@ -254,6 +259,7 @@ class JobSpec(SpecModel):
             f"model.master_dtype={model.master_dtype}": model.master_dtype != "fp32",
             f"tp_size={strategy.tp_size}": strategy.tp_size > 1,
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
+            "strategy.precision": bool(strategy.precision),
             f"matmul_precision={strategy.matmul_precision}": strategy.matmul_precision != "highest",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",

@@ -26,7 +26,7 @@ _NOT_YET = _by_name(
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
-        "": "add_tokens kernels images balance precision gradient_sync ignored_params pin_memory shard_vision "
+        "": "add_tokens kernels images balance gradient_sync ignored_params pin_memory shard_vision "
         "groups profile neftune_noise_alpha group_by_length length_column_name",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",

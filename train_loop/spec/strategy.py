@@ -1,9 +1,9 @@
 """`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from train_loop.spec.base import Problem, SpecModel
 from train_loop.spec.model import Dtype
@@ -46,6 +46,7 @@ class WrapPolicySpec(SpecModel):
 
 
 SaveMode = Literal["sync", "thread", "process"]
+ModulePattern = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class StrategySpec(SpecModel):
@@ -100,6 +101,12 @@ class StrategySpec(SpecModel):
     )
     norm_dtype: Literal["fp32"] | None = Field(
         default=None, description="fp32: norms keep fp32 weights and compute in fp32"
+    )
+    precision: dict[ModulePattern, Dtype] = Field(
+        default={},
+        max_length=64,
+        description="dtype in which modules compute, by the path of a module or a glob (* for any characters), with "
+        "all modules inside; the last match wins; each such module is an FSDP unit",
     )
     reshard_after_forward: bool | int | None = Field(
         default=None,
@@ -200,6 +207,11 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
             _is_group(reshard),
             "for which torch makes groups of ranks that wait for each other",
         ),
+        "strategy.precision": (
+            "/strategy/precision",
+            bool(strategy.precision),
+            "whose units are not proven for shared layers",
+        ),
     }
     if model is not None:
         settings |= {
@@ -235,6 +247,7 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         "sharding_strategy: NO_SHARD": ("/strategy/sharding_strategy", strategy.sharding_strategy == "NO_SHARD"),
         f"min_num_params={least}": ("/strategy/wrap_policy/min_num_params", least is not None),
         f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard)),
+        "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
     }
     if training is not None:
         settings |= {

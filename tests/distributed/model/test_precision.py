@@ -1,4 +1,4 @@
-"""Compute, reduction, master, norm and output dtypes, and consistent runs after overflows of fp16's scaler."""
+"""Dtypes of computation, reduction, masters, norms and modules; runs stay consistent after overflows in fp16."""
 
 import shutil
 from itertools import pairwise
@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.support.builders.specs import TINY, spec
-from tests.support.ranks.gradients import build, my_share, random_rows
+from tests.support.ranks.gradients import Gradients, build, divisor, my_share, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop import train
+from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
+from train_loop.spec import JobSpec
 
 STEPS, FACTOR = 10, 2.0**25
 RUNS: dict[str, dict[str, Any]] = {
@@ -160,3 +163,116 @@ def dtypes_inside() -> dict[str, set[str]]:
 def test_norms_keep_fp32_on_request_and_matrices_compute_in_bf16() -> None:
     found = {name.removeprefix("FSDP"): dtypes for name, dtypes in on_ranks(2, dtypes_inside)[0].items()}
     assert found == {"Qwen3RMSNorm": {"torch.float32"}, "Linear": {"torch.bfloat16"}, "logits": {"torch.float32"}}
+
+
+LENGTH = 32
+Result = tuple[float, Gradients]
+ALL = dict.fromkeys(("model.layers.*", "model.embed_tokens", "model.norm", "lm_head"), "bf16")
+MIXED = {"model.layers.0": "fp32", "lm_head": "fp32"}
+FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"], "wrap_embeddings": True}
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "layers": ({}, False),
+    "tied, shared sequences": ({"ulysses_size": 2}, True),
+    "finer units": ({"wrap_policy": FINER}, False),
+    "fp32 norms, kept": ({"norm_dtype": "fp32", "reshard_after_forward": False}, False),
+}
+"""Other settings, and whether embeddings and head are tied."""
+
+
+def job_of(dtype: str, precision: dict[str, str], strategy: dict[str, Any], *, tied: bool) -> JobSpec:
+    return spec(
+        model={"config": TINY | {"tie_word_embeddings": tied}, "dtype": dtype, "gradient_checkpointing": "full"},
+        data={"sequence_length": LENGTH},
+        training={"per_device_train_batch_size": 2, "chunked_loss": False},
+        strategy=strategy | {"precision": precision},
+        scaling={"num_workers": dist.get_world_size()},
+    )
+
+
+def both_ways() -> dict[str, tuple[Result, Result]]:
+    """Return the results of bf16 as the compute dtype, and as the dtype of each part of an fp32 model."""
+    rows, found = random_rows(8, LENGTH, vocab=TINY["vocab_size"], packed=True), {}
+    for name, (strategy, tied) in VARIANTS.items():
+        whole = one_step(job_of("bf16", {}, strategy, tied=tied), rows)
+        # A norm that a pattern names would ignore norm_dtype.
+        parts = {part: dtype for part, dtype in ALL.items() if "norm_dtype" not in strategy or part != "model.norm"}
+        found[name] = whole, one_step(job_of("fp32", parts, strategy, tied=tied), rows)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_parts() -> dict[str, tuple[Result, Result]]:
+    results: dict[str, tuple[Result, Result]] = on_ranks(2, both_ways)[0]
+    return results
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parts_of_a_dtype_compute_as_a_model_of_it(by_parts: Any, name: str) -> None:
+    (expected_loss, expected), (loss, gradients) = by_parts[name]
+    assert loss == expected_loss
+    assert gradients.keys() == expected.keys()
+    # The last norm is in the root, whose dtype is that of its input: it rounds in another place.
+    others = {"model.norm.weight"} if "fp32 norms" in name else set()
+    assert [n for n in expected.keys() - others if not torch.equal(gradients[n], expected[n])] == []
+
+
+def casting(dtype: torch.dtype) -> Any:
+    def hook(_: nn.Module, inputs: Any, named: Any) -> Any:
+        def one(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(one, value))
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return one(inputs), {name: one(value) for name, value in named.items()}
+
+    return hook
+
+
+def mixed_and_plain() -> tuple[Result, Result, float]:
+    """Return the results of a model with a layer and a head in fp32 as sharded, and as a plain module with casts."""
+    spec_of_run = job_of("bf16", MIXED, {}, tied=False)
+    rows = random_rows(2, LENGTH, vocab=TINY["vocab_size"], packed=False)
+    model, loss, mesh = build(spec_of_run)
+    weights = {name: whole(one.detach()) for name, one in model.named_parameters()}
+    batch = my_share(rows, mesh)
+    count = divisor(batch, mesh)
+    (micro,) = micro_batches(batch, 2, loss.anatomy, mesh)
+    mean = accumulate_plainly(loss, [micro], count, mesh).item()
+    sharded = mean, {name: whole(one.grad) for name, one in model.named_parameters()}
+    plain = AutoModelForCausalLM.from_config(Qwen3Config(**TINY), attn_implementation="sdpa")
+    frequencies = plain.model.rotary_emb.inv_freq
+    plain.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies
+    first, head = plain.model.layers[0].float(), plain.lm_head.float()
+    plain.load_state_dict(weights)
+    for module in (first, head):
+        module.register_forward_pre_hook(casting(torch.float32), with_kwargs=True)
+    first.register_forward_hook(lambda _, __, output: output.to(torch.bfloat16))
+    logits = plain(
+        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention
+    ).logits
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum") / count
+    torch.autograd.backward(total)
+    expected = {name: one.grad.float() for name, one in plain.named_parameters()}
+    return sharded, (total.item(), expected), float(logits.dtype == torch.float32)
+
+
+def test_layer_and_head_in_fp32_compute_as_a_plain_module_with_casts() -> None:
+    (loss, gradients), (expected_loss, expected), is_fp32 = on_ranks(1, mixed_and_plain)[0]
+    assert is_fp32
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, value in expected.items():
+        assert (gradients[name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+def mixed() -> Result:
+    return one_step(
+        job_of("bf16", MIXED, {}, tied=False), random_rows(8, LENGTH, vocab=TINY["vocab_size"], packed=True)
+    )
+
+
+def test_ranks_compute_layers_of_other_dtypes_as_one_rank_does() -> None:
+    (one, expected), (loss, gradients) = on_ranks(1, mixed)[0], on_ranks(2, mixed)[0]
+    assert loss == pytest.approx(one, rel=1e-4)
+    for name, value in expected.items():
+        # Most of the difference is the rounding of sums over rows in bf16.
+        assert (gradients[name] - value).norm() <= 0.02 * value.norm(), name

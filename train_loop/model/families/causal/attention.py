@@ -20,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.own_attention import call_registry, own_attention
 from train_loop.model.families.family import SPLIT_ATTENTION, Attention
+from train_loop.model.precision import attends_in_fp32
 from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
 
@@ -40,7 +41,9 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
     wanted = spec.model.attn_implementation
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     installed = [name for name, is_available in _FLASH.items() if is_available()]
-    chosen = best_attention(spec, device, major=major, installed=installed) if wanted == "auto" else wanted
+    halves = not attends_in_fp32(model, spec.strategy)
+    best = best_attention(spec, device, major=major, installed=installed, halves=halves)
+    chosen = best if wanted == "auto" else wanted
     if wanted == "auto" and not _is_supported(model, chosen):
         chosen = "flex_attention" if device.type == "cuda" and _is_supported(model, "flex_attention") else "eager"
     if chosen in _FLASH and chosen not in installed:
@@ -67,14 +70,17 @@ def _is_supported(model: PreTrainedModel, name: str) -> bool:
     return bool(getattr(model, flag))
 
 
-def best_attention(spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str]) -> str:
+def best_attention(
+    spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str], halves: bool = True
+) -> str:
     """Return the implementation that `auto` selects for a device.
 
-    `major` is its major compute capability, and `installed` lists the installed flash packages.
+    `major` is its major compute capability, and `installed` lists the installed flash packages. `halves` is False if
+    a layer attends in fp32 though the model computes in another dtype.
     """
     if device.type != "cuda":
         return "sdpa"
-    flash = [name for name in installed if spec.model.dtype != "fp32" and _runs(name, major)]
+    flash = [name for name in installed if halves and spec.model.dtype != "fp32" and _runs(name, major)]
     if flash:
         return flash[0]
     return "flex_attention" if mask_bytes(spec) > MASK_BYTES else "sdpa"
