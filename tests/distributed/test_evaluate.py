@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ from tests.support.ranks.torchrun import write_tokens
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.pointer import pinned_dataset
 from train_loop.data.stream.local import local_stream
+from train_loop.loop.batch import MicroBatch
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.objectives.token_cross_entropy import LossRule, TokenLoss
 from train_loop.loop.reduction import PlainReduction
@@ -76,6 +78,16 @@ def plainly(path: str) -> tuple[float, int]:
     return total / tokens, tokens
 
 
+class EarlyLoss(TokenLoss):
+    """A loss that notes whether the root unit is gathered, or being so, before each batch of an evaluation."""
+
+    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        model: Any = self.anatomy.model
+        group = model._get_fsdp_state()._fsdp_param_group
+        assert group.is_unsharded or group._all_gather_result is not None, "a batch waits for its first gather"
+        return super().evaluate(batch)
+
+
 def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[str, str], Evaluation]:
     """Evaluate every dataset at every mesh, twice."""
     found = {}
@@ -91,7 +103,7 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
         materialise(anatomy.model, blueprint, seed=0, device=mesh.device)
         for data, samples in SAMPLES.items():
             drawn = torch.get_rng_state()
-            objective, dataset = TokenLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
+            objective, dataset = EarlyLoss(anatomy, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples)
             result = evaluate(objective, dataset, PlainReduction(anatomy.model, mesh), per_device=2)
             assert isinstance(result, Evaluation)
             found[name, data] = result

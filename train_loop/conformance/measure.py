@@ -34,10 +34,13 @@ class Step(NamedTuple):
 
 
 def accumulate_plainly(
-    objective: Objective, batches: Iterable[MicroBatch], divisor: float | None, mesh: Mesh
+    objective: Objective, batches: Iterable[MicroBatch], divisor: float | None, mesh: Mesh, *, once: bool = False
 ) -> Tensor:
-    """Accumulate a step's gradients in the order of the libraries; return its loss."""
-    reduction = PlainReduction(objective.anatomy.model, mesh)
+    """Accumulate a step's gradients in the order of the libraries; return its loss.
+
+    With `once`, ranks exchange gradients only after the last micro-batch.
+    """
+    reduction = PlainReduction(objective.anatomy.model, mesh, once=once)
     scaler = GradScaler(mesh.device.type, enabled=False)
     return accumulate(objective, batches, divisor, reduction=reduction, scaler=scaler).loss
 

@@ -17,6 +17,7 @@ from train_loop.loop.batch import MicroBatch, check_vocabulary, micro_batches, s
 from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.reduction import Reduction
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.shard import begin_gather, end_gather
 from train_loop.run_dir import Stop
 
 
@@ -48,6 +49,7 @@ def evaluate(
         nonlocal stop
         for batch in _batches(objective, dataset, mesh, per_device):
             if stop := find_stop():
+                end_gather(objective.anatomy)
                 return
             # In float64: the sum over millions of tokens must not depend on the mesh.
             yield torch.stack([value.double() for value in objective.evaluate(batch)])
@@ -76,9 +78,10 @@ def _batches(objective: Objective, dataset: Dataset, mesh: Mesh, per_device: int
     """Yield this rank's batches in sample order; rows without labels pad the last round."""
     order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
     order_of_ranks = StepOrder(order, mesh.plan.dp, per_device)
-    for rows in local_stream(
-        StreamPlan(dataset, order_of_ranks, 0, order_of_ranks.steps_left(0)), mesh.plan, mesh.rank
-    ):
+    rounds = order_of_ranks.steps_left(0)
+    for rows in local_stream(StreamPlan(dataset, order_of_ranks, 0, rounds), mesh.plan, mesh.rank):
+        # The parameters that forward needs first are gathered while the masks of the batch are built.
+        begin_gather(objective.anatomy)
         check_vocabulary(rows, objective.anatomy.vocabulary)
         rows = mask_rows(rows, dataset, EVALUATION)
         batch = share_rows(rows, count=per_device, dataset=dataset, mesh=mesh)

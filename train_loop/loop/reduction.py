@@ -53,13 +53,16 @@ class Reduction(Protocol):
 
 
 class PlainReduction:
-    """The sums of FSDP2 and of all-reduce. Their bits depend on the number of ranks."""
+    """The sums of FSDP2 and of all-reduce. Their bits depend on the number of ranks.
+
+    With `once`, ranks keep whole gradients until the last micro-batch of a step, and exchange them only then.
+    """
 
     parts = 1
 
-    def __init__(self, model: nn.Module, mesh: Mesh, calls: UnitCalls | None = None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, calls: UnitCalls | None = None, *, once: bool = False) -> None:
         assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
-        self._model, self.mesh, self._calls = model, mesh, calls
+        self._model, self.mesh, self._calls, self._once = model, mesh, calls, once
 
     def begin_step(self, step: int) -> None:
         """Forget calls of units in a step that did not end."""
@@ -70,8 +73,11 @@ class PlainReduction:
         """Do nothing."""
 
     def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
-        """Reduce gradients to shards, because whole ones would not fit; replicas of a shard all-reduce once a step."""
-        self._model.set_requires_all_reduce(last)
+        """Reduce gradients to shards, because whole ones may not fit; replicas of a shard all-reduce once a step."""
+        if self._once:
+            self._model.set_requires_gradient_sync(last)
+        else:
+            self._model.set_requires_all_reduce(last)
         if self._calls is not None:
             self._calls.end_forward()
         torch.autograd.backward(loss)
@@ -82,7 +88,7 @@ class PlainReduction:
 
     def grad_norm(self) -> Tensor:
         """Return the norm of all gradients."""
-        if self.mesh.tp is not None or self.mesh.experts is not None:
+        if any(mesh is not None for mesh in (self.mesh.tp, self.mesh.experts, self.mesh.wholes)):
             return norm_by_parts(self._model, self.mesh.device)
         norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -208,13 +214,14 @@ def _sum_table(values: Tensor, places: list[int], *, size: int) -> Tensor:
 
 
 def build_reduction(
-    model: nn.Module, tree: ReductionTree | None, mesh: Mesh, *, seed: int, own: bool = False
+    model: nn.Module, tree: ReductionTree | None, mesh: Mesh, *, seed: int, own: bool = False, once: bool = False
 ) -> Reduction:
     """Return the sums of a sharded model's run, in the order of the plan's reduction tree if it has one.
 
-    `own` is for users' modules, which may call and use different parts of themselves on each rank.
+    `own` is for users' modules, which may call and use different parts of themselves on each rank. With `once`,
+    gradients are reduced once a step.
     """
     calls = UnitCalls(model, mesh, once=tree is not None) if own else None
     if tree is None:
-        return PlainReduction(model, mesh, calls)
+        return PlainReduction(model, mesh, calls, once=once)
     return OrderedReduction(model, tree, mesh, seed=seed, calls=calls)

@@ -11,15 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from train_loop.errors import UserError
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.objectives.objective import Objective, Terms
 from train_loop.loop.reduction import Reduction
-from train_loop.model.families.anatomy import Anatomy
 from train_loop.optim import clip_gradients
+from train_loop.parallel.shard import begin_gather
 from train_loop.state import TrainState
 
 
@@ -94,7 +93,8 @@ def accumulate(
     Each micro-batch's sum is divided by the step's count before its backward pass. If only the terms contain the count,
     the gradients of undivided sums are divided once, after the last backward pass.
     """
-    _prefetch(objective.anatomy)
+    # The parameters that forward needs first are gathered while the masks of each micro-batch are built.
+    begin_gather(objective.anatomy)
     losses, rows = list[Tensor](), list[Tensor]()
     for number, batch in enumerate(batches):
         reduction.begin_micro_batch(number)
@@ -102,6 +102,8 @@ def accumulate(
         # A step without labels is valid: its loss and gradients are zero.
         loss = terms.total if divisor is None else terms.total / (divisor or 1)
         reduction.backward(scaler.scale(loss), last=batch.last, stands_in=terms.stands_in)
+        if not batch.last:
+            begin_gather(objective.anatomy)
         losses.append(loss.detach())
         rows.append(_named_sums(terms, objective, counts=divisor is None))
     total = reduction.sum(torch.stack(losses))
@@ -134,10 +136,3 @@ def _means(objective: Objective, sums: Iterable[float], count: float) -> dict[st
 def _divide_gradients(model: nn.Module, count: float) -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_div_([one.to_local() if isinstance(one, DTensor) else one for one in gradients], count)
-
-
-def _prefetch(anatomy: Anatomy) -> None:
-    """Gather the parameters that forward needs first, while masks are built."""
-    for module in filter(None, (anatomy.model, anatomy.embeddings)):
-        if isinstance(module, FSDPModule):
-            module.unshard(async_op=True)

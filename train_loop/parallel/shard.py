@@ -150,6 +150,23 @@ def apply_prefetch(
             prefetch(unit, units[place + 1 : place + 1 + number])
 
 
+def begin_gather(anatomy: Anatomy) -> None:
+    """Begin to gather the units that the next forward pass needs first, while its inputs are made."""
+    for unit in _first_units(anatomy):
+        unit.unshard(async_op=True)
+
+
+def end_gather(anatomy: Anatomy) -> None:
+    """Wait for gathers that no forward pass will use: FSDP2 would take their values for those of a later pass."""
+    for unit in _first_units(anatomy):
+        unit.unshard()
+
+
+def _first_units(anatomy: Anatomy) -> list[FSDPModule]:
+    parts: tuple[Any, ...] = anatomy.model, anatomy.embeddings
+    return [one for one in parts if isinstance(one, FSDPModule)]
+
+
 def place_buffers(model: nn.Module, device: torch.device) -> None:
     """Move buffers to the device on which the model computes, wherever its parameters are."""
     for module in model.modules():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from train_loop.plan.batch import plan_batch
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import KeptBytes, ModelShape, UnitSizes
 from train_loop.plan.tree import ReductionTree
@@ -63,6 +64,7 @@ def estimate_memory(
     step = (
         MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
+        *_whole_gradients(spec, shape, mesh),
         *_partial_sums(shape.units(spec.strategy.wrap_policy.min_num_params), mesh, tree, trained),
     )
     staged = -(-sum(term.bytes for term in state) // mesh.ddp)
@@ -158,6 +160,14 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     large = compute * (outside + head + 2 * units.gathered) - shard
     formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
     return max(peaks) if by_layer else max(*peaks, (large, formula))
+
+
+def _whole_gradients(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
+    """Estimate the gradients that a rank keeps unsharded until the last micro-batch of a step."""
+    if spec.strategy.gradient_sync == "every" or plan_batch(spec.training, dp=mesh.dp).accumulation == 1:
+        return ()
+    size = DTYPE_BYTES[spec.strategy.reduce_dtype]
+    return (MemoryTerm("whole_gradients", size * shape.trained, f"{size} bytes x trained parameters"),)
 
 
 def _partial_sums(units: UnitSizes, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:

@@ -50,6 +50,7 @@ def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
         (training.chunked_loss is False, "training.chunked_loss: null"),
         (strategy.sharding_strategy == "NO_SHARD", "strategy.sharding_strategy: FULL_SHARD"),
         (strategy.reshard_after_forward is False, "strategy.reshard_after_forward: null"),
+        (strategy.gradient_sync == "last", "strategy.gradient_sync: every"),
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
         (checkpointing == "none", "model.gradient_checkpointing: full"),

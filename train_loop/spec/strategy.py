@@ -99,6 +99,11 @@ class StrategySpec(SpecModel):
         description="precision of fp32 matrix products, as torch.set_float32_matmul_precision: high: TF32; medium: "
         "bf16; bf16 and fp16 computation is not affected",
     )
+    gradient_sync: Literal["every", "last"] = Field(
+        default="every",
+        description="micro-batches whose gradients ranks exchange: every: each, so that only shards are kept; last: "
+        "whole gradients are summed on each worker and exchanged once a step, which saves traffic and takes memory",
+    )
     norm_dtype: Literal["fp32"] | None = Field(
         default=None, description="fp32: norms keep fp32 weights and compute in fp32"
     )
@@ -212,6 +217,11 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
             bool(strategy.precision),
             "whose units are not proven for shared layers",
         ),
+        "gradient_sync=last": (
+            "/strategy/gradient_sync",
+            strategy.gradient_sync == "last",
+            "which is not proven for shared layers",
+        ),
     }
     if model is not None:
         settings |= {
@@ -248,6 +258,7 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         f"min_num_params={least}": ("/strategy/wrap_policy/min_num_params", least is not None),
         f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard)),
         "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
+        "gradient_sync=last": ("/strategy/gradient_sync", strategy.gradient_sync == "last"),
     }
     if training is not None:
         settings |= {

@@ -64,31 +64,39 @@ def all_cases() -> dict[str, dict[str, dict[str, Any]]]:
     return {name: describe(strategy) for name, strategy in CASES.items()}
 
 
-def on_their_way(policy: dict[str, bool]) -> list[str]:
-    """Return the units whose gathers run when a step requests its first micro-batch."""
-    job = spec(strategy={"wrap_policy": policy}, scaling={"num_workers": dist.get_world_size()})
-    model, loss, mesh = build(job)
-    batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=True), mesh)
-    found = []
+def step_of_two(strategy: dict[str, Any]) -> tuple[list[list[str]], list[bool]]:
+    """Return what is true when a step requests each of two micro-batches, and after it.
+
+    These are the units whose gathers run, and whether there are reduced gradients.
+    """
+    model, loss, mesh = build(spec(strategy=strategy, scaling={"num_workers": dist.get_world_size()}))
+    batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    gathers, reduced = list[list[str]](), list[bool]()
+
+    def note() -> None:
+        groups = {name: unit._get_fsdp_state()._fsdp_param_group for name, unit in units.items()}
+        gathers.append([name for name, group in groups.items() if group and group._all_gather_result])
+        reduced.append(any(parameter.grad is not None for parameter in model.parameters()))
 
     def watched() -> Iterator[MicroBatch]:
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule) and getattr(
-                module._get_fsdp_state()._fsdp_param_group, "_all_gather_result", None
-            ):
-                found.append(name)
-        yield from micro_batches(batch, 1, loss.anatomy, mesh)
+        for one in micro_batches(batch, 1, loss.anatomy, mesh):
+            note()
+            yield one
 
-    accumulate_plainly(loss, watched(), 1, mesh)
-    return found
+    accumulate_plainly(loss, watched(), 1, mesh, once=strategy.get("gradient_sync") == "last")
+    note()
+    return gathers, reduced
 
 
-def both_policies() -> list[list[str]]:
-    return [on_their_way({}), on_their_way({"wrap_embeddings": True})]
+def steps_of_two() -> list[tuple[list[list[str]], list[bool]]]:
+    return [step_of_two({}), step_of_two({"wrap_policy": {"wrap_embeddings": True}, "gradient_sync": "last"})]
 
 
-def test_first_units_are_gathered_while_masks_are_built() -> None:
-    assert on_ranks(2, both_policies)[0] == [[""], ["", EMBEDDINGS]]
+def test_each_micro_batch_finds_its_first_units_gathered_and_gradients_are_reduced_as_chosen() -> None:
+    every, last = on_ranks(2, steps_of_two)[0]
+    assert every == ([[""], [""], []], [False, True, True])
+    assert last == ([["", EMBEDDINGS], ["", EMBEDDINGS], []], [False, False, True])
 
 
 @pytest.fixture(scope="module")

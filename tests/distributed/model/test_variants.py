@@ -61,11 +61,14 @@ EQUAL: dict[str, Parts] = {
     "chunked, resharded": {"training": {"chunked_loss": True}, "strategy": {"reshard_after_forward": True}},
     "replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
     "hybrid": {"strategy": {"fsdp_size": 2}},
+    "exchanged once": {"strategy": {"gradient_sync": "last"}},
+    "exchanged once, chunked": {"training": {"chunked_loss": True}, "strategy": {"gradient_sync": "last"}},
+    "exchanged once, hybrid": {"strategy": {"gradient_sync": "last", "fsdp_size": 2}},
 }
 MODELS = [(1, False), (2, True)]
 ON_BOTH_MODELS = {"wrapped embeddings", "wrapped head", "wrapped all", "chunked head", "chunked, wrapped head"}
 """Variants of the head and the embeddings, which are one parameter if they are tied."""
-ON_FOUR_RANKS = {"reshard to 2", "hybrid"}
+ON_FOUR_RANKS = {"reshard to 2", "hybrid", "exchanged once, hybrid"}
 """Variants that divide the ranks; two ranks are enough for the others."""
 
 

@@ -72,7 +72,8 @@ def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[floa
     model, loss, mesh = build(job, device)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
-    mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
+    once = job.strategy.gradient_sync == "last"
+    mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh, once=once)
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 

@@ -76,6 +76,19 @@ def test_plan_counts_what_is_gathered_at_the_peak_of_a_step(world: int, reshard:
     assert 0.8 * planned < max(seen) < 1.01 * planned
 
 
+def test_plan_counts_whole_gradients_that_wait_for_the_last_micro_batch(world: int) -> None:
+    parts: dict[str, Any] = {"strategy": {"gradient_sync": "last"}, "scaling": {"num_workers": world}}
+    training = {"gradient_accumulation_steps": 2}
+    spec = parse(raw_spec(model={"config": TINY, "dtype": "fp32"}, training=training, **parts))
+    model = sharded(spec, world)
+    cast(Any, model).set_requires_gradient_sync(False)
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    terms = {term.name: term.bytes for term in plan_job(spec, model_shape(spec.model)).memory}
+    assert held(model) == terms["whole_gradients"]
+    alone = parse(raw_spec(model={"config": TINY, "dtype": "fp32"}, **parts))
+    assert "whole_gradients" not in {term.name for term in plan_job(alone, model_shape(alone.model)).memory}
+
+
 @pytest.mark.parametrize("least", [500, 4000, 7760, 12000, 30000])
 def test_plan_counts_what_units_by_size_gather(world: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_plan_counts_units({"wrap_policy": {"min_num_params": least}}, "fp32", world, monkeypatch)

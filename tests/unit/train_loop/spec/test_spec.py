@@ -135,6 +135,28 @@ def test_fp16_output_needs_the_gradient_scaler() -> None:
     assert parse(raw_spec(model={"dtype": "fp16"}, strategy={"output_dtype": "fp16"})).strategy.output_dtype == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"strategy": {"gradient_sync": "last", "reduce_dtype": "bf16"}},
+            "gradient_sync=last sums micro-batches in reduce_dtype, and bf16 would lose small gradients; choose "
+            "reduce_dtype: fp32, or gradient_sync: every",
+        ),
+        (
+            {
+                "strategy": {"gradient_sync": "last"},
+                "training": {"reproducible": "any_size", "global_batch_size": 4},
+            },
+            "gradient_sync=last is not proven to give the same bits at every size; change it, or choose "
+            "training.reproducible=same_size",
+        ),
+    ],
+)
+def test_gradients_that_are_exchanged_once_need_exact_sums_in_any_order(parts: dict[str, Any], message: str) -> None:
+    assert problems(raw_spec(**parts)) == {"/strategy": message}
+
+
 def test_compiled_layers_reject_separate_norm_units() -> None:
     found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
     assert found["/strategy"].endswith("so model.compile has no effect; remove one of the two")
