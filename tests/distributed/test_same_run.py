@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train_loop.optim.host_state
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_tensors, write_tokens
@@ -21,13 +22,16 @@ OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "offload": {"offload_policy": True},
+    "optimizer on the host": {"offload_policy": "optimizer"},
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
     "kept": {"reshard_after_forward": False},
 }
 CASES = [(optimizer, "offload") for optimizer in OPTIMIZERS] + [("adamw", "prefetch"), ("adamw", "kept")]
+CASES += [(optimizer, "optimizer on the host") for optimizer in ("adamw", "sgd", "muon")]
 
 
 def train_all(folder: Path) -> None:
+    train_loop.optim.host_state.PART_BYTES = 4096  # several parts
     for optimizer, strategy in CASES + [(optimizer, "plain") for optimizer in OPTIMIZERS]:
         job = spec(
             data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},

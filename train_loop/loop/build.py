@@ -23,7 +23,7 @@ from train_loop.loop.session import Session
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_shape
-from train_loop.optim import Ema, ExpertBalance, build_optimizers, build_scheduler, time_optimizers
+from train_loop.optim import Ema, ExpertBalance, Place, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
@@ -221,7 +221,9 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
 def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
     """Build optimizers, schedules over `steps` steps, gradient scaler and EMA for a model with loaded weights."""
     training = spec.training
-    optimizers = build_optimizers(anatomy, training)
+    pin = spec.strategy.pin_memory and mesh.device.type == "cuda"
+    place = Place(on_host=spec.strategy.offload_policy == "optimizer", pin_memory=pin)
+    optimizers = build_optimizers(anatomy, training, place)
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
     scaler = GradScaler(mesh.device.type, init_scale=_initial_scale(spec, mesh), enabled=spec.model.dtype == "fp16")
     average = Ema(anatomy.model, training.ema_decay) if training.ema_decay is not None else None

@@ -1,13 +1,14 @@
 """Optimizers, schedules, clipping and averages of sharded parameters."""
 
 from train_loop.optim.balance import ExpertBalance
-from train_loop.optim.build import build_optimizers, clip_gradients, describe_groups, time_optimizers
+from train_loop.optim.build import Place, build_optimizers, clip_gradients, describe_groups, time_optimizers
 from train_loop.optim.ema import Ema
 from train_loop.optim.schedule import build_scheduler, go_to
 
 __all__ = [
     "Ema",
     "ExpertBalance",
+    "Place",
     "build_optimizers",
     "build_scheduler",
     "clip_gradients",

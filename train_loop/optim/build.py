@@ -1,7 +1,7 @@
 """Optimizers of a sharded model, and gradient clipping."""
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -10,6 +10,7 @@ from train_loop.model.families.anatomy import Anatomy, Experts
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.by_mesh import ByMesh, by_mesh
 from train_loop.optim.eight_bit import adamw_8bit_class
+from train_loop.optim.host_state import HostState
 from train_loop.optim.muon import Muon
 from train_loop.spec import TrainingSpec
 from train_loop.telemetry.timers import ComputeTimer
@@ -18,20 +19,33 @@ Group = dict[str, Any]
 T = TypeVar("T", bound=Optimizer)
 
 
-def build_optimizers(anatomy: Anatomy, training: TrainingSpec) -> tuple[Optimizer, ...]:
+class Place(NamedTuple):
+    """The memory of an optimizer's state."""
+
+    on_host: bool = False
+    """Whether it is host memory; else that of the parameters."""
+    pin_memory: bool = False
+
+
+BESIDE_PARAMETERS = Place()
+
+
+def build_optimizers(
+    anatomy: Anatomy, training: TrainingSpec, place: Place = BESIDE_PARAMETERS
+) -> tuple[Optimizer, ...]:
     """Build the spec's optimizer for all trained parameters; muon leaves some of them to a second one, AdamW.
 
     Raises UserError if a package that it needs is not installed.
     """
     parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
     if training.optimizer != "muon":
-        return (_build(training.optimizer, parameters, training, anatomy.experts),)
+        return (_build(training.optimizer, parameters, training, anatomy.experts, place),)
     matrices = muon_matrices(anatomy)
     parts = {
         "muon": [p for p in parameters if id(p) in matrices],
         "adamw": [p for p in parameters if id(p) not in matrices],
     }
-    return tuple(_build(name, part, training, anatomy.experts) for name, part in parts.items() if part)
+    return tuple(_build(name, part, training, anatomy.experts, place) for name, part in parts.items() if part)
 
 
 def muon_matrices(anatomy: Anatomy) -> set[int]:
@@ -47,28 +61,36 @@ def muon_matrices(anatomy: Anatomy) -> set[int]:
     return found if experts is None else (found - experts.biases) | experts.matrices
 
 
-def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec, experts: Experts | None) -> Optimizer:
+def _build(
+    name: str, parameters: list[nn.Parameter], training: TrainingSpec, experts: Experts | None, place: Place
+) -> Optimizer:
     biases: Container[int] = () if experts is None else experts.biases
     groups, lr = list(_groups(parameters, training.weight_decay, biases)), training.learning_rate
     if name == "sgd":
         # Set explicitly: torch's default for sharded tensors processes one at a time.
-        return _by_mesh(SGD, parameters)(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
+        return _class(SGD, parameters, place)(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
     if name == "adafactor":
         return Adafactor(groups, lr)
     if name == "muon":
         both = {} if experts is None else experts.fused
-        return Muon(groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw", fused=both)
+        return _class(Muon, (), place)(
+            groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw", fused=both
+        )
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     if name == "adamw_8bit":
         return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
     # On CPUs the bits of the fused step depend on how parameters are sharded; on GPUs they do not.
     fused = training.reproducible == "same_size" or all(p.is_cuda for p in parameters)
-    return _by_mesh(AdamW, parameters)(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+    return _class(AdamW, parameters, place)(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
-def _by_mesh(kind: type[T], parameters: Iterable[Tensor]) -> type[T]:
-    """Return a class of optimizers that step lists of parameters, which may be on several meshes."""
-    return kind if len(by_mesh(parameters)) < 2 else cast("type[T]", type(kind.__name__, (ByMesh, kind), {}))
+def _class(kind: type[T], parameters: Iterable[Tensor], place: Place) -> type[T]:
+    """Return a class of optimizers for a place of their state, and for lists of parameters on several meshes."""
+    bases: list[type[Optimizer]] = [HostState] if place.on_host else []
+    if len(by_mesh(parameters)) > 1:
+        bases.append(ByMesh)
+    values = {"pin_memory": place.pin_memory}
+    return cast("type[T]", type(kind.__name__, (*bases, kind), values)) if bases else kind
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float, biases: Container[int]) -> Iterator[Group]:

@@ -54,7 +54,7 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = family.anatomy(copy.deepcopy(model))
     timer = parallelize(anatomy, mesh, spec, found.attention)
-    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
+    home = torch.device("cpu") if spec.strategy.offload_policy is True else mesh.device
     with _readers(spec, mesh) as readers:
         source = WeightSource(needs_weights, readers if needs_weights else None)
         unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home, source=source)

@@ -124,7 +124,8 @@ class Recompute:
         layers, experts = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy), built.anatomy.experts
         offload = built.spec.model.gradient_checkpointing == "offload"
         routers = () if experts is None else experts.routers
-        apply_checkpointing(layers, offload=offload, pin_memory=mesh.device.type == "cuda", routers=routers)
+        pin = built.spec.strategy.pin_memory and mesh.device.type == "cuda"
+        apply_checkpointing(layers, offload=offload, pin_memory=pin, routers=routers)
 
 
 class Compile:

@@ -28,7 +28,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
 
     Routers in another dtype than the rest are separate units, and so are experts that ranks share.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
+    offload = _offload_policy(strategy, mesh)
     # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
     units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
     precision = find_precision(anatomy, strategy)
@@ -82,6 +82,11 @@ def _precise_units(
             # Their output keeps this dtype: the model multiplies the results of experts by it. Their input has the
             # dtype of the layer, whatever cast_forward_inputs is.
             yield router, MixedPrecisionPolicy(DTYPES[router_dtype], reduced)
+
+
+def _offload_policy(strategy: StrategySpec, mesh: Mesh) -> OffloadPolicy:
+    pin = strategy.pin_memory and mesh.device.type == "cuda"
+    return CPUOffloadPolicy(pin_memory=pin) if strategy.offload_policy is True else OffloadPolicy()
 
 
 def _ranks_of(unit: nn.Module, anatomy: Anatomy, mesh: Mesh) -> DeviceMesh:

@@ -28,7 +28,7 @@ from train_loop.plan.layout import (
     why_no_data_cpu,
     why_split,
 )
-from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
+from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, STATE_PART_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
@@ -62,6 +62,7 @@ __all__ = [
     "MASK_BYTES",
     "NEEDED",
     "START",
+    "STATE_PART_BYTES",
     "TOKENIZER_TEXT",
     "WORKER_MEMORY_VARIABLE",
     "Axis",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
-from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm, saves_between_steps
+from train_loop.plan.memory import DTYPE_BYTES, STATE_PART_BYTES, MemoryTerm, saves_between_steps
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
 
@@ -78,7 +78,7 @@ def _update(spec: JobSpec, plan: Plan) -> MemoryNeed:
     held = (*_STATE, "checkpoint_staging") if saves_between_steps(spec) else _STATE
     terms = {term.name: term for term in plan.memory if term.name in held}
     training, gradients = spec.training, terms["gradients"]
-    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU")) and not spec.strategy.offload_policy
+    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU")) and spec.strategy.offload_policy is not True
     part = 0.0
     if training.optimizer == "sgd" and training.weight_decay:
         part = 1.0
@@ -88,7 +88,12 @@ def _update(spec: JobSpec, plan: Plan) -> MemoryNeed:
         part = 1 - matrices / plan.shape.trained
     formula = "a copy that torch makes of all gradients or moments that it updates together"
     copied = replace(gradients, name="optimizer_step", bytes=int(part * gradients.bytes), formula=formula)
-    return _need(spec, "while the optimizer updates the weights", [*terms.values(), copied])
+    used = list[MemoryTerm]()
+    if terms["optimizer"].place != terms["parameters"].place:
+        state = terms["optimizer"].bytes
+        size = min(state, STATE_PART_BYTES * state // max(gradients.bytes, 1))
+        used.append(MemoryTerm("optimizer_part", size, "the part of the offloaded optimizer state that is in use"))
+    return _need(spec, "while the optimizer updates the weights", [*terms.values(), copied, *used])
 
 
 def estimated_need(spec: JobSpec, plan: Plan) -> MemoryNeed:

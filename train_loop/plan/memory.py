@@ -13,6 +13,8 @@ Place = Literal["device", "host"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHUNK_BYTES = 2**29
 """Maximum bytes of the logits of a chunk, including their gradient."""
+STATE_PART_BYTES = 2**27
+"""Maximum bytes of the parameters whose offloaded optimizer state is on the device at a time."""
 MASK_BYTES = 2**30
 """Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
@@ -47,13 +49,14 @@ def estimate_memory(
     1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
-    home: Place = beside if spec.strategy.offload_policy else "device"
+    home: Place = beside if spec.strategy.offload_policy is True else "device"
+    states: Place = beside if spec.strategy.offload_policy else "device"
     shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
-        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
+        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=states),
         MemoryTerm(
             "ema",
             4 * trained if spec.training.ema_decay else 0,

@@ -59,7 +59,7 @@ def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
         (has_experts, f"a larger strategy.ep_size than {strategy.ep_size}"),
         (training.optimizer == "adamw" and whole_layers and strategy.ep_size == 1, "training.optimizer: adamw_8bit"),
         (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
-        (not strategy.offload_policy and _has_gpu(spec), "strategy.offload_policy: true"),
+        (strategy.offload_policy is not True and _has_gpu(spec), "strategy.offload_policy: true"),
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]
     return [change for helps, change in choices if helps]

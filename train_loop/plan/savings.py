@@ -110,7 +110,7 @@ def _choices(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[list[Patch]]:
         (strategy.sharding_strategy == "NO_SHARD" and most > 1, {"strategy": {"sharding_strategy": "FULL_SHARD"}}),
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
         (1 < strategy.fsdp_size < most, {"strategy": {"fsdp_size": 0}}),
-        (not strategy.offload_policy and on_gpu, {"strategy": {"offload_policy": True}}),
+        (strategy.offload_policy is not True and on_gpu, {"strategy": {"offload_policy": True}}),
         (spec.training.optimizer == "adamw", {"training": {"optimizer": "adamw_8bit"}}),
     ]
     found = [[patch] for helps, patch in choices if helps]

@@ -261,6 +261,7 @@ class JobSpec(SpecModel):
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
             "strategy.precision": bool(strategy.precision),
             f"gradient_sync={strategy.gradient_sync}": strategy.gradient_sync == "last",
+            "offload_policy=optimizer": strategy.offload_policy == "optimizer",
             f"matmul_precision={strategy.matmul_precision}": strategy.matmul_precision != "highest",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",

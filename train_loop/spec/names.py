@@ -26,8 +26,8 @@ _NOT_YET = _by_name(
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
-        "": "add_tokens kernels images balance ignored_params pin_memory shard_vision groups profile "
-        "neftune_noise_alpha group_by_length length_column_name",
+        "": "add_tokens kernels images balance ignored_params shard_vision groups profile neftune_noise_alpha "
+        "group_by_length length_column_name",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",
         "training.warmup_ratio; set training.warmup_steps": "warmup_ratio",
@@ -91,8 +91,9 @@ _OURS = _by_name(
         "strategy": "parallelism fsdp_config deepspeed deepspeed_config strategy_args strategy_config",
         "strategy.sharding_strategy": "fsdp_sharding_strategy zero_stage zero_optimization stage",
         "strategy, which is always FSDP2": "fsdp_version strategy_name",
-        "strategy.offload_policy": "cpu_offload offload offload_params offload_param offload_optimizer "
-        "fsdp_offload_params",
+        "strategy.offload_policy": "cpu_offload offload offload_params offload_param fsdp_offload_params",
+        "strategy.offload_policy, which may be optimizer": "offload_optimizer optimizer_offload "
+        "offload_optimizer_states",
         "strategy.reshard_after_forward": "fsdp_reshard_after_forward",
         "strategy.wrap_policy": "fsdp_auto_wrap_policy auto_wrap_policy",
         "strategy.wrap_policy.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",

@@ -118,8 +118,15 @@ class StrategySpec(SpecModel):
         description="free gathered parameters after the forward pass; null: all units except the root; an integer: "
         "reshard to groups of that many ranks",
     )
-    offload_policy: bool = Field(
-        default=False, description="keep parameters, gradients and optimizer states in host memory"
+    offload_policy: bool | Literal["optimizer"] = Field(
+        default=False,
+        description="true: keep parameters, gradients and optimizer states in host memory; optimizer: only optimizer "
+        "states, which are copied to the GPU for the update",
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description="pin the host memory of offload_policy and of model.gradient_checkpointing: offload, so that GPUs "
+        "copy it faster; false: if hosts cannot lock so much memory",
     )
     wrap_policy: WrapPolicySpec = Field(default=WrapPolicySpec(), description="modules that become FSDP units")
     apply_expert_patch: bool = Field(
@@ -152,6 +159,14 @@ class StrategySpec(SpecModel):
         if not isinstance(mode, bool) and mode not in get_args(SaveMode):
             raise ValueError(f"invalid async_save_ckpt={mode}; expected true, false, thread, process or sync")
         return mode
+
+    @field_validator("offload_policy", mode="before")
+    @classmethod
+    def _is_a_way_to_offload(cls, policy: Any) -> Any:
+        """Raise a single error instead of pydantic's error for each type of the field."""
+        if not isinstance(policy, bool) and policy != "optimizer":
+            raise ValueError(f"invalid offload_policy={policy}; expected true, false or optimizer")
+        return policy
 
     @property
     def peers(self) -> int:
@@ -222,6 +237,11 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
             strategy.gradient_sync == "last",
             "which is not proven for shared layers",
         ),
+        "offload_policy=optimizer": (
+            "/strategy/offload_policy",
+            strategy.offload_policy == "optimizer",
+            "which is not proven for shared layers",
+        ),
     }
     if model is not None:
         settings |= {
@@ -259,6 +279,7 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard)),
         "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
         "gradient_sync=last": ("/strategy/gradient_sync", strategy.gradient_sync == "last"),
+        "offload_policy=optimizer": ("/strategy/offload_policy", strategy.offload_policy == "optimizer"),
     }
     if training is not None:
         settings |= {

@@ -125,7 +125,7 @@ PARENTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("checkpoint", "keep_best"): {"metric": "loss", "mode": "min"},
 }
 # These have their own rules, which name all their values.
-OWN_RULES = {"async_save_ckpt", "add_bos", "warmup_type", "decay_type"}
+OWN_RULES = {"async_save_ckpt", "offload_policy", "add_bos", "warmup_type", "decay_type"}
 ENUMERATED = [(place, names) for place, names in enumerated(JobSpec) if place[-1] not in OWN_RULES]
 
 

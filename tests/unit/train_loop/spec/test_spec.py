@@ -157,6 +157,34 @@ def test_gradients_that_are_exchanged_once_need_exact_sums_in_any_order(parts: d
     assert problems(raw_spec(**parts)) == {"/strategy": message}
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"offload_policy": "params"}, "invalid offload_policy=params; expected true, false or optimizer"),
+        (
+            {"pin_memory": False},
+            "pin_memory=false has no effect without offload_policy and model.gradient_checkpointing: offload; "
+            "remove it",
+        ),
+        ({"offload_policy": "optimizer", "pin_memory": False}, None),
+    ],
+)
+def test_offloading_is_chosen_by_what_is_offloaded(parts: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert parse(raw_spec(strategy=parts)).strategy.offload_policy == "optimizer"
+    else:
+        assert list(problems(raw_spec(strategy=parts)).values()) == [message]
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+def test_small_optimizer_states_are_not_offloaded_alone(optimizer: str) -> None:
+    raw = raw_spec(strategy={"offload_policy": "optimizer"}, training={"optimizer": optimizer})
+    assert problems(raw) == {
+        "/strategy": f"offload_policy=optimizer is not supported with optimizer={optimizer}, whose state is small; "
+        "choose offload_policy true or false, or another optimizer"
+    }
+
+
 def test_compiled_layers_reject_separate_norm_units() -> None:
     found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
     assert found["/strategy"].endswith("so model.compile has no effect; remove one of the two")
