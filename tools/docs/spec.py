@@ -72,6 +72,7 @@ EXAMPLES: dict[str, Any] = {
     "strategy.output_dtype": "fp32",
     "strategy.norm_dtype": "fp32",
     "strategy.precision": {"model.layers.0": "fp32", "lm_head": "fp32"},
+    "strategy.ignored_params": ["model.norm.weight"],
     "strategy.reshard_after_forward": 4,
     "strategy.wrap_policy.transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
     "strategy.wrap_policy.min_num_params": 100_000_000,

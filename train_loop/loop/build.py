@@ -82,7 +82,8 @@ def build_run(
     `newest` is the checkpoint that replaces that state: then weights are neither drawn nor read from a folder.
     """
     plan = plan_job(spec, model_shape(spec.model))
-    mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
+    wholes = bool(spec.strategy.ignored_params)
+    mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout, wholes=wholes)
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     sharded = build_sharded(spec, mesh, needs_weights=newest is None and parent is None)
     if sharded.unused:

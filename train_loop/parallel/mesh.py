@@ -42,6 +42,8 @@ class Mesh:
     """The mesh with axis [tp] of the ranks that split layers; None if each rank has whole layers."""
     experts: ExpertMesh | None = None
     """The meshes of experts; None if each rank has all experts of its layers."""
+    wholes: DeviceMesh | None = None
+    """The mesh with axes [ddp, fsdp] of parameters that each rank holds whole, ddp is the world; None without any."""
 
     @property
     def data_rank(self) -> int:
@@ -68,9 +70,12 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = timedelta(minutes=30)) -> Mesh:
+def build_mesh(
+    plan: MeshPlan, device: torch.device, *, timeout: timedelta = timedelta(minutes=30), wholes: bool = False
+) -> Mesh:
     """Build the groups of a plan over all ranks; a collective call. Collectives time out after `timeout`.
 
+    `wholes` adds the mesh of parameters that each rank holds whole, if the plan shards the others.
     Raises UserError if the number of started ranks differs from the plan.
     """
     started = dist.get_world_size()
@@ -86,7 +91,15 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
         _set_pg_timeout(timeout, group)
     shards, tp = (parameters, None) if plan.tp == 1 else (parameters[plan.names[:-1]], parameters["tp"])
     experts = None if plan.ep == 1 else _build_experts(plan, device, tp, timeout)
-    return Mesh(plan, dist.get_rank(), device, shards, sequence, peers, tp, experts)
+    copies = _build_wholes(plan, device, timeout) if wholes and plan.fsdp > 1 else None
+    return Mesh(plan, dist.get_rank(), device, shards, sequence, peers, tp, experts, copies)
+
+
+def _build_wholes(plan: MeshPlan, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    mesh = _device_mesh(device, (Axis("ddp", "replicate", plan.world), Axis("fsdp", "shard", 1)))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
+    return mesh
 
 
 def _build_experts(plan: MeshPlan, device: torch.device, tp: DeviceMesh | None, timeout: timedelta) -> ExpertMesh:

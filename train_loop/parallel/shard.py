@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from train_loop.errors import UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
+from train_loop.model.whole import whole_parameters
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.precise_units import join_units
 from train_loop.parallel.units import find_units
@@ -32,6 +35,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
     # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
     units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
     precision = find_precision(anatomy, strategy)
+    wholes = _Wholes(anatomy.model, mesh, strategy.ignored_params)
     units = join_units(anatomy, units, precision)
     policy = MixedPrecisionPolicy(
         DTYPES[strategy.param_dtype],
@@ -48,7 +52,15 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
         # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
         ranks, reshard = _ranks_of(unit[0], anatomy, mesh), strategy.reshard_after_forward
-        fully_shard(module, mesh=ranks, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
+        place = wholes.place if wholes.are_in(unit) else None
+        fully_shard(
+            module,
+            mesh=ranks,
+            mp_policy=mixed,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+            shard_placement_fn=place,
+        )
 
     if experts is not None and mesh.experts is not None:
         units = [[module] for module in experts.modules] + units
@@ -87,6 +99,36 @@ def _precise_units(
 def _offload_policy(strategy: StrategySpec, mesh: Mesh) -> OffloadPolicy:
     pin = strategy.pin_memory and mesh.device.type == "cuda"
     return CPUOffloadPolicy(pin_memory=pin) if strategy.offload_policy is True else OffloadPolicy()
+
+
+class _Wholes:
+    """The parameters that each rank holds whole. FSDP2 sums their gradients as those of replicas.
+
+    Parameters that FSDP2 ignores would neither be cast for computation nor summed.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
+        # Every rank of a mesh without shards holds all parameters whole.
+        self._ids = whole_parameters(model, patterns)
+        self._info = (
+            None
+            if mesh.wholes is None
+            else _fsdp_common.HSDPMeshInfo(mesh.wholes, shard_mesh_dim=1, replicate_mesh_dim=0)
+        )
+        if self._info is not None and not hasattr(_fsdp_common, "ShardPlacementResult"):
+            raise UserError(
+                f"ignored_params is not supported by torch {torch.__version__}; install torch 2.13, or remove it"
+            )
+
+    def are_in(self, unit: Sequence[nn.Module]) -> bool:
+        """Return whether a module of a unit has such parameters."""
+        return self._info is not None and any(id(p) in self._ids for one in unit for p in one.parameters())
+
+    def place(self, parameter: nn.Parameter) -> Any:
+        """Return where a parameter is sharded, as FSDP2 wants it; None for the mesh of its unit."""
+        if id(parameter) not in self._ids or self._info is None:
+            return None
+        return _fsdp_common.ShardPlacementResult(None, self._info)
 
 
 def _ranks_of(unit: nn.Module, anatomy: Anatomy, mesh: Mesh) -> DeviceMesh:

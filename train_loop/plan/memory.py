@@ -51,7 +51,7 @@ def estimate_memory(
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
     home: Place = beside if spec.strategy.offload_policy is True else "device"
     states: Place = beside if spec.strategy.offload_policy else "device"
-    shard, trained = -(-shape.parameters // mesh.fsdp), -(-shape.trained // mesh.fsdp)
+    shard, trained = shape.on_rank(mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     state = (
@@ -240,7 +240,8 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
     }[spec.training.optimizer]
     # The means of columns are on every rank.
     ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
-    return -(-size // ranks), formula
+    wholes = 0 if shape.counts is None else size * shape.counts.trained_wholes // max(total, 1)
+    return -(-size // ranks) + wholes - wholes // ranks, formula
 
 
 def _mask(spec: JobSpec) -> int:

@@ -110,6 +110,9 @@ class ParameterCounts:
     """Units by `min_num_params` or `precision`; None without both."""
     compute: ComputeBytes | None = None
     """Bytes of what modules compute with `precision`; None without it."""
+    wholes: int = 0
+    """Parameters that each rank holds whole, `ignored_params`."""
+    trained_wholes: int = 0
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0
@@ -249,6 +252,16 @@ class ModelShape:
     def active(self) -> int | None:
         """Return the parameters that a token uses; None for a dense model, and before they are counted."""
         return self.counts.total - self.counts.idle if self.counts is not None and self.counts.idle else None
+
+    def on_rank(self, ranks: int) -> tuple[int, int]:
+        """Return the parameters and the trained parameters of a rank, if `ranks` of them share the others."""
+        counts = self.counts
+        wholes = (0, 0) if counts is None else (counts.wholes, counts.trained_wholes)
+        every, trained = (
+            -(-(size - whole) // ranks) + whole
+            for size, whole in zip((self.parameters, self.trained), wholes, strict=True)
+        )
+        return every, trained
 
     @property
     def trained(self) -> int:

@@ -35,6 +35,7 @@ from train_loop.model.families.family import Examination, Family
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
+from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.parallel.precise_units import check_precision
@@ -160,6 +161,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
     layers = [sum(map(size, one.parameters())) for one in repeated_layers(anatomy, spec.strategy.wrap_policy)]
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
+    wholes = whole_parameters(anatomy.model, spec.strategy.ignored_params)
     total = sum(map(size, parameters))
     return ParameterCounts(
         total=total,
@@ -170,6 +172,8 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         module=max(sum(map(size, module.parameters(recurse=False))) for module in anatomy.model.modules()),
         units=unit_sizes(anatomy, spec.strategy),
         compute=compute_bytes(anatomy, spec.strategy),
+        wholes=sum(size(p) for p in parameters if id(p) in wholes),
+        trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
     )
@@ -184,6 +188,7 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
         (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy.model_copy(update={"moe_experts": ()}))),
         ("/strategy/wrap_policy/moe_experts", lambda: expert_units(anatomy, policy)),
         ("/strategy/precision", lambda: check_precision(anatomy, spec)),
+        ("/strategy/ignored_params", lambda: whole_parameters(anatomy.model, strategy.ignored_params)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:

@@ -262,6 +262,7 @@ class JobSpec(SpecModel):
             "strategy.precision": bool(strategy.precision),
             f"gradient_sync={strategy.gradient_sync}": strategy.gradient_sync == "last",
             "offload_policy=optimizer": strategy.offload_policy == "optimizer",
+            "ignored_params": bool(strategy.ignored_params),
             f"matmul_precision={strategy.matmul_precision}": strategy.matmul_precision != "highest",
             f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
             and strategy.sharding_strategy == "NO_SHARD",
@@ -274,6 +275,39 @@ class JobSpec(SpecModel):
                     f"{setting} is not proven to give the same bits at every size; change it, or choose "
                     "training.reproducible=same_size"
                 )
+        return strategy
+
+    @field_validator("strategy")
+    @classmethod
+    def _something_is_offloaded(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        model, training = info.data.get("model"), info.data.get("training")
+        offloads = model is None or model.gradient_checkpointing == "offload" or strategy.offload_policy is not False
+        if not strategy.pin_memory and not offloads:
+            raise ValueError(
+                "pin_memory=false has no effect without offload_policy and model.gradient_checkpointing: offload; "
+                "remove it"
+            )
+        optimizer = None if training is None else training.optimizer
+        if strategy.offload_policy == "optimizer" and optimizer in ("adafactor", "adamw_8bit"):
+            raise ValueError(
+                f"offload_policy=optimizer is not supported with optimizer={optimizer}, whose state is small; choose "
+                "offload_policy true or false, or another optimizer"
+            )
+        return strategy
+
+    @field_validator("strategy")
+    @classmethod
+    def _whole_parameters_are_proven(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        model, training = info.data.get("model"), info.data.get("training")
+        if not strategy.ignored_params or model is None or training is None:
+            return strategy
+        unproven = {
+            f"training.optimizer={training.optimizer}": training.optimizer in ("muon", "adamw_8bit"),
+            "model.dtype=fp16": model.dtype == "fp16",
+        }
+        for setting, chosen in unproven.items():
+            if chosen:
+                raise ValueError(f"ignored_params is not proven with {setting}; change it, or remove ignored_params")
         return strategy
 
     @field_validator("strategy")

@@ -26,8 +26,8 @@ _NOT_YET = _by_name(
         "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
-        "": "add_tokens kernels images balance ignored_params shard_vision groups profile neftune_noise_alpha "
-        "group_by_length length_column_name",
+        "": "add_tokens kernels images balance shard_vision groups profile neftune_noise_alpha group_by_length "
+        "length_column_name",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "float8 (strategy.float8)": "float8 fp8",
         "training.warmup_ratio; set training.warmup_steps": "warmup_ratio",
@@ -99,6 +99,7 @@ _OURS = _by_name(
         "strategy.wrap_policy.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
         "strategy.wrap_policy.min_num_params": "fsdp_min_num_params",
         "strategy.backward_prefetch": "fsdp_backward_prefetch",
+        "strategy.ignored_params": "ignored_modules ignored_parameters fsdp_ignored_modules",
         "strategy.gradient_sync": "no_sync fsdp_no_sync requires_gradient_sync sync_each_batch",
         "strategy.matmul_precision": "tf32 float32_matmul_precision",
         "training.deterministic": "full_determinism use_deterministic_algorithms",

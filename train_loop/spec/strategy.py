@@ -129,6 +129,12 @@ class StrategySpec(SpecModel):
         "copy it faster; false: if hosts cannot lock so much memory",
     )
     wrap_policy: WrapPolicySpec = Field(default=WrapPolicySpec(), description="modules that become FSDP units")
+    ignored_params: tuple[ModulePattern, ...] = Field(
+        default=(),
+        max_length=64,
+        description="parameters that are not sharded, by name, path of a module or glob: each worker holds them whole, "
+        "and their gradients are summed over all workers",
+    )
     apply_expert_patch: bool = Field(
         default=False,
         description="ROLL's patch for experts without tokens; it changes nothing, because all experts have gradients "
@@ -201,6 +207,25 @@ class StrategySpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _whole_gradients_are_exact(self) -> "StrategySpec":
+        if self.gradient_sync == "last" and self.reduce_dtype != "fp32":
+            raise ValueError(
+                f"gradient_sync=last sums micro-batches in reduce_dtype, and {self.reduce_dtype} would lose small "
+                "gradients; choose reduce_dtype: fp32, or gradient_sync: every"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters_stay_whole(self) -> "StrategySpec":
+        reshard = self.reshard_after_forward
+        if self.ignored_params and isinstance(reshard, int) and not isinstance(reshard, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard} shards again what is gathered, and ignored_params are never sharded; "
+                "choose reshard_after_forward true, false or null, or remove ignored_params"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tiles_are_gathered_once(self) -> "StrategySpec":
         least = self.wrap_policy.min_num_params
         if self.apply_tiled_mlp and least is not None:
@@ -242,6 +267,11 @@ def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
             strategy.offload_policy == "optimizer",
             "which is not proven for shared layers",
         ),
+        "ignored_params": (
+            "/strategy/ignored_params",
+            bool(strategy.ignored_params),
+            "which is not proven for shared layers",
+        ),
     }
     if model is not None:
         settings |= {
@@ -280,6 +310,7 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
         "gradient_sync=last": ("/strategy/gradient_sync", strategy.gradient_sync == "last"),
         "offload_policy=optimizer": ("/strategy/offload_policy", strategy.offload_policy == "optimizer"),
+        "ignored_params": ("/strategy/ignored_params", bool(strategy.ignored_params)),
     }
     if training is not None:
         settings |= {

@@ -61,6 +61,8 @@ EQUAL: dict[str, Parts] = {
     "chunked, resharded": {"training": {"chunked_loss": True}, "strategy": {"reshard_after_forward": True}},
     "replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
     "hybrid": {"strategy": {"fsdp_size": 2}},
+    "whole norms and MLP": {"strategy": {"ignored_params": ["*norm*", "model.layers.0.mlp", "lm_head.weight"]}},
+    "whole norms, hybrid": {"strategy": {"ignored_params": ["*norm*", "model.embed_tokens"], "fsdp_size": 2}},
     "exchanged once": {"strategy": {"gradient_sync": "last"}},
     "exchanged once, chunked": {"training": {"chunked_loss": True}, "strategy": {"gradient_sync": "last"}},
     "exchanged once, hybrid": {"strategy": {"gradient_sync": "last", "fsdp_size": 2}},
@@ -68,7 +70,7 @@ EQUAL: dict[str, Parts] = {
 MODELS = [(1, False), (2, True)]
 ON_BOTH_MODELS = {"wrapped embeddings", "wrapped head", "wrapped all", "chunked head", "chunked, wrapped head"}
 """Variants of the head and the embeddings, which are one parameter if they are tied."""
-ON_FOUR_RANKS = {"reshard to 2", "hybrid", "exchanged once, hybrid"}
+ON_FOUR_RANKS = {"reshard to 2", "hybrid", "exchanged once, hybrid", "whole norms, hybrid"}
 """Variants that divide the ranks; two ranks are enough for the others."""
 
 

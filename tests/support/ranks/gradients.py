@@ -79,9 +79,10 @@ def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[floa
 
 def mesh_of(job: JobSpec, device: torch.device = CPU) -> Mesh:
     """Return the mesh of a spec; specs with the same mesh share its groups."""
-    key = plan_job(job, model_shape(job.model)).mesh, device
+    plan, wholes = plan_job(job, model_shape(job.model)).mesh, bool(job.strategy.ignored_params)
+    key = plan, device, wholes
     if key not in _MESHES:
-        _MESHES[key] = build_mesh(*key)
+        _MESHES[key] = build_mesh(plan, device, wholes=wholes)
     return _MESHES[key]
 
 

@@ -37,7 +37,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
 def sharded(spec: JobSpec, world: int) -> PreTrainedModel:
     model = build_model(spec.model).to_empty(device="cpu")
     fsdp = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
-    mesh = SimpleNamespace(plan=SimpleNamespace(world=world), fsdp=fsdp, experts=None, device=torch.device("cpu"))
+    mesh = SimpleNamespace(
+        plan=SimpleNamespace(world=world), fsdp=fsdp, experts=None, wholes=None, device=torch.device("cpu")
+    )
     apply_fsdp(CAUSAL.anatomy(model), cast(Mesh, mesh), spec.strategy)
     for weight in model.parameters():
         torch.nn.init.zeros_(weight)
