@@ -11,7 +11,6 @@ from train_loop.plan.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import JobSpec, Problem, SpecError
 
-
 _OF_EXPERTS = {
     "gathered_parameters": "experts are those of a worker: / ep",
     "activations": "as if the experts of all workers got equal numbers of tokens",
