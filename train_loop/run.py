@@ -5,6 +5,7 @@ A repeated run on the same DIR resumes from the newest valid checkpoint.
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -38,7 +39,7 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.spec import JobSpec, SpecError, describe, parse_text
+from train_loop.spec import NODE, JobSpec, SpecError, describe, parse_text
 from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.exit import leave
 from train_loop.system.retry import retry_storage
@@ -61,21 +62,42 @@ def main() -> None:
         sys.exit("\n".join(describe(one, str(arguments.spec)) for one in error.problems))
     fewest, most = spec.scaling.bounds
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if spec.scaling.elastic:
-        if not fewest <= world <= most:
-            sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
-        spec = spec.at(world)
+    if spec.scaling.elastic and not fewest <= world <= most:
+        sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
     if spec.training.deterministic:
         os.environ.update(deterministic_settings(os.environ))
     stop_requested = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
+        spec = _with_shards_per_host(spec)
+        spec = spec.at(world) if spec.scaling.elastic else spec
         run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
     except USER_ERRORS as error:
         sys.exit(str(error))
     finally:
         dist.destroy_process_group()
+
+
+def _with_shards_per_host(spec: JobSpec) -> JobSpec:
+    """Return a spec whose fsdp_size is a number: node becomes that of a host's workers. A collective call.
+
+    Raises UserError if hosts run no equal groups of several workers.
+    """
+    if spec.strategy.fsdp_size != NODE:
+        return spec
+    # torchrun numbers the ranks of a host one after another.
+    sizes = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    size, strategy = math.gcd(*sizes), spec.strategy
+    if size % strategy.peers or size == strategy.tp_size < len(sizes):
+        raise UserError(
+            f"fsdp_size=node finds no equal groups of several workers: hosts run {', '.join(map(str, set(sizes)))} of "
+            f"the {len(sizes)} workers, in multiples of {strategy.peers}; start the same number on each host, or "
+            "write fsdp_size as a number"
+        )
+    shards = strategy.model_copy(update={"fsdp_size": size // strategy.tp_size})
+    return spec.model_copy(update={"strategy": shards})
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:

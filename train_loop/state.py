@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from train_loop.optim import Ema, ExpertBalance
+from train_loop.optim import Ema, ExpertBalance, Plateau, Scheduler
 
 
 @dataclass
@@ -49,7 +48,7 @@ class TrainState:
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[LambdaLR, ...]
+    schedulers: tuple[Scheduler, ...]
     """One for each optimizer, all at the same step and learning rate."""
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""
@@ -80,6 +79,12 @@ class TrainState:
             scheduler.step()
         if self.ema is not None:
             self.ema.update()
+
+    def evaluated(self, loss: float) -> None:
+        """Take the loss of an evaluation, which is the same on all ranks; schedules may lower the learning rate."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, Plateau):
+                scheduler.evaluated(loss)
 
     def drop_gradients(self) -> None:
         """Free the gradients of the step."""

@@ -161,7 +161,10 @@ class TrainingLoop:
     def evaluate(self) -> tuple[Evaluation | None, Stop | None]:
         """Return the evaluation, or the stop request that has interrupted it. A collective call."""
         found = evaluate_now(self.run, self.stop_signal)
-        return (None, found) if isinstance(found, Stop) else (found, None)
+        if isinstance(found, Stop):
+            return None, found
+        self.run.state.evaluated(float(found.metrics["loss"]))
+        return found, None
 
     def finish_evaluation(self) -> Stop | None:
         """Evaluate the newest step if a stop request has interrupted that. Return the request if one does so again."""

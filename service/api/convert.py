@@ -30,6 +30,7 @@ from service.api.schemas import (
     ReasonOut,
     ReductionTreeOut,
     RunAuditOut,
+    SpellingOut,
     TensorDigestOut,
     TrialOut,
     UsageDays,
@@ -109,7 +110,10 @@ def _reason(reason: Reason | None) -> ReasonOut | None:
 def _progress(view: JobView, now: float) -> ProgressOut:
     """Combine the progress in the run directory with the position in the queue."""
     parent = view.job.parent
-    done = view.summary.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
+    training = view.job.spec.training
+    # Epochs may end a run before max_steps.
+    last = training.max_steps if training.epochs is None else None
+    done = view.summary.progress or Progress(parent.step if parent else 0, last)
     return ProgressOut(
         step=done.step,
         of=done.of,
@@ -147,13 +151,15 @@ def plan_out(view: PlanView) -> PlanOut:
         micro_batch_size=plan.batch.per_device,
         gradient_accumulation_steps=plan.batch.accumulation,
         tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
-        steps=view.steps,
+        steps=view.end.steps,
+        ends_by=view.end.by,
         parameters=plan.shape.parameters,
         active_parameters=plan.shape.active,
         flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,
         memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
         checkpoint_bytes=plan.checkpoint_bytes,
         preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
+        spellings=[SpellingOut.model_validate(one, from_attributes=True) for one in view.spellings],
         warnings=list(view.warnings),
     )
 

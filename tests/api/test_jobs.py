@@ -322,7 +322,7 @@ def test_elastic_job_that_cannot_shrink_is_reported_at_submit(client: TestClient
 def test_plan_keeps_ulysses_groups_on_one_node(client: TestClient, service: FakeService) -> None:
     service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
     service.cluster.nodes_total = (node, node, node)
-    body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2})
+    body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2, "fsdp_size": 2})
     plan = client.post("/jobs/plan", content=body).json()
     assert (plan["nodes"], plan["warnings"]) == ([[0, 1], [2, 3]], [])
     service.cluster.nodes_total = ()
@@ -336,7 +336,7 @@ def test_ulysses_groups_across_nodes_are_a_warning_in_plan_and_job(client: TestC
         "workers hold 2 whole groups of ulysses_size=2; choose ulysses_size=1 or 4 workers, or add a node with "
         "places for 2 workers"
     )
-    body = spec_body(scaling={"num_workers": 6}, strategy={"ulysses_size": 2})
+    body = spec_body(scaling={"num_workers": 6}, strategy={"ulysses_size": 2, "sharding_strategy": "NO_SHARD"})
     assert client.post("/jobs/plan", content=body).json()["warnings"] == [warning]
     for _ in range(2):
         job = client.post("/jobs", content=body, headers={"Idempotency-Key": "one"}).json()

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.docs import cli, errors, events, metrics, models, rest, sdk, settings, spec
+from tools.docs import cli, errors, events, metrics, models, names, rest, sdk, settings, spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,6 +17,7 @@ def generate() -> dict[str, str]:
         "reference/events.md": events.page(),
         "reference/metrics.md": metrics.page(),
         "reference/models.md": models.page(),
+        "reference/names.md": names.page(),
         "reference/rest-api.md": rest.page(),
         "reference/sdk.md": sdk.page(),
         "reference/settings.md": settings.page(),

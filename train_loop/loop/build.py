@@ -26,7 +26,7 @@ from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, ExpertBalance, Place, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.plan import START, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
+from train_loop.plan import START, End, Origin, Plan, chunk_rows, plan_end, plan_job, plan_samples, plan_steps
 from train_loop.run_dir import Manifest, Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -54,6 +54,8 @@ class Run:
     objective: Objective
     reduction: Reduction
     flops: Flops | RowFlops
+    ends_by: End
+    """The setting that ends the run."""
     compute_timer: ComputeTimer
     compile_watch: CompileWatch | None
     """Counters of torch.compile; None if model.compile is off."""
@@ -126,6 +128,9 @@ def build_run(
             once=spec.strategy.gradient_sync == "last",
         ),
         flops=_flops(sharded.anatomy, spec, dataset, mesh.device),
+        ends_by=plan_end(
+            spec.training, samples=dataset.epoch_samples, global_batch=plan.batch.global_batch, origin=origin
+        ),
         compute_timer=sharded.timer,
         compile_watch=CompileWatch() if spec.model.compile else None,
         evaluation_data=evaluation,

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ _limited = LimitedLog(logging.getLogger(__name__))
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
 _PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
 _POLL_SECONDS = 1.0
+_NAMED_HOSTS = 8
+"""Hosts of a group that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,38 @@ def gather_workers() -> list[dict[str, Any]]:
 def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: EventLog) -> None:
     """Warn about groups that exchange in each layer and span several hosts, because that crosses the network."""
     peers = f"ulysses_size={mesh.sp}" if mesh.tp == 1 else f"tp_size x ulysses_size={mesh.peers}"
+    each = "give each host a multiple of"
     kinds: tuple[tuple[Role, str, str, str], ...] = (
-        ("sequence", "Ulysses groups", "all-to-all", f"{peers} workers, or choose a smaller ulysses_size"),
-        ("tensor", "tensor parallel groups", "all-reduce", f"tp_size={mesh.tp} workers, or choose a smaller tp_size"),
-        ("expert", "expert parallel groups", "all-to-all", f"ep_size={mesh.ep} workers, or choose a smaller ep_size"),
+        ("sequence", "Ulysses groups", "all-to-all is", f"{each} {peers} workers, or choose a smaller ulysses_size"),
+        (
+            "tensor",
+            "tensor parallel groups",
+            "all-reduce is",
+            f"{each} tp_size={mesh.tp} workers, or choose a smaller tp_size",
+        ),
+        (
+            "expert",
+            "expert parallel groups",
+            "all-to-all is",
+            f"{each} ep_size={mesh.ep} workers, or choose a smaller ep_size",
+        ),
+        (
+            "shard",
+            "FSDP groups",
+            "gathers of each layer are",
+            "fsdp_size: node shards inside hosts, if a worker has memory for larger shards",
+        ),
     )
     for role, groups, exchange, remedy in kinds:
         found = groups_across_hosts(mesh, [worker["host"] for worker in workers], role)
-        named = "; ".join(f"{list_ranks(group)} on {', '.join(hosts)}" for group, hosts in found.items())
+        named = "; ".join(f"{list_ranks(group)} on {_list_hosts(hosts)}" for group, hosts in found.items())
         if found:
-            journal.warn(
-                f"{groups} span several hosts, where their {exchange} is slow: {named}; give each host a multiple of "
-                f"{remedy}"
-            )
+            journal.warn(f"{groups} span several hosts, where their {exchange} slow: {named}; {remedy}")
+
+
+def _list_hosts(hosts: Sequence[str]) -> str:
+    more = len(hosts) - _NAMED_HOSTS
+    return ", ".join(hosts[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
 class StopSignal:

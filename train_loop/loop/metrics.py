@@ -33,6 +33,7 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
         # Only rank 0 writes the event.
         replayed=replayed_steps(run.session.run_dir, run.state.step) if run.mesh.rank == 0 else 0,
         steps=run.steps,
+        ends_by=run.ends_by,
         samples=run.dataset.samples,
         global_batch=run.order.global_batch,
         world=run.session.world,

@@ -10,32 +10,45 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from train_loop.errors import UserError
+from train_loop.optim.plateau import Plateau
 from train_loop.spec import TrainingSpec
-from train_loop.spec.schedule import check_steps
+from train_loop.spec.schedule import PLATEAU, check_steps
 
+Scheduler = LambdaLR | Plateau
 _NAMES = {"wsd": "warmup_stable_decay"}
 
 
-def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> LambdaLR:
+def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> Scheduler:
     """Build the spec's schedule over `steps` optimizer steps. Raises UserError if they are too few for it."""
+    warmup = training.warmup_of(steps)
     try:
-        check_steps(training.lr_scheduler_kwargs, warmup_steps=training.warmup_steps, steps=steps)
+        check_steps(training.lr_scheduler_kwargs, warmup_steps=warmup, steps=steps)
     except ValueError as error:
         raise UserError(str(error)) from error
+    options = _options(training, steps, warmup)
+    if training.lr_scheduler_type == PLATEAU:
+        return Plateau(optimizer, **options)
     scheduler: LambdaLR = get_scheduler(
         _NAMES.get(training.lr_scheduler_type, training.lr_scheduler_type),
         optimizer,
-        num_warmup_steps=training.warmup_steps,
+        num_warmup_steps=warmup,
         num_training_steps=steps,
-        scheduler_specific_kwargs=_options(training, steps),
+        scheduler_specific_kwargs=options,
     )
     # The formulas do not hold after the last planned step: rates would rise again or fall below zero.
-    scheduler.lr_lambdas = [functools.partial(_clamped, inner, steps) for inner in scheduler.lr_lambdas]
+    last = steps - 1 if training.lr_scheduler_type == "cosine_warmup_with_min_lr" else steps
+    scheduler.lr_lambdas = [functools.partial(_clamped, inner, last) for inner in scheduler.lr_lambdas]
     return scheduler
 
 
-def go_to(scheduler: LambdaLR, step: int) -> None:
-    """Move the schedule and its learning rates to a step, whichever schedule was active before."""
+def go_to(scheduler: Scheduler, step: int) -> None:
+    """Move the schedule and its learning rates to a step, whichever schedule was active before.
+
+    A schedule that reacts to evaluations begins anew.
+    """
+    if isinstance(scheduler, Plateau):
+        scheduler.last_epoch = step
+        return
     rates = [base * rule(step) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         # torchao's optimizers keep the rate in a tensor that their compiled step references.
@@ -43,13 +56,13 @@ def go_to(scheduler: LambdaLR, step: int) -> None:
     scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, rates
 
 
-def _options(training: TrainingSpec, steps: int) -> dict[str, Any]:
+def _options(training: TrainingSpec, steps: int, warmup: int) -> dict[str, Any]:
     """Return the spec's schedule options, with defaults if transformers has none."""
     given = training.lr_scheduler_kwargs.model_dump(exclude_none=True)
-    if training.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in given:
+    if training.lr_scheduler_type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in given:
         return {"min_lr_rate": 0.1} | given
     if training.lr_scheduler_type == "wsd":
-        return {"num_decay_steps": min(-(-steps // 10), steps - training.warmup_steps)} | given
+        return {"num_decay_steps": min(-(-steps // 10), steps - warmup)} | given
     return given
 
 

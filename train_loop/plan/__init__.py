@@ -1,6 +1,18 @@
 """Planning by pure arithmetic: mesh, batches and steps, memory, and placement on nodes. Torch-free."""
 
-from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
+from train_loop.plan.batch import (
+    START,
+    UNKNOWN_END,
+    BatchPlan,
+    End,
+    Origin,
+    PlannedEnd,
+    check_schedule,
+    plan_batch,
+    plan_end,
+    plan_samples,
+    plan_steps,
+)
 from train_loop.plan.data_facts import LargestRead, Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
@@ -24,7 +36,9 @@ from train_loop.plan.layout import (
     list_ranks,
     missing_places,
     no_place,
+    shards_per_node,
     splits,
+    why_gathers_cross,
     why_no_data_cpu,
     why_split,
 )
@@ -64,12 +78,14 @@ __all__ = [
     "START",
     "STATE_PART_BYTES",
     "TOKENIZER_TEXT",
+    "UNKNOWN_END",
     "WORKER_MEMORY_VARIABLE",
     "Axis",
     "BatchPlan",
     "CallSizes",
     "Capacity",
     "ComputeBytes",
+    "End",
     "KeptBytes",
     "LargestRead",
     "MemoryTerm",
@@ -79,6 +95,7 @@ __all__ = [
     "Origin",
     "ParameterCounts",
     "Plan",
+    "PlannedEnd",
     "Preview",
     "ReductionTree",
     "Role",
@@ -118,6 +135,7 @@ __all__ = [
     "one_of",
     "overfull_node",
     "plan_batch",
+    "plan_end",
     "plan_job",
     "plan_mesh",
     "plan_samples",
@@ -128,12 +146,14 @@ __all__ = [
     "reservation_problem",
     "reservations",
     "shards_of",
+    "shards_per_node",
     "splits",
     "task_bytes",
     "task_reservation",
     "tokenizer_bytes",
     "too_big",
     "unknown_memory",
+    "why_gathers_cross",
     "why_no_data_cpu",
     "why_split",
 ]

@@ -12,25 +12,27 @@ _STARTS = 8
 """Maximum number of nodes to try as the first, for clusters that cannot hold every group whole."""
 
 
-def arrange(places: Sequence[int], world: int, *, strategy: str, group: int) -> Arrangement | None:
+def arrange(places: Sequence[int], world: int, *, strategy: str, group: int, whole: int = 1) -> Arrangement | None:
     """Return the workers of each node, or None if the nodes cannot hold them.
 
     `places` is the number of workers that each node has room for. PACK and SPREAD split as few groups as possible over
-    nodes. Then PACK takes the fewest nodes, and SPREAD gives the nodes equal numbers of groups.
+    nodes, and none of `whole` workers if that is possible. Then PACK takes the fewest nodes, and SPREAD gives the nodes
+    equal numbers of groups.
     """
     if strategy == "STRICT_PACK":
-        whole = min(((count, node) for node, count in enumerate(places) if count >= world), default=None)
-        return None if whole is None else [(whole[1], world)]
+        alone = min(((count, node) for node, count in enumerate(places) if count >= world), default=None)
+        return None if alone is None else [(alone[1], world)]
     if strategy == "STRICT_SPREAD":
         apart = [node for node, count in enumerate(places) if count][:world]
         return [(node, 1) for node in apart] if len(apart) == world else None
     if sum(places) < world:
         return None
-    units = [count // group for count in places]
-    if world % group or sum(units) < world // group:
-        return _chain(places, world, group)
-    counts = (_pack if strategy == "PACK" else _spread)(units, world // group)
-    return [(node, count * group) for node, count in counts]
+    for size in (whole, group) if group < whole < world else (group,):
+        units = [count // size for count in places]
+        if world % size == 0 and sum(units) >= world // size:
+            counts = (_pack if strategy == "PACK" else _spread)(units, world // size)
+            return [(node, count * size) for node, count in counts]
+    return _chain(places, world, group)
 
 
 def count_splits(arrangement: Arrangement, group: int) -> int:

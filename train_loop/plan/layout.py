@@ -8,7 +8,7 @@ from itertools import islice
 from train_loop.plan.arrange import Arrangement, arrange, count_splits
 from train_loop.plan.mesh import divisors
 from train_loop.plan.resources import DATA_CPUS, describe_worker
-from train_loop.spec import ScalingSpec
+from train_loop.spec import ScalingSpec, StrategySpec
 
 Resources = Mapping[str, float]
 _NOISE = 1e-9
@@ -26,13 +26,16 @@ class Capacity:
     """Resources of each node; empty if nodes of unknown size may join."""
 
 
-def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> dict[int, range] | None:
+def lay_out(
+    scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1, whole: int = 1
+) -> dict[int, range] | None:
     """Return the ranks of each node that runs some, by its index in `nodes`; None if the nodes cannot hold the workers.
 
-    `group` is the number of peers: as few groups as possible cross nodes. Some node keeps the CPU that Ray Data needs,
-    if any layout allows that. This function also places the worker groups of a job, so the placement matches the plan.
+    `group` is the number of peers: as few groups as possible cross nodes. Groups of `whole`, a multiple, cross none if
+    possible. Some node keeps the CPU that Ray Data needs, if any layout allows that. This function also places
+    the worker groups of a job, so the placement matches the plan.
     """
-    found = _arranged(scaling, nodes, group)
+    found = _arranged(scaling, nodes, group, whole)
     if found is None:
         return None
     ranks, first = dict[int, range](), 0
@@ -55,20 +58,19 @@ def why_split(
     name: str = "ulysses_size",
     peers: int = 0,
     allows: Callable[[str, int], bool] = lambda setting, size: True,
+    whole: int = 1,
 ) -> str | None:
     """Return the reason why groups of workers cross nodes, and remedies, as a sentence; None if none does.
 
-    `name` is that of the setting with their size. The layout keeps `peers` together; 0: the groups are those of peers.
-    `allows` returns whether the job can have another size of this setting, or of num_workers.
+    `name` is that of the setting with their size. The layout keeps `peers` together, and groups of `whole` if it can;
+    peers=0: the groups are those of peers. `allows` returns whether the job can have another size of this setting, or
+    of num_workers.
     """
-    ranks = lay_out(scaling, nodes, group=peers or group) if nodes else None
+    ranks = lay_out(scaling, nodes, group=peers or group, whole=whole) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
         return None
     places = [count for count in (count_places(scaling, node) for node in nodes) if count]
-    sizes = " + ".join(
-        f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
-    )
-    whole = sum(count // group for count in places)
+    held = sum(count // group for count in places)
     kinds = {
         "ulysses_size": ("Ulysses groups", _ALL_TO_ALL),
         "tp_size": ("tensor parallel groups", _EACH_LAYER),
@@ -80,7 +82,7 @@ def why_split(
         return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
 
     def keeps_whole(workers: int, size: int) -> bool:
-        found = lay_out(scaling.at(workers), nodes, group=peers or size)
+        found = lay_out(scaling.at(workers), nodes, group=peers or size, whole=whole)
         return found is not None and not splits(found, size)
 
     smaller = (
@@ -88,11 +90,11 @@ def why_split(
     )
     fewer = (
         f"{workers} workers"
-        for workers in range(min(whole * group, scaling.world - 1) // group * group, 0, -group)
+        for workers in range(min(held * group, scaling.world - 1) // group * group, 0, -group)
         if allows("num_workers", workers) and keeps_whole(workers, group)
     )
     choices = [*islice(smaller, 1), *islice(fewer, 1)]
-    if peers and whole * group >= scaling.world:
+    if peers and held * group >= scaling.world:
         choices.append(f"resources_per_worker with which each node holds a multiple of {group} workers")
         return (
             f"{head}workers are placed as {' + '.join(str(len(own)) for own in ranks.values())}, because only those "
@@ -100,9 +102,65 @@ def why_split(
         )
     choose = f"choose {' or '.join(choices)}, or " if choices else ""
     return (
-        f"{head}nodes with places for {sizes} workers hold {whole} whole groups of {name}={group}; "
+        f"{head}nodes with places for {_places(scaling, nodes)} workers hold {held} whole groups of {name}={group}; "
         f"{choose}add a node with places for {group} workers"
     )
+
+
+def shards_per_node(strategy: StrategySpec, scaling: ScalingSpec, nodes: Sequence[Resources]) -> int:
+    """Return the fsdp_size that `node` stands for: that of the largest equal shard groups of which none crosses nodes.
+
+    Raises ValueError if nodes are not known, lack places, or hold no group of several workers.
+    """
+    if not nodes:
+        raise ValueError(
+            "fsdp_size=node needs the nodes of the cluster, which are not known; write the number of workers of a node"
+        )
+    if lay_out(scaling, nodes) is None:
+        raise ValueError(
+            f"fsdp_size=node needs nodes with {missing_places(scaling, nodes)}; add nodes, or write the number of "
+            "workers of a node"
+        )
+    unit, world = strategy.peers, scaling.world
+    found = max(_groups_within_nodes(scaling, nodes, unit), default=0) // strategy.tp_size
+    if found <= 1 < world:
+        raise ValueError(
+            f"fsdp_size=node finds no equal groups of several workers: nodes with places for {_places(scaling, nodes)} "
+            f"workers hold none of those into which {world} workers divide, in multiples of {unit}; choose another "
+            "number of workers, sharding_strategy: NO_SHARD, or 0 to shard over all of them"
+        )
+    return found
+
+
+def _groups_within_nodes(scaling: ScalingSpec, nodes: Sequence[Resources], unit: int) -> list[int]:
+    """Return the sizes of equal groups, multiples of `unit`, of which the nodes hold all workers without a split."""
+    most = 1 if scaling.placement_strategy == "STRICT_SPREAD" else scaling.world
+    places = [min(count_places(scaling, node), most) for node in nodes]
+    sizes = [size for size in divisors(scaling.world) if size % unit == 0]
+    return [size for size in sizes if sum(count // size for count in places) * size >= scaling.world]
+
+
+def why_gathers_cross(strategy: StrategySpec, scaling: ScalingSpec, nodes: Sequence[Resources]) -> str | None:
+    """Return a sentence if groups that gather each layer cross nodes, with a remedy if there is one; None otherwise."""
+    ranks = lay_out(scaling, nodes, group=strategy.peers, whole=strategy.shard_group) if nodes else None
+    size = strategy.gathering(scaling.world)
+    if ranks is None or not (crossing := splits(ranks, size)):
+        return None
+    placed = " + ".join(str(len(mine)) for mine in ranks.values())
+    head = (
+        f"{crossing} of {scaling.world // size} FSDP groups of {size} workers cross nodes, where gathers of each layer "
+        f"are slow: workers are placed as {placed}; "
+    )
+    inside = max(_groups_within_nodes(scaling, nodes, strategy.peers), default=0) // strategy.tp_size
+    if inside > 1:
+        return f"{head}fsdp_size: node (here {inside}) shards inside nodes, if a worker has memory for larger shards"
+    return f"{head}only more workers on each node avoid it"
+
+
+def _places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
+    """Return the number of workers that each node has room for, as a phrase."""
+    counts = Counter(count for count in (count_places(scaling, node) for node in nodes) if count)
+    return " + ".join(f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in counts.items())
 
 
 def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
@@ -145,9 +203,9 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
     )
 
 
-def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> Arrangement | None:
+def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int, whole: int = 1) -> Arrangement | None:
     places = [count_places(scaling, node) for node in nodes]
-    found = arrange(places, scaling.world, strategy=scaling.placement_strategy, group=group)
+    found = arrange(places, scaling.world, strategy=scaling.placement_strategy, group=group, whole=whole)
     if found is None or _keeps_data_cpu(scaling, nodes, found):
         return found
     others: dict[tuple[int, int], Arrangement] = {}
@@ -158,7 +216,7 @@ def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> A
         if kept["CPU"] < -_NOISE or change in others:
             continue
         fewer = [*places[:index], change[1], *places[index + 1 :]]
-        other = arrange(fewer, scaling.world, strategy=scaling.placement_strategy, group=group)
+        other = arrange(fewer, scaling.world, strategy=scaling.placement_strategy, group=group, whole=whole)
         if other is not None:
             others[change] = other
     return min(others.values(), key=lambda other: (count_splits(other, group), len(other)), default=found)

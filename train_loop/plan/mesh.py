@@ -130,7 +130,7 @@ class MeshPlan:
 
 def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T], role: Role = "sequence") -> dict[range, tuple[T, ...]]:
     """Return the groups of a role on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
-    axes = (*mesh.samples, *mesh.experts)
+    axes = (*mesh.samples, *mesh.parameters, *(mesh.experts if mesh.ep > 1 else ()))
     groups = [group for axis in axes if axis.role == role for group in axis.groups(mesh.world)]
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
     return {group: names for group, names in found.items() if len(names) > 1}

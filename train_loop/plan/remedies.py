@@ -55,7 +55,7 @@ def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
         (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
         (checkpointing == "none", "model.gradient_checkpointing: full"),
         (not strategy.apply_tiled_mlp and not by_size and not has_experts, "strategy.apply_tiled_mlp: true"),
-        (strategy.fsdp_size > 1, "strategy.fsdp_size: 0"),
+        (strategy.shards > 1, "strategy.fsdp_size: 0"),
         (has_experts, f"a larger strategy.ep_size than {strategy.ep_size}"),
         (training.optimizer == "adamw" and whole_layers and strategy.ep_size == 1, "training.optimizer: adamw_8bit"),
         (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),

@@ -109,7 +109,7 @@ def _choices(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[list[Patch]]:
         (not on_gpu and strategy.save_mode != "sync", {"strategy": {"async_save_ckpt": False}}),
         (strategy.sharding_strategy == "NO_SHARD" and most > 1, {"strategy": {"sharding_strategy": "FULL_SHARD"}}),
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
-        (1 < strategy.fsdp_size < most, {"strategy": {"fsdp_size": 0}}),
+        (1 < strategy.shards < most, {"strategy": {"fsdp_size": 0}}),
         (strategy.offload_policy is not True and on_gpu, {"strategy": {"offload_policy": True}}),
         (spec.training.optimizer == "adamw", {"training": {"optimizer": "adamw_8bit"}}),
     ]

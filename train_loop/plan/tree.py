@@ -92,7 +92,7 @@ def plan_tree(spec: JobSpec, mesh: MeshPlan) -> tuple[ReductionTree | None, list
 
 def allowed_workers(spec: JobSpec, tree: ReductionTree) -> list[int]:
     """Return the numbers of workers on whose meshes the tree holds, ascending."""
-    sp, fixed = spec.strategy.ulysses_size, spec.strategy.fsdp_size
+    sp, fixed = spec.strategy.ulysses_size, spec.strategy.shards
     shards, replicas = _powers(tree.max_shards), _powers(tree.max_replicas)
     if spec.strategy.sharding_strategy == "NO_SHARD":
         return [sp * count for count in replicas]

@@ -35,8 +35,10 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
     to Ray, because only a pending placement group makes the cluster grow.
     """
 
-    def __init__(self, scaling: ScalingSpec, *, group: int, autoscaled: bool = False, timeout: float = 60.0) -> None:
-        self._scaling, self._group = scaling, group
+    def __init__(
+        self, scaling: ScalingSpec, *, group: int, whole: int = 1, autoscaled: bool = False, timeout: float = 60.0
+    ) -> None:
+        self._scaling, self._group, self._whole = scaling, group, whole
         self._autoscaled, self._timeout = autoscaled, timeout
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -57,11 +59,11 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
             total, free = self._usable_nodes()
             doubtful = self.doubtful()
             trusted = {node: has for node, has in free.items() if node not in doubtful}
-            if len(trusted) < len(free) and lay_out(scaling, list(trusted.values()), group=self._group) is not None:
+            if len(trusted) < len(free) and self._lay_out(scaling, trusted) is not None:
                 free = trusted
-            ranks = lay_out(scaling, list(free.values()), group=self._group)
+            ranks = self._lay_out(scaling, free)
             settled = waited >= _SETTLE_SECONDS
-            if ranks is not None and (settled or splits(ranks, self._group) <= self._least(scaling, total)):
+            if ranks is not None and (settled or self._splits(ranks) <= self._least(scaling, total)):
                 names = list(free)
                 return [names[node] for node, mine in ranks.items() for _ in mine]
             if ranks is None and settled and self._autoscaled:
@@ -83,10 +85,17 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
     def waiting(self, missing: str) -> None:
         """Report missing capacity; called several times a second while nodes have no room. Subclasses override it."""
 
-    def _least(self, scaling: ScalingSpec, total: Nodes) -> int:
-        """Return the number of groups of peers that must cross hosts even on empty nodes."""
-        ranks = lay_out(scaling, list(total.values()), group=self._group)
-        return 0 if ranks is None else splits(ranks, self._group)
+    def _lay_out(self, scaling: ScalingSpec, nodes: Nodes) -> dict[int, range] | None:
+        return lay_out(scaling, list(nodes.values()), group=self._group, whole=self._whole)
+
+    def _splits(self, ranks: Mapping[int, range]) -> tuple[int, int]:
+        """Return the numbers of groups of peers, and of shard groups, that cross hosts."""
+        return splits(ranks, self._group), splits(ranks, self._whole)
+
+    def _least(self, scaling: ScalingSpec, total: Nodes) -> tuple[int, int]:
+        """Return the numbers of groups that must cross hosts even on empty nodes."""
+        ranks = self._lay_out(scaling, total)
+        return (0, 0) if ranks is None else self._splits(ranks)
 
     def _usable_nodes(self) -> tuple[Nodes, Nodes]:
         """Return the total and the free resources of the usable nodes."""

@@ -61,13 +61,13 @@ class Standby:
             _in_background(partial(_start_elsewhere, *self._elsewhere, self._ready))
 
 
-def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
+def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1, whole: int = 1) -> None:
     """Prestart the processes of a driver's workers in the background, as soon as nodes have room.
 
-    It waits up to 30 s for room. `group` is the number of peers. `Placement` will choose the same nodes if the cluster
-    does not change. Unused processes exit after 60 s.
+    It waits up to 30 s for room. `group` is the number of peers, and `whole` that of a shard group. `Placement` will
+    choose the same nodes if the cluster does not change. Unused processes exit after 60 s.
     """
-    _in_background(partial(_start_ahead, scaling, environment, group))
+    _in_background(partial(_start_ahead, scaling, environment, group, whole))
 
 
 def _start_here(count: int) -> None:
@@ -88,13 +88,13 @@ def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[s
     ready.update(missing)
 
 
-def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:
+def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1, whole: int = 1) -> None:
     raylet = importlib.import_module("train_loop.ray_train.raylet")
     give_up, ranks = time.monotonic() + AHEAD_SECONDS, None
     while ranks is None:
         _, found = raylet.usable()
         nodes, free = list(found), list(found.values())
-        ranks = lay_out(scaling, free, group=group)
+        ranks = lay_out(scaling, free, group=group, whole=whole)
         if ranks is None:
             if time.monotonic() > give_up:
                 return

@@ -8,6 +8,7 @@ from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ModelSpec
+from train_loop.spec.names import DTYPES, NODE, Spelling
 from train_loop.spec.parse import (
     SCHEMA_ID,
     check_mapping,
@@ -19,6 +20,7 @@ from train_loop.spec.parse import (
     override,
     parse,
     parse_text,
+    spellings,
 )
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, FailureSpec, ScalingSpec, WorkerRange
@@ -27,9 +29,11 @@ from train_loop.spec.text import Position, add_positions, as_pointer, describe, 
 from train_loop.spec.training import ReductionTreeSpec, RouterAuxLossSpec, TrainingSpec
 
 __all__ = [
+    "DTYPES",
     "MASKED_LM",
     "MEMORY",
     "MOST_WORKERS",
+    "NODE",
     "SCHEMA_ID",
     "CheckpointSpec",
     "CodeSpec",
@@ -49,6 +53,7 @@ __all__ = [
     "ScalingSpec",
     "SourceSpec",
     "SpecError",
+    "Spelling",
     "StrategySpec",
     "TrainingSpec",
     "WorkerRange",
@@ -71,4 +76,5 @@ __all__ = [
     "refuse_hidden",
     "show",
     "show_json",
+    "spellings",
 ]

@@ -30,9 +30,9 @@ class Problem:
     pointer: str
     message: str
     line: int | None = None
-    """Line in the YAML text, from 1; None if the position is unknown."""
+    """Line in the text, from 1; None if the position is unknown."""
     column: int | None = None
-    """Column in the YAML text, from 1, in characters; None if the position is unknown."""
+    """Column in the text, from 1, in characters; None if the position is unknown."""
 
 
 class SpecError(ValueError):
@@ -43,6 +43,11 @@ class SpecError(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(f"{p.pointer}: {p.message}".removeprefix(": ") for p in problems))
         self.problems = problems
+
+
+def is_none(value: object) -> bool:
+    """Return whether a field is not set; newer fields are then left out, so that stored specs keep their digests."""
+    return value is None
 
 
 _LONGEST = 200

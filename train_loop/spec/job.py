@@ -97,7 +97,7 @@ class JobSpec(SpecModel):
         strategy, most = self.strategy, self.scaling.bounds[1]
         if strategy.sharding_strategy == "NO_SHARD":
             return ReductionTreeSpec(max_shards=1, max_replicas=_power_of_two(most // strategy.ulysses_size))
-        fsdp = most if strategy.fsdp_size <= 1 or strategy.fsdp_size >= most else strategy.fsdp_size
+        fsdp = most if strategy.shards <= 1 or strategy.shards >= most else strategy.shards
         return ReductionTreeSpec(
             max_shards=_power_of_two(fsdp // strategy.ulysses_size), max_replicas=_power_of_two(most // fsdp)
         )

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import Dtype
-from train_loop.spec.names import nearest_value, unknown_field
+from train_loop.spec.names import Spelling, accept_spellings, canonical, nearest_value, unknown_field
 from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
 
 SCHEMA_ID = "urn:trainshed:job-spec"
@@ -41,15 +41,22 @@ def load(text: str | bytes) -> JobSpec:
 
 def parse(raw: Any) -> JobSpec:
     """Validate plain data as a spec. Raises SpecError with all problems."""
+    form = canonical(check_mapping(raw), JobSpec)
     try:
         # Validated as JSON, so that strict types are JSON's types whatever the format of the text.
-        return JobSpec.model_validate_json(json.dumps(_with_one_dtype(check_mapping(raw)), allow_nan=False))
+        spec = JobSpec.model_validate_json(json.dumps(_with_one_dtype(form.values), allow_nan=False))
     except (TypeError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
         if isinstance(error, ValidationError):
-            raise SpecError(_problems(error)) from error
+            raise SpecError([*form.problems, *_problems(error)]) from error
         raise SpecError([Problem("", f"a job spec holds JSON values only: {error}")]) from error
+    if form.problems:
+        raise SpecError([*form.problems])
+    return spec
+
+
+def spellings(raw: Any) -> tuple[Spelling, ...]:
+    """Return what plain data of a spec writes in another way than the schema, and what it becomes. Raises SpecError."""
+    return canonical(check_mapping(raw), JobSpec).spellings
 
 
 def check_mapping(raw: Any) -> dict[Any, Any]:
@@ -67,6 +74,11 @@ def check_mapping(raw: Any) -> dict[Any, Any]:
 def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
     """Return a spec with a patch merged into it, mapping by mapping. Raises SpecError."""
     check_data(patch)
+    # What a field of another tool becomes replaces those of the spec.
+    form = canonical(patch, JobSpec)
+    if form.problems:
+        raise SpecError([*form.problems])
+    patch = form.values
     base = spec.model_dump(mode="json")
     model, strategy = patch.get("model"), patch.get("strategy")
     # The two fields are one quantity: a patch that changes one of them need not name the other.
@@ -129,7 +141,7 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
         step
         for step in loc
         if not re.fullmatch(
-            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+HeadSpec|\w+Range", str(step)
+            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|float|bool|source|list|\w+HeadSpec|\w+Range", str(step)
         )
     ]
 
@@ -164,7 +176,7 @@ def job_schema() -> dict[str, Any]:
 
     It cannot express the rules between fields; `parse` checks those, too.
     """
-    schema = JobSpec.model_json_schema(schema_generator=_Generator)
+    schema = accept_spellings(JobSpec.model_json_schema(schema_generator=_Generator))
     # Editors show the schema's own name.
     head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID, "title": "Trainshed job spec"}
     return {**head, **{name: part for name, part in schema.items() if name not in head}}

@@ -4,33 +4,58 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from train_loop.spec.base import SpecModel
+from train_loop.spec.base import SpecModel, is_none
 
 Schedule = Literal[
-    "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "wsd"
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "constant",
+    "constant_with_warmup",
+    "polynomial",
+    "inverse_sqrt",
+    "wsd",
+    "reduce_lr_on_plateau",
 ]
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
     "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
     "wsd": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    "reduce_lr_on_plateau": ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr"),
 }
 """The options of each schedule; schedules that are not listed have none."""
 
 
-class ScheduleOptions(SpecModel):
-    """All options of all schedules; null selects the schedule's own default."""
+PLATEAU: Schedule = "reduce_lr_on_plateau"
+"""The schedule that reacts to evaluations."""
 
-    num_cycles: float | None = Field(default=None, gt=0, description="cosine waves; null: half a wave, down to the end")
-    min_lr: float | None = Field(default=None, ge=0, description="final learning rate of cosine_with_min_lr")
+
+class ScheduleOptions(SpecModel):
+    """All options of all schedules; null selects the schedule's own default. Newer ones are stored if they are set."""
+
+    num_cycles: float | None = Field(
+        default=None,
+        gt=0,
+        description="cosine waves; null: half a wave, down to the end; cycles of cosine_with_restarts, null: 1",
+    )
+    min_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="final learning rate of schedules with min_lr; lowest one of reduce_lr_on_plateau, null: 0",
+    )
     min_lr_rate: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="final learning rate of cosine_with_min_lr as a fraction of learning_rate; null: 0.1, unless "
+        description="final learning rate of schedules with min_lr as a fraction of learning_rate; null: 0.1, unless "
         "min_lr is set",
     )
     lr_end: float | None = Field(default=None, ge=0, description="final learning rate of polynomial; null: 1e-7")
@@ -48,6 +73,44 @@ class ScheduleOptions(SpecModel):
         ge=0,
         le=1,
         description="first and last learning rate of wsd as a fraction of learning_rate; null: 0",
+    )
+    warmup_lr_rate: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        exclude_if=is_none,
+        description="first learning rate of cosine_warmup_with_min_lr as a fraction of learning_rate; null: that of a "
+        "warm-up which ends one step earlier",
+    )
+    factor: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        exclude_if=is_none,
+        description="factor by which reduce_lr_on_plateau lowers the learning rate; null: 0.1",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=is_none,
+        description="evaluations without a lower loss that reduce_lr_on_plateau waits for; null: 10",
+    )
+    threshold: float | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=is_none,
+        description="decrease of the loss that counts for reduce_lr_on_plateau; null: 1e-4",
+    )
+    threshold_mode: Literal["rel", "abs"] | None = Field(
+        default=None,
+        exclude_if=is_none,
+        description="rel: threshold is a fraction of the lowest loss; abs: a difference; null: rel",
+    )
+    cooldown: int | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=is_none,
+        description="evaluations after a reduction that do not count; null: 0",
     )
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from train_loop.spec.base import Problem, SpecModel
 from train_loop.spec.model import Dtype
+from train_loop.spec.names.spellings import NODE, nearest_value
 
 
 class WrapPolicySpec(SpecModel):
@@ -52,15 +53,16 @@ ModulePattern = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 class StrategySpec(SpecModel):
     """The settings of FSDP2, Ulysses and tensor parallelism; `train_loop.plan.mesh` has the mesh rules."""
 
-    fsdp_size: int = Field(
+    fsdp_size: int | Literal["node"] = Field(
         default=0,
         description="workers that share a shard group; <= 1 or >= workers: all of them; else HSDP with a mesh of "
-        "(workers / n, n)",
+        "(workers / n, n); node: as many as a node holds, so that nodes are replicas; the service stores the number",
     )
     sharding_strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
         default="FULL_SHARD",
         description="FULL_SHARD: parameters, gradients and optimizer states are sharded; NO_SHARD: each worker "
-        "holds all of them, as with DDP",
+        "holds all of them, as with DDP; SHARD_GRAD_OP, HYBRID_SHARD, _HYBRID_SHARD_ZERO2 and torch's numbers become "
+        "FULL_SHARD with reshard_after_forward and fsdp_size",
     )
     ulysses_size: int = Field(
         default=1, ge=1, description="workers that share each sequence (Ulysses sequence parallelism)"
@@ -158,6 +160,16 @@ class StrategySpec(SpecModel):
         default=1, ge=1, description="layers to gather ahead in the backward pass; 1: FSDP's own order"
     )
 
+    @field_validator("fsdp_size", mode="before")
+    @classmethod
+    def _is_a_size(cls, size: Any) -> Any:
+        """Raise a single error instead of pydantic's error for each type of the field."""
+        if size != NODE and (isinstance(size, bool) or not isinstance(size, int)):
+            near = nearest_value(size, [NODE])
+            meant = f"; did you mean {near}?" if near else ""
+            raise ValueError(f"invalid fsdp_size={size!s:.64}; expected a number of workers, or node{meant}")
+        return size
+
     @field_validator("async_save_ckpt", mode="before")
     @classmethod
     def _is_a_way_to_save(cls, mode: Any) -> Any:
@@ -173,6 +185,25 @@ class StrategySpec(SpecModel):
         if not isinstance(policy, bool) and policy != "optimizer":
             raise ValueError(f"invalid offload_policy={policy}; expected true, false or optimizer")
         return policy
+
+    @property
+    def shards(self) -> int:
+        """The fsdp_size as a number, once `node` has been resolved for the nodes of the run."""
+        assert isinstance(self.fsdp_size, int), "the service or the command resolves node before the size is read"
+        return self.fsdp_size
+
+    @property
+    def shard_group(self) -> int:
+        """The number of workers of a shard group, which a node should hold whole; 1 if all workers are one group."""
+        sharded = self.sharding_strategy != "NO_SHARD" and isinstance(self.fsdp_size, int) and self.fsdp_size > 1
+        return self.shards * self.tp_size if sharded else 1
+
+    def gathering(self, world: int) -> int:
+        """Return the number of consecutive workers that gather each layer from one another; 1 if nothing is sharded."""
+        whole = world // self.tp_size
+        if self.sharding_strategy == "NO_SHARD" or whole == 1:
+            return 1
+        return self.shards * self.tp_size if 1 < self.shards < whole else whole * self.tp_size
 
     @property
     def peers(self) -> int:
@@ -200,7 +231,7 @@ class StrategySpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_way_to_shard(self) -> "StrategySpec":
-        if self.sharding_strategy == "NO_SHARD" and self.fsdp_size > 1:
+        if self.sharding_strategy == "NO_SHARD" and (self.fsdp_size == NODE or self.shards > 1):
             raise ValueError(
                 f"sharding_strategy=NO_SHARD shards nothing, but fsdp_size={self.fsdp_size} requests shards; remove one"
             )

@@ -1,11 +1,12 @@
 """`training:` the optimization, with Hugging Face TrainingArguments' names."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, check_folder
-from train_loop.spec.schedule import Schedule, ScheduleOptions, check_known, check_lr, check_steps
+from train_loop.spec.schedule import PLATEAU, Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 OPTIMIZER_OPTIONS = {
     "adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -83,7 +84,10 @@ class TrainingSpec(SpecModel):
     )
     lr_scheduler_type: Schedule = Field(default="cosine", description="learning rate schedule")
     lr_scheduler_kwargs: ScheduleOptions = Field(default=ScheduleOptions(), description="options of the schedule")
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps from learning rate 0 to learning_rate")
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0,
+        description="optimizer steps from learning rate 0 to learning_rate, or a fraction of the run, rounded up",
+    )
     per_device_train_batch_size: int = Field(
         default=1, ge=1, description="sequences per data-parallel rank and micro-batch"
     )
@@ -97,7 +101,10 @@ class TrainingSpec(SpecModel):
         "the number of workers",
     )
     num_train_epochs: float | None = Field(
-        default=None, gt=0, description="length of the run in epochs; null: 1 unless max_steps or max_tokens is set"
+        default=None,
+        gt=0,
+        description="length of the run in epochs; null: 1 unless max_steps or max_tokens is set; with max_steps, the "
+        "earlier end",
     )
     max_steps: int | None = Field(default=None, ge=1, description="length of the run in optimizer steps")
     max_tokens: int | None = Field(
@@ -161,6 +168,29 @@ class TrainingSpec(SpecModel):
     )
     audit_samples: bool = Field(default=False, description="write the sample indices of each step to its metrics line")
 
+    @property
+    def epochs(self) -> float | None:
+        """The epochs after which the run ends at the latest; None if only steps or tokens end it."""
+        alone = self.max_steps is None and self.max_tokens is None
+        return 1.0 if alone and self.num_train_epochs is None else self.num_train_epochs
+
+    def warmup_of(self, steps: int) -> int:
+        """Return the warm-up of a run of `steps` optimizer steps; fractions are rounded up, as in transformers."""
+        return self.warmup_steps if isinstance(self.warmup_steps, int) else math.ceil(steps * self.warmup_steps)
+
+    @field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _is_steps_or_a_fraction(cls, given: Any) -> Any:
+        """Raise a single error instead of pydantic's error for each type of the field."""
+        whole = isinstance(given, int | float) and not isinstance(given, bool) and given == int(given)
+        fraction = isinstance(given, float) and 0 < given < 1
+        if not fraction and not (whole and given >= 0):
+            raise ValueError(
+                f"invalid warmup_steps={given!s:.64}; expected a number of optimizer steps, or a fraction of the run "
+                "from 0 to below 1"
+            )
+        return int(given) if whole else given
+
     @field_validator("lr_scheduler_kwargs", mode="before")
     @classmethod
     def _options_of_the_schedule(cls, given: Any, info: ValidationInfo) -> Any:
@@ -194,13 +224,13 @@ class TrainingSpec(SpecModel):
             raise ValueError(
                 "gradient_accumulation_steps and global_batch_size are two names for one quantity; remove one"
             )
-        ends = [name for name in ("num_train_epochs", "max_steps", "max_tokens") if getattr(self, name) is not None]
-        if len(ends) > 1:
-            raise ValueError(f"{' and '.join(ends)} each set the end of the run; keep one")
-        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+        ends = [name for name in ("num_train_epochs", "max_steps") if getattr(self, name) is not None]
+        if ends and self.max_tokens is not None:
+            raise ValueError(f"{', '.join(ends)} and max_tokens each set the end of the run; keep one")
+        if self.lr_scheduler_type in ("constant", PLATEAU) and self.warmup_steps:
             raise ValueError(
-                f"lr_scheduler_type=constant has no warm-up, so warmup_steps={self.warmup_steps} has no effect; "
-                "choose constant_with_warmup, or remove warmup_steps"
+                f"lr_scheduler_type={self.lr_scheduler_type} has no warm-up, so warmup_steps={self.warmup_steps} has "
+                "no effect; choose constant_with_warmup, or remove warmup_steps"
             )
         return self
 
@@ -226,7 +256,14 @@ class TrainingSpec(SpecModel):
     def _schedule_fits(self) -> "TrainingSpec":
         check_lr(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         if self.max_steps is not None:
-            check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_steps, steps=self.max_steps)
+            check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_of(self.max_steps), steps=self.max_steps)
+        if self.lr_scheduler_kwargs.warmup_lr_rate is not None and not self.warmup_steps:
+            raise ValueError("warmup_lr_rate has no effect without a warm-up; add warmup_steps, or remove it")
+        if self.lr_scheduler_type == PLATEAU and self.eval_steps is None:
+            raise ValueError(
+                f"lr_scheduler_type={PLATEAU} lowers the learning rate after evaluations, and there are none; add "
+                "data.eval and training.eval_steps"
+            )
         return self
 
     @model_validator(mode="after")

@@ -41,7 +41,15 @@ from service.api.schemas.jobs import (
     ResumeIn,
 )
 from service.api.schemas.nodes import NodeFailure, NodeOut, NodesOut
-from service.api.schemas.plan import MemoryOut, MemoryTermOut, MeshOut, PlanOut, PreviewOut, ReductionTreeOut
+from service.api.schemas.plan import (
+    MemoryOut,
+    MemoryTermOut,
+    MeshOut,
+    PlanOut,
+    PreviewOut,
+    ReductionTreeOut,
+    SpellingOut,
+)
 from service.api.schemas.usage import UsageDays, UsageOut
 from service.api.schemas.webhooks import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.domain.access.roles import Role
@@ -98,6 +106,7 @@ __all__ = [
     "RoleName",
     "RunAuditOut",
     "ScalingSpec",
+    "SpellingOut",
     "StateName",
     "TensorDigestOut",
     "TextPage",

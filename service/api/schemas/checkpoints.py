@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from service.api.schemas.common import Time
+from train_loop.spec import DTYPES
 
 ExportState = Literal["running", "done", "failed"]
 """As in train_loop.run_dir, which needs libraries that the client does not have."""
@@ -61,6 +62,11 @@ class ExportIn(BaseModel):
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = Field(default=None, description="default: the job's model.dtype")
     weights: Literal["model", "ema"] = Field(default="model", description="ema: the average of the weights")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _is_spelled(cls, given: object) -> object:
+        return DTYPES.get(given, given) if isinstance(given, str) else given
 
 
 class ExportOut(BaseModel):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
 
 class MeshOut(BaseModel):
@@ -58,6 +58,14 @@ class PreviewOut(BaseModel):
     )
 
 
+class SpellingOut(BaseModel):
+    """A value that the spec writes in another way than the schema."""
+
+    field: str = Field(description="the field as written")
+    written: JsonValue = Field(description="the value as written")
+    became: dict[str, JsonValue] = Field(description="the fields that it became, with their values")
+
+
 class PlanOut(BaseModel):
     """The plan of a job spec: mesh, batch, steps and memory."""
 
@@ -77,6 +85,10 @@ class PlanOut(BaseModel):
     gradient_accumulation_steps: int
     tokens_per_step: int
     steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
+    ends_by: Literal["max_steps", "num_train_epochs", "max_tokens"] | None = Field(
+        description="setting that ends the run, of max_steps and num_train_epochs the earlier one; null if only known "
+        "after data preparation"
+    )
     parameters: int
     active_parameters: int | None = Field(
         description="parameters of a mixture of experts that a token uses; null for dense models"
@@ -88,4 +100,5 @@ class PlanOut(BaseModel):
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source")
+    spellings: list[SpellingOut] = Field(description="values written in another way, and what they became")
     warnings: list[str]

@@ -27,12 +27,13 @@ def check_steps_remaining(job: Job, manifest: Manifest, spec: JobSpec) -> list[P
     if training.max_tokens is not None and training.max_tokens <= manifest.tokens:
         message = f"max_tokens={training.max_tokens} does not exceed the {manifest.tokens} tokens of {begins}"
         return [Problem("/training/max_tokens", f"{message}; choose more")]
-    epochs = training.num_train_epochs or 1
-    endless = training.max_steps is not None or training.max_tokens is not None
-    # An end within an epoch is known only if the job reached it.
-    ended = job.state is JobState.SUCCEEDED and job.attempts[-1].step == manifest.step
-    all_seen = manifest.position.epoch >= epochs or (ended and epochs <= (job.spec.training.num_train_epochs or 1))
-    if not endless and spec.data == job.spec.data and all_seen:
+    before, epochs = job.spec.training, training.epochs
+    if epochs is None or spec.data != job.spec.data:
+        return []
+    # An end within an epoch is known only if the job reached it, and nothing else has ended the job.
+    ended = job.state is JobState.SUCCEEDED and job.attempts[-1].step == manifest.step and before.max_steps is None
+    by_epochs = before.epochs if ended else None
+    if manifest.position.epoch >= epochs or (by_epochs is not None and epochs <= by_epochs):
         message = f"num_train_epochs={epochs:g} are complete at {begins}"
         return [Problem("/training/num_train_epochs", f"{message}; choose more")]
     return []

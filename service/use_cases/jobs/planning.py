@@ -10,10 +10,12 @@ from service.errors import InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from train_loop.plan import (
+    UNKNOWN_END,
     Capacity,
     LargestRead,
     ModelShape,
     Plan,
+    PlannedEnd,
     Preview,
     allows_size,
     check_schedule,
@@ -26,11 +28,13 @@ from train_loop.plan import (
     plans_that_fit,
     reservation_problem,
     reservations,
+    shards_per_node,
+    why_gathers_cross,
     why_no_data_cpu,
     why_split,
 )
 from train_loop.run_dir import Parent, versions_here
-from train_loop.spec import JobSpec, Problem, SpecError
+from train_loop.spec import NODE, JobSpec, Problem, SpecError, Spelling
 
 Plans = dict[int, Plan]
 """Plan for each possible number of workers of a job; at least one."""
@@ -62,8 +66,10 @@ class PlanView:
     warnings: tuple[str, ...]
     preview: tuple[Preview, ...] = ()
     """Counts of the first rows of each source."""
-    steps: int | None = None
-    """Optimizer steps of the run, if known before the data is prepared."""
+    end: PlannedEnd = UNKNOWN_END
+    """The last optimizer step, and the setting that sets it, if they are known before the data is prepared."""
+    spellings: tuple[Spelling, ...] = ()
+    """Values that the text of the spec writes in another way, and what they became."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,17 @@ class Planner:
 
     preflight: Preflight
     cluster: Cluster
+
+    def resolved(self, spec: JobSpec) -> JobSpec:
+        """Return a spec whose fsdp_size is a number: node becomes that of the cluster's nodes. Raises InvalidSpec."""
+        if spec.strategy.fsdp_size != NODE:
+            return spec
+        cluster, most = self.cluster.capacity(), spec.scaling.bounds[1]
+        try:
+            size = shards_per_node(spec.strategy, spec.scaling.at(most), cluster.nodes if cluster else ())
+        except ValueError as error:
+            raise InvalidSpec([Problem("/strategy/fsdp_size", str(error))]) from error
+        return spec.model_copy(update={"strategy": spec.strategy.model_copy(update={"fsdp_size": size})})
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> CheckedSpec:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
@@ -127,11 +144,13 @@ class Planner:
         checked = self._checked(spec, found)
         plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers
-        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
+        whole = spec.strategy.shard_group
+        scaling = spec.scaling.at(max(plans))
+        ranks = lay_out(scaling, cluster.nodes, group=group, whole=whole) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
         warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
-        steps, _ = _schedule(spec, plans, found)
-        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
+        end, _ = _schedule(spec, plans, found)
+        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, end)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
         """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
@@ -154,16 +173,19 @@ class Planner:
 
 
 def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
-    """Return why groups of workers with the same samples, or with all experts together, cross nodes; None if none does.
+    """Return why groups that exchange in each layer cross nodes: peers, experts, shards; None if none of a kind does.
 
-    A layout keeps the former on one node, if any layout does.
+    A layout keeps peers on one node, and shard groups smaller than the job, if any layout does.
     """
     if cluster is None:
         return []
     strategy, scaling, nodes, allows = spec.strategy, spec.scaling, cluster.nodes, partial(allows_size, spec)
+    whole = strategy.shard_group
+    split = partial(why_split, scaling, nodes, allows=allows, whole=whole)
     return [
-        why_split(scaling, nodes, group=strategy.peers, name=strategy.name_of_peers, allows=allows),
-        why_split(scaling, nodes, group=strategy.ep_size, name="ep_size", peers=strategy.peers, allows=allows),
+        split(group=strategy.peers, name=strategy.name_of_peers),
+        split(group=strategy.ep_size, name="ep_size", peers=strategy.peers),
+        why_gathers_cross(strategy, scaling, nodes),
     ]
 
 
@@ -172,10 +194,10 @@ def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
     return tuple(plans) if spec.scaling.elastic else ()
 
 
-def _schedule(spec: JobSpec, plans: Plans, found: PreflightReport) -> tuple[int | None, list[Problem]]:
-    """Return the steps of a job, None if unknown, and the problems of its schedule."""
-    if not plans or found.count is None:
-        return spec.training.max_steps, []
+def _schedule(spec: JobSpec, plans: Plans, found: PreflightReport) -> tuple[PlannedEnd, list[Problem]]:
+    """Return the end of a job, as far as it is known, and the problems of its schedule."""
+    if not plans:
+        return UNKNOWN_END, []
     return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
 
 

@@ -8,10 +8,12 @@ from service.domain.jobs.job import Job
 from service.errors import InvalidSpec
 from train_loop.plan import fitting_sizes
 from train_loop.spec import (
+    NODE,
     JobSpec,
     Problem,
     ScalingSpec,
     SpecError,
+    Spelling,
     add_positions,
     as_pointer,
     dump,
@@ -21,6 +23,7 @@ from train_loop.spec import (
     read_yaml,
     refuse_hidden,
     show,
+    spellings,
 )
 
 _SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size", "ep_size", "efsdp_size")]
@@ -51,6 +54,18 @@ def positions_in(body: bytes) -> Iterator[None]:
         yield
     except InvalidSpec as error:
         raise InvalidSpec(add_positions(error.problems, body)) from error
+
+
+def spellings_in(body: bytes, spec: JobSpec) -> tuple[Spelling, ...]:
+    """Return what a valid body writes in another way than the spec that it became, with the number of each `node`."""
+    raw = read_yaml(body)
+    size = {"strategy.fsdp_size": spec.strategy.fsdp_size}
+    found = [
+        replace(one, became={**one.became, **size}) if NODE in one.became.values() else one for one in spellings(raw)
+    ]
+    if raw.get("strategy", {}).get("fsdp_size") == NODE:
+        found.append(Spelling("strategy.fsdp_size", NODE, size))
+    return tuple(found)
 
 
 def apply_overrides(job: Job, overrides: Mapping[str, object]) -> JobSpec:

@@ -16,7 +16,7 @@ from service.use_cases.jobs.audit_entries import action_entry, change_entry, job
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.planning import CheckedSpec, PlanView, sizes_of
-from service.use_cases.jobs.specs import apply_overrides, parse_spec, with_digest
+from service.use_cases.jobs.specs import apply_overrides, parse_spec, spellings_in, with_digest
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec
 
@@ -98,7 +98,7 @@ class Submitter:
 
         def new_job() -> _CheckedJob:
             origin = self.jobs.find(caller, job_id)
-            spec = apply_overrides(origin, overrides)
+            spec = self.jobs.planner.resolved(apply_overrides(origin, overrides))
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
             self._check_limits(caller, spec)
@@ -116,14 +116,15 @@ class Submitter:
 
         Raises ServiceError, CallCancelled.
         """
-        return self.jobs.planner.view(self._parse(caller, body), cancellation)
+        spec = self._parse(caller, body)
+        return replace(self.jobs.planner.view(spec, cancellation), spellings=spellings_in(body, spec))
 
     def _parse(self, caller: Principal, body: bytes) -> JobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
         require_any_editor(caller)
         spec = parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
         self._check_limits(caller, spec)
-        return spec
+        return self.jobs.planner.resolved(spec)
 
     def _check_limits(self, caller: Principal, spec: JobSpec) -> None:
         """Raise InvalidSpec if the caller may not submit a job of this priority, or with its own code."""

@@ -12,7 +12,7 @@ from service.domain.runs.json_lines import Line, number
 from service.errors import NotAudited
 from service.ports import Cancellation, Cursor, LogSource, RunDirs
 from service.use_cases.runs.streams import Numbered, Reader, read_lines
-from train_loop.plan import plan_samples
+from train_loop.plan import Origin, plan_samples
 
 
 @dataclass
@@ -38,18 +38,20 @@ def audit_job(run_dirs: RunDirs, job: Job, cancellation: Cancellation) -> RunAud
 
 def _schedule(run_dirs: RunDirs, job: Job, facts: _Facts) -> Schedule:
     training, mixed = job.spec.training, sum(one.weight is not None for one in job.spec.data.sources) > 1
-    by_epochs = training.max_steps is None and training.max_tokens is None
+    by_epochs, first = training.epochs is not None, job.parent.step if job.parent else 0
+    consumed = _consumed(run_dirs, job, facts.samples, mixed=mixed)
     end = None
-    if by_epochs and not mixed and facts.samples:
-        end = plan_samples(training, samples=facts.samples, global_batch=facts.global_batch or 1)
+    if by_epochs and not mixed and facts.samples and (training.max_steps is None or consumed is not None):
+        origin = Origin(step=first, consumed=consumed or 0)
+        end = plan_samples(training, samples=facts.samples, global_batch=facts.global_batch or 1, origin=origin)
     return Schedule(
         sources=facts.sources if mixed else (facts.samples,) if facts.samples else (),
         global_batch=facts.global_batch,
         end=end,
         short_step=facts.steps if by_epochs and mixed else None,
         logging_steps=training.logging_steps,
-        first=job.parent.step if job.parent else 0,
-        consumed=_consumed(run_dirs, job, facts.samples, mixed=mixed),
+        first=first,
+        consumed=consumed,
         last=facts.last,
     )
 

@@ -48,9 +48,9 @@ def test_rule_violation_in_yaml_has_line_and_column(client: TestClient, path: st
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
 def test_misspelt_value_has_one_error_at_its_place(client: TestClient, path: str, field: str) -> None:
-    (found,) = errors_of(client, path, f"{TEXT}strategy:\n  {field}: bfloat16\n")
+    (found,) = errors_of(client, path, f"{TEXT}strategy:\n  {field}: BF16\n")
     assert (found["pointer"], found["line"], found["column"]) == (f"/strategy/{field}", 11, 3)
-    assert found["message"].endswith('; the value is "bfloat16"; did you mean bf16?')
+    assert found["message"].endswith('; the value is "BF16"; did you mean bf16?')
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -130,6 +130,15 @@ def _hides(below: str, marks: tuple[str, ...]) -> bool:
     return any(step.startswith(marks) for step in below.split("/"))
 
 
+def _from_hub(uri: str) -> str:
+    """Return how to get a dataset of the Hugging Face Hub, if a relative path is the id of one."""
+    if re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w-]*", uri) is None:
+        return ""
+    folder = f"/data/{uri.rpartition('/')[2]}"
+    download = f"hf download {uri} --repo-type dataset --local-dir {folder}"
+    return f", or run `{download}` below a storage root, and write file://{folder}"
+
+
 def _absolute(uri: str) -> str:
     """Return a remote URI without its trailing slash, or a local path as an absolute path. Raises DataError."""
     if ".." in re.split(r"[/\\]", _decoded(uri)):
@@ -141,6 +150,7 @@ def _absolute(uri: str) -> str:
     if "://" not in uri and not os.path.isabs(uri):
         raise DataError(
             f"{uri} is a relative path, but service and workers have different folders; use an absolute path"
+            f"{_from_hub(uri)}"
         )
     if not is_local(uri) and (hidden := hidden_character(uri)) is not None:
         # Libraries remove some of these characters, and would read another place than the checked one.

@@ -42,17 +42,21 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def read_positions(text: str | bytes) -> dict[str, Position]:
-    """Return the position of each field of YAML text, by JSON pointer.
+    """Return the position of each field of YAML or JSON text, by JSON pointer.
 
-    The position of a field is that of its key. Invalid text gives the fields before its first error. JSON text, and
-    text that is too large for YAML, give none.
+    The position of a field is that of its key. Invalid text gives the fields before its first error. JSON of one line,
+    which programs write, and text that is too large for YAML, give none.
     """
     builder = _Builder(positions={})
-    if len(text) <= MAX_YAML_BYTES and not _is_json(text):
+    if len(text) <= MAX_YAML_BYTES and not (_is_one_line(text) and _is_json(text)):
         # The fields before an error are known all the same.
         with suppress(yaml.YAMLError, UnicodeError, SpecError):
             _feed(builder, text)
     return builder.positions or {}
+
+
+def _is_one_line(text: str | bytes) -> bool:
+    return (b"\n" not in text.strip()) if isinstance(text, bytes) else "\n" not in text.strip()
 
 
 def _is_json(text: str | bytes) -> bool:

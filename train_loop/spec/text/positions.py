@@ -1,4 +1,4 @@
-"""Positions of problems in the YAML text of a spec."""
+"""Positions of problems in the YAML or JSON text of a spec."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from train_loop.spec.text.document import Position, read_positions
 
 
 def add_positions(problems: Iterable[Problem], text: str | bytes) -> list[Problem]:
-    """Return the problems with line and column of their fields in YAML text. JSON text has no positions.
+    """Return the problems with line and column of their fields in a text; JSON of one line has no positions.
 
     A field that is missing from the text gets the position of its nearest parent.
     """

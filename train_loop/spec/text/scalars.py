@@ -3,6 +3,7 @@
 PyYAML's constructors follow YAML 1.1, in which 1e-6 is text.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -85,3 +86,14 @@ _TAGGED: dict[str, Callable[[str], Any]] = {
 def show_tag(tag: str | None) -> str:
     """Return a tag as it is written in a text."""
     return (tag or "").replace(TAG, "!!")[:64]
+
+
+def read_number(text: str) -> int | float | None:
+    """Return the finite decimal number of a text, as YAML and JSON write it without quotes; None for other text."""
+    try:
+        number = _plain(text.strip())
+    except ValueError:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        return None
+    return number

@@ -1,13 +1,14 @@
 """`trainshed checkpoints`, `verify`, `pin` and `export`."""
 
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.progress import Progress
 
 from service.api.schemas import ExportIn, ExportOut
 from train_loop.run_dir import storage_path
+from train_loop.spec import DTYPES
 from trainshed import Api
 from trainshed.cli.connect import LONG_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, fail
@@ -18,6 +19,14 @@ from trainshed.cli.output.printing import notes, show_json, show_next, show_note
 
 _POLL_SECONDS = 1.0
 Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+def _read_dtype(name: str) -> str:
+    """Return the dtype of a name as in a spec, such as bfloat16."""
+    dtype = DTYPES.get(name, name)
+    if dtype not in get_args(Dtype):
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, get_args(Dtype)))}.")
+    return dtype
 
 
 def checkpoints(job: JobRef, as_json: AsJson = False) -> None:
@@ -66,7 +75,10 @@ def pin(
 def export(
     job: JobRef,
     step: Step,
-    dtype: Annotated[Dtype | None, typer.Option(help="data type [default: the job's model.dtype]")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(parser=_read_dtype, metavar="bf16|fp16|fp32", help="data type [default: the job's model.dtype]"),
+    ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="export the EMA weights")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -1,5 +1,7 @@
 """Text output of the plan of a spec."""
 
+import json
+
 from service.api.schemas import MeshOut, PlanOut
 from train_loop.plan import MeshPlan
 from trainshed.cli.output.printing import show_facts, show_text
@@ -18,6 +20,7 @@ def show_plan(plan: PlanOut) -> None:
             "sequences per step": plan.global_batch_size,
             "tokens per step": plan.tokens_per_step,
             "steps": plan.steps,
+            "ends by": plan.ends_by,
             "parameters": f"{plan.parameters:,}",
             "active parameters": None if plan.active_parameters is None else f"{plan.active_parameters:,}",
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
@@ -27,6 +30,9 @@ def show_plan(plan: PlanOut) -> None:
             "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
+    for one in plan.spellings:
+        became = ", ".join(f"{field}: {json.dumps(value)}" for field, value in one.became.items())
+        show_text(f"read as: {one.field}: {json.dumps(one.written)} -> {became}")
     for warning in plan.warnings:
         show_text(f"warning: {warning}")
 

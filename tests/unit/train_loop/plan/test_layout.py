@@ -20,7 +20,9 @@ from train_loop.plan import (
     missing_places,
     no_place,
     plan_job,
+    shards_per_node,
     splits,
+    why_gathers_cross,
     why_no_data_cpu,
     why_split,
 )
@@ -256,3 +258,92 @@ def test_sizes_for_another_number_of_workers_are_accepted(
     sizes = fitting_sizes(job)
     assert sizes is None or accepted(job, {"strategy": sizes})
     assert (sizes == {}) == accepted(job, {})
+
+
+def strategy(**fields: Any) -> StrategySpec:
+    return spec(strategy=fields, model={"config": None, "path": "file:///models/a", "dtype": "bf16"}).strategy
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "fields", "size"),
+    [
+        (16, [EIGHT, EIGHT], {}, 8),
+        (12, [EIGHT, EIGHT], {}, 6),
+        (12, [EIGHT, FOUR], {}, 4),
+        (8, [EIGHT], {}, 8),
+        (8, [HEAD, FOUR, FOUR, FOUR], {}, 4),
+        (1, [FOUR], {}, 1),
+        (16, [EIGHT, EIGHT], {"tp_size": 2}, 4),
+        (12, [EIGHT, EIGHT], {"ulysses_size": 2}, 6),
+        (12, [EIGHT, EIGHT], {"ulysses_size": 4}, 4),
+    ],
+)
+def test_node_is_the_largest_group_that_nodes_hold_whole(
+    workers: int, nodes: list[dict[str, float]], fields: dict[str, Any], size: int
+) -> None:
+    chosen = strategy(fsdp_size="node", **fields)
+    assert shards_per_node(chosen, scaling(workers), nodes) == size
+    ranks = lay_out(scaling(workers), nodes, group=chosen.peers, whole=size * chosen.tp_size)
+    assert ranks is not None
+    assert splits(ranks, size * chosen.tp_size) == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "fields", "message"),
+    [
+        (8, [], {}, "fsdp_size=node needs the nodes of the cluster, which are not known; write the number of workers"),
+        (16, [EIGHT], {}, "fsdp_size=node needs nodes with 16 workers with 1 CPU and 1 GPU each; the nodes have room "),
+        (7, [FOUR, FOUR], {}, "fsdp_size=node finds no equal groups of several workers: nodes with places for 4 (x 2 "),
+        (2, [{"CPU": 2.0, "GPU": 1.0}] * 2, {}, "fsdp_size=node finds no equal groups of several workers"),
+        (
+            12,
+            [FOUR] * 3,
+            {"ulysses_size": 3},
+            "workers hold none of those into which 12 workers divide, in multiples of 3; choose",
+        ),
+    ],
+)
+def test_nodes_without_whole_groups_are_explained(
+    workers: int, nodes: list[dict[str, float]], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shards_per_node(strategy(fsdp_size="node", **fields), scaling(workers), nodes)
+
+
+@given(
+    st.integers(1, 12),
+    st.sampled_from(["PACK", "SPREAD"]),
+    st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    st.sampled_from([1, 2]),
+    st.sampled_from([2, 4, 6]),
+)
+def test_groups_of_shards_are_whole_if_any_layout_keeps_them(
+    workers: int, placement: str, gpus: list[int], group: int, whole: int
+) -> None:
+    nodes = [{"GPU": float(count)} for count in gpus]
+    found = lay_out(scaling(workers, placement, GPU=1.0), nodes, group=group, whole=whole)
+    plain = lay_out(scaling(workers, placement, GPU=1.0), nodes, group=group)
+    assert (found is None) is (plain is None)
+    if found is None or plain is None:
+        return
+    assert [rank for ranks in found.values() for rank in ranks] == list(range(workers))
+    assert all(len(ranks) <= gpus[node] for node, ranks in found.items())
+    possible = workers % whole == 0 and sum(count // whole for count in gpus) * whole >= workers
+    if possible and whole < workers:
+        assert splits(found, whole) == 0
+    elif not possible:
+        assert found == plain
+
+
+def test_gathers_across_nodes_are_explained_with_the_size_of_a_node() -> None:
+    nodes = [EIGHT, EIGHT]
+    assert why_gathers_cross(strategy(), scaling(16), nodes) == (
+        "1 of 1 FSDP groups of 16 workers cross nodes, where gathers of each layer are slow: workers are placed as "
+        "8 + 8; fsdp_size: node (here 8) shards inside nodes, if a worker has memory for larger shards"
+    )
+    for fields in ({"fsdp_size": 8}, {"fsdp_size": 4}, {"sharding_strategy": "NO_SHARD"}):
+        assert why_gathers_cross(strategy(**fields), scaling(16), nodes) is None
+    assert why_gathers_cross(strategy(), scaling(8), nodes) is None
+    alone = why_gathers_cross(strategy(), scaling(2), [{"CPU": 2.0, "GPU": 1.0}] * 2)
+    assert alone is not None
+    assert alone.endswith("only more workers on each node avoid it")

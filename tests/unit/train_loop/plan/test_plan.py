@@ -14,9 +14,13 @@ from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, raw_spec, spec
 from train_loop.model.folder import model_shape
 from train_loop.plan import (
+    Origin,
     Plan,
+    SampleCount,
+    check_schedule,
     data_starves,
     plan_batch,
+    plan_end,
     plan_job,
     plan_mesh,
     plan_samples,
@@ -24,7 +28,7 @@ from train_loop.plan import (
     read_shape,
     too_big,
 )
-from train_loop.spec import SpecError, parse
+from train_loop.spec import SpecError, TrainingSpec, parse
 
 
 @pytest.mark.parametrize(
@@ -155,6 +159,53 @@ def test_epochs_train_every_sample_with_a_short_last_step(epochs: float | None, 
     training = spec(training={"max_steps": None, "num_train_epochs": epochs}).training
     assert plan_steps(training, samples=100, tokens=3200, global_batch=8) == steps
     assert plan_samples(training, samples=100, global_batch=8) == samples
+
+
+@given(
+    st.integers(1, 60), st.floats(0.1, 5), st.integers(1, 40), st.integers(1, 9), st.integers(0, 30), st.integers(0, 9)
+)
+def test_earlier_of_steps_and_epochs_ends_a_run(
+    steps: int, epochs: float, samples: int, batch: int, consumed: int, done: int
+) -> None:
+    both, by_steps, by_epochs = (
+        TrainingSpec(learning_rate=1.0, max_steps=max_steps, num_train_epochs=num_train_epochs)
+        for max_steps, num_train_epochs in ((steps, epochs), (steps, None), (None, epochs))
+    )
+    counts: dict[str, Any] = {"samples": samples, "global_batch": batch, "origin": Origin(done, 0, consumed)}
+    last = [plan_steps(one, tokens=1, **counts) for one in (by_steps, by_epochs)]
+    assert plan_steps(both, tokens=1, **counts) == min(last)
+    assert plan_samples(both, **counts) == min(plan_samples(one, **counts) for one in (by_steps, by_epochs))
+    assert plan_end(both, **counts) == ("max_steps" if last[0] <= last[1] else "num_train_epochs")
+    assert (plan_end(by_steps, **counts), plan_end(by_epochs, **counts)) == ("max_steps", "num_train_epochs")
+
+
+@pytest.mark.parametrize(
+    ("ends", "count", "expected"),
+    [
+        ({"max_steps": 5}, SampleCount(100, exact=True), (5, "max_steps")),
+        ({"max_steps": 5, "num_train_epochs": 1}, SampleCount(100, exact=True), (5, "max_steps")),
+        ({"max_steps": 50, "num_train_epochs": 1}, SampleCount(100, exact=True), (13, "num_train_epochs")),
+        ({"max_steps": 50, "num_train_epochs": 1}, SampleCount(100, exact=False), (None, "num_train_epochs")),
+        ({"max_steps": 5, "num_train_epochs": 1}, SampleCount(100, exact=False), (None, None)),
+        ({"max_steps": 5, "num_train_epochs": 1}, None, (None, None)),
+        ({"num_train_epochs": 1}, None, (None, "num_train_epochs")),
+        ({"max_steps": 5}, None, (5, "max_steps")),
+        ({"max_tokens": 5}, SampleCount(100, exact=True), (None, "max_tokens")),
+    ],
+)
+def test_end_of_a_run_is_told_as_far_as_it_is_known(
+    ends: dict[str, Any], count: SampleCount | None, expected: tuple[int | None, str | None]
+) -> None:
+    training = spec(training={"max_steps": None} | ends).training
+    assert check_schedule(training, count, global_batch=8) == (expected, [])
+
+
+def test_warmup_as_a_fraction_of_a_short_run_is_rejected() -> None:
+    training = spec(training={"max_steps": None, "warmup_steps": 0.9}).training
+    assert check_schedule(training, SampleCount(160, exact=True), global_batch=8) == ((20, "num_train_epochs"), [])
+    _, (problem,) = check_schedule(training, SampleCount(40, exact=True), global_batch=8)
+    assert problem.pointer == "/training/warmup_steps"
+    assert problem.message.startswith("warmup_steps=5 is not less than the 5 steps of the run")
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (240, 1), (241, 2), (100_000, 417)])

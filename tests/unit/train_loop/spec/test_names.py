@@ -1,6 +1,7 @@
 """Unknown fields: misspelt names, names of other tools, and fields to come."""
 
 import random
+import re
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,7 +13,8 @@ from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, code_spec, raw_spec
 from train_loop.spec import JobSpec, SpecError, parse
 from train_loop.spec.base import Only
-from train_loop.spec.names import _NOT_OURS, _NOT_YET, _OURS, field_paths
+from train_loop.spec.names import NAMES, TO_COME, field_paths, unknown_field
+from train_loop.spec.names.spellings import SHARDING
 
 PLACES = ("", "model", "data", "training", "strategy", "checkpoint", "scaling", "failure")
 LEAVES = {path.rpartition(".")[2] for path in field_paths(JobSpec)}
@@ -34,7 +36,10 @@ def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
     ("place", "name", "answer"),
     [
         ("training", "learing_rate", "no such field; did you mean learning_rate?"),
-        ("training", "warmup_ratio", "training.warmup_ratio is not supported yet; set training.warmup_steps"),
+        ("strategy", "warmup_ratio", "no such field here; did you mean training.warmup_ratio?"),
+        ("training", "warmup_ration", "no such field; did you mean warmup_ratio?"),
+        ("strategy", "limit_all_gathers", "no such field; FSDP2 frees memory without waiting for the CPU, so that it "),
+        ("model", "use_liger_kernel", "the use of Liger kernels is not supported yet; training.chunked_loss saves "),
         ("training", "save_steps", "no such field; use checkpoint.every_steps"),
         ("training", "fsdp", "no such field; use strategy.sharding_strategy and strategy.fsdp_size"),
         ("strategy", "cpu_offload", "no such field; use strategy.offload_policy"),
@@ -51,20 +56,30 @@ def test_unknown_field_is_answered_with_what_it_may_mean(place: str, name: str, 
 
 
 def test_names_of_other_tools_lead_to_fields_that_exist() -> None:
-    for table in (_OURS, _NOT_YET, _NOT_OURS):
-        for name, meaning in table.items():
-            for place in PLACES:
-                if f"{place}.{name}".lstrip(".") in field_paths(JobSpec):
-                    continue
-                (message,) = answers(place, name).values()
-                assert "check its spelling" not in message, (place, name)
-            if table is _OURS:
-                paths = [
-                    word.strip(",") for word in meaning.partition(", which")[0].split() if word not in ("and", "or")
-                ]
-                assert {*paths} <= {*field_paths(JobSpec)}, name
-    to_come = {name for name, feature in _NOT_YET.items() if not feature}
-    assert not LEAVES & (_OURS.keys() | _NOT_OURS.keys() | to_come), "expected names that no field has"
+    paths = {*field_paths(JobSpec)}
+    for name, other in NAMES.items():
+        for place in PLACES:
+            assert unknown_field([*filter(None, [place]), name], JobSpec) == other.answer, (place, name)
+        assert {*other.fields} <= paths, name
+        assert bool(other.fields) is (other.kind == "field")
+        assert other.meaning.strip("; .") == other.meaning, name
+    absent = {name for name, other in NAMES.items() if other.kind == "absent"}
+    assert not LEAVES & ((NAMES.keys() - absent) | TO_COME), "expected names that no field has"
+
+
+GUIDES = """
+    backward_prefetch limit_all_gathers use_orig_params no_sync device_mapping cpu_offload sync_module_states
+    auto_wrap_policy load_best_model_at_end lr epochs batch_size grad_accum buffer_dtype device_id param_init_fn
+    mixed_precision mp_policy fsdp_sharding_strategy state_dict_type infer_batch_size strategy_args fsdp_version
+    transformer_layer_cls size_based_auto_wrap_policy set_requires_gradient_sync broadcast_from_rank0 fully_shard
+    set_modules_to_forward_prefetch nproc_per_node num_processes output_dir report_to optim save_steps unshard
+"""
+
+
+def test_table_has_the_names_of_the_guides() -> None:
+    assert [name for name in re.findall(r"\w+", GUIDES) if name not in NAMES.keys() | LEAVES] == []
+    assert len(NAMES) > 400
+    assert [name for name in NAMES if name != name.lower().replace("-", "_")] == []
 
 
 def test_misspelt_field_is_answered_with_the_field() -> None:
@@ -76,7 +91,7 @@ def test_misspelt_field_is_answered_with_the_field() -> None:
         typo = rng.choice(
             [name[:spot] + name[spot + 1 :], name[:spot] + name[spot + 1] + name[spot] + name[spot + 2 :], f"{name}s"]
         )
-        if typo in LEAVES | _OURS.keys() | _NOT_YET.keys():
+        if typo in LEAVES | NAMES.keys() | TO_COME:
             continue
         (message,) = answers(place, typo).values()
         assert message == f"no such field; did you mean {name}?", typo
@@ -91,7 +106,7 @@ def test_setting_to_come_has_one_answer_whatever_it_holds(inside: Any) -> None:
         assert len(message) < 300
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "torch.bfloat16", 16])
+@pytest.mark.parametrize("dtype", ["BFLOAT16", "torch.bf16", 16])
 @pytest.mark.parametrize(("place", "name"), [("model", "dtype"), ("strategy", "param_dtype")])
 def test_invalid_dtype_has_one_error(dtype: Any, place: str, name: str) -> None:
     raw = raw_spec(model={"config": TINY, "dtype": "fp32"})
@@ -102,7 +117,7 @@ def test_invalid_dtype_has_one_error(dtype: Any, place: str, name: str) -> None:
     (problem,) = raised.value.problems
     assert problem.pointer == f"/{place}/{name}"
     assert "'bf16', 'fp16' or 'fp32'" in problem.message
-    meant = {"bfloat16": "bf16", "float32": "fp32", "torch.bfloat16": "bf16"}
+    meant = {"BFLOAT16": "bf16", "torch.bf16": "bf16"}
     assert problem.message.partition("did you mean ")[2].rstrip("?") == meant.get(dtype, "")
 
 
@@ -125,14 +140,15 @@ PARENTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("checkpoint", "keep_best"): {"metric": "loss", "mode": "min"},
 }
 # These have their own rules, which name all their values.
-OWN_RULES = {"async_save_ckpt", "offload_policy", "add_bos", "warmup_type", "decay_type"}
+OWN_RULES = {"async_save_ckpt", "offload_policy", "add_bos", "warmup_type", "decay_type", "threshold_mode"}
 ENUMERATED = [(place, names) for place, names in enumerated(JobSpec) if place[-1] not in OWN_RULES]
 
 
 @pytest.mark.parametrize(("place", "names"), ENUMERATED, ids=[".".join(place) for place, _ in ENUMERATED])
 def test_misspelt_value_has_one_error_with_the_nearest_value(place: tuple[str, ...], names: tuple[str, ...]) -> None:
     for name in names:
-        for typo in {name + name[-1], name[0] + name[2:] if len(name) > 4 else f"{name}s", name.swapcase(), f"{name} "}:
+        typos = {name + name[-1], name[0] + name[2:] if len(name) > 4 else f"{name}s", name.swapcase(), f"{name} "}
+        for typo in typos - {one.lower() for one in SHARDING}:
             raw = raw_spec()
             target = raw
             for depth, part in enumerate(place[:-1], start=1):

@@ -80,10 +80,15 @@ def test_syntax_errors_keep_their_message_and_have_a_position(
     assert problem.message.startswith(message)
 
 
-def test_json_has_no_positions() -> None:
+def test_json_of_one_line_has_no_positions() -> None:
     text = json.dumps(raw_spec(training={"steps": 3}))
-    assert read_positions(text) == {}
+    assert read_positions(text) == read_positions(f"{text}\n".encode()) == {}
     assert [one.line for one in problems_of(text)] == [None]
+
+
+def test_json_of_several_lines_has_positions_of_its_keys() -> None:
+    found = read_positions('{\n  "name":"a",\n\t"data": {"train": [\n    {"path": "\\u00e4\\/b"}]}\n}')
+    assert (found["/name"], found["/data/train/0/path"]) == ((2, 3), (4, 6))
 
 
 def test_positions_keep_the_limits_of_yaml() -> None:

@@ -1,0 +1,60 @@
+"""Answers to fields and values that a spec does not have: misspelt ones, those of other tools, and those to come."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from train_loop.spec.base import Only
+from train_loop.spec.names.spellings import LONGEST, REWRITTEN, normalised
+from train_loop.spec.names.table import FIELDS, NAMES, TO_COME
+
+_UNKNOWN = "no such field"
+
+
+def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
+    """Return the message about an unknown field at a place of a spec: what it may have meant, or that it is to come."""
+    rewritten = (f"{section}.{name}" for section, name in REWRITTEN)
+    name, fields = place[-1][:LONGEST], [*dict.fromkeys((*field_paths(model), *rewritten))]
+    known = normalised(name)
+    elsewhere = [path for path in fields if path.rpartition(".")[2] == known]
+    if known in TO_COME and not elsewhere:
+        return f"{'.'.join(place)} is not supported yet; remove it"
+    if (other := NAMES.get(known)) is not None:
+        return other.answer
+    if elsewhere:
+        return f"{_UNKNOWN} here; did you mean {' or '.join(elsewhere[:3])}?"
+    beside = {path.rpartition(".")[2]: path for path in fields if path.rpartition(".")[0] == ".".join(place[:-1])}
+    if near := difflib.get_close_matches(known, beside, n=1, cutoff=0.7):
+        return f"{_UNKNOWN}; did you mean {near[0]}?"
+    leaves = {path.rpartition(".")[2]: path for path in fields}
+    if near := difflib.get_close_matches(known, [*leaves, *FIELDS], n=1, cutoff=0.8):
+        return f"{_UNKNOWN}; did you mean {leaves.get(near[0]) or FIELDS[near[0]]}?"
+    return f"{_UNKNOWN}; check its spelling against GET /openapi.json, or remove it"
+
+
+@cache
+def field_paths(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the paths of all fields of a spec, as model.dtype; those of a list's elements are those of the list."""
+    return tuple(dict.fromkeys(_paths(model, "")))
+
+
+def _paths(model: type[BaseModel], before: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{before}{name}"
+        # Fields of a part that is not supported yet are no help.
+        if any(isinstance(one, Only) for one in field.metadata):
+            continue
+        for inner in _models(field.annotation):
+            yield from _paths(inner, f"{before}{name}.")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Annotated, Union, UnionType, tuple):
+        for part in get_args(annotation):
+            yield from _models(part)

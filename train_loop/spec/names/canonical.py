@@ -1,0 +1,120 @@
+"""Canonical form of a spec: other spellings, fields of other tools and numbers as text become our own. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from train_loop.spec.base import Problem
+from train_loop.spec.names.spellings import REWRITTEN, SPELLINGS
+from train_loop.spec.text.scalars import read_number
+
+Record = Callable[["Spelling"], None]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A value of a spec that was written in another way than the schema's."""
+
+    field: str
+    """The field as it was written, as strategy.sharding_strategy."""
+    written: Any
+    became: Mapping[str, Any]
+    """The fields that it became, with their values."""
+
+
+class Canonical(NamedTuple):
+    """Plain data of a spec in canonical form."""
+
+    values: dict[str, Any]
+    spellings: tuple[Spelling, ...]
+    """What was written in another way."""
+    problems: tuple[Problem, ...]
+    """Fields that contradict others, or whose values no tool has; the values lack them."""
+
+
+def canonical(raw: Mapping[str, Any], model: type[BaseModel]) -> Canonical:
+    """Return plain data of a spec, or of a part of it, in canonical form. Other invalid values stay as they are."""
+    spellings, problems = list[Spelling](), list[Problem]()
+    values: dict[str, Any] = _read(raw, [model], [], spellings.append)
+    for (section, name), rewrite in REWRITTEN.items():
+        part = values.get(section)
+        if not isinstance(part, dict) or name not in part:
+            continue
+        written, rest = part[name], {key: value for key, value in part.items() if key != name}
+        try:
+            became = rewrite(part)
+        except ValueError as error:
+            problems.append(Problem(f"/{section}/{name}", str(error)))
+            values[section] = rest
+            continue
+        if became is None or became.get(name, ...) == written:
+            continue
+        values[section] = rest | became
+        if written is not None:
+            fields = {f"{section}.{key}": value for key, value in became.items()}
+            spellings.append(Spelling(f"{section}.{name}", written, fields))
+    return Canonical(values, tuple(spellings), tuple(problems))
+
+
+def _read(value: Any, annotations: Sequence[Any], steps: list[str], record: Record) -> Any:
+    """Return a value with the canonical form of each value inside, by the types of their fields."""
+    kinds = [kind for one in annotations for kind in _members(one)]
+    if not kinds:
+        # Values of unknown fields may be nested deep.
+        return value
+    if isinstance(value, dict):
+        return {
+            name: _read(one, list(_of_field(kinds, name)), [*steps, str(name)], record) for name, one in value.items()
+        }
+    if isinstance(value, list):
+        elements = list(_of_elements(kinds))
+        return [_read(one, elements, [*steps, str(place)], record) for place, one in enumerate(value)]
+    became = _scalar(value, kinds) if isinstance(value, str) else value
+    if became is not value:
+        field = ".".join(steps)
+        record(Spelling(field, value, {field: became}))
+    return became
+
+
+def _scalar(text: str, kinds: Sequence[Any]) -> Any:
+    """Return the value of a text: a dtype's own name, or a number if the field takes numbers and no text."""
+    choices = {choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)}
+    if text in choices:
+        return text
+    if SPELLINGS.get(text) in choices:
+        return SPELLINGS[text]
+    number = None if str in kinds else read_number(text)
+    if number is None or not (float in kinds or (int in kinds and isinstance(number, int))):
+        return text
+    return number
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, without their constraints."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for one in get_args(annotation):
+            yield from _members(one)
+    elif annotation is not Any:
+        yield annotation
+
+
+def _of_field(kinds: Sequence[Any], name: str) -> Iterator[Any]:
+    """Yield the types of a field of a mapping."""
+    for kind in kinds:
+        if get_origin(kind) is dict:
+            yield get_args(kind)[1]
+        elif isinstance(kind, type) and issubclass(kind, BaseModel) and name in kind.model_fields:
+            yield kind.model_fields[name].annotation
+
+
+def _of_elements(kinds: Sequence[Any]) -> Iterator[Any]:
+    """Yield the types of the elements of a list."""
+    for kind in kinds:
+        if get_origin(kind) in (tuple, list):
+            yield from (one for one in get_args(kind) if one is not ...)
