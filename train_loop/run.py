@@ -70,7 +70,7 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        spec = _with_shards_per_host(spec)
+        spec = with_shards_per_host(spec)
         spec = spec.at(world) if spec.scaling.elastic else spec
         run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
     except USER_ERRORS as error:
@@ -79,7 +79,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _with_shards_per_host(spec: JobSpec) -> JobSpec:
+def with_shards_per_host(spec: JobSpec) -> JobSpec:
     """Return a spec whose fsdp_size is a number: node becomes that of a host's workers. A collective call.
 
     Raises UserError if hosts run no equal groups of several workers.
@@ -91,10 +91,10 @@ def _with_shards_per_host(spec: JobSpec) -> JobSpec:
     dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     size, strategy = math.gcd(*sizes), spec.strategy
     if size % strategy.peers or size == strategy.tp_size < len(sizes):
+        hosts = ", ".join(map(str, sorted(set(sizes))))
         raise UserError(
-            f"fsdp_size=node finds no equal groups of several workers: hosts run {', '.join(map(str, set(sizes)))} of "
-            f"the {len(sizes)} workers, in multiples of {strategy.peers}; start the same number on each host, or "
-            "write fsdp_size as a number"
+            f"fsdp_size=node finds no equal groups of several workers: hosts run {hosts} of {len(sizes)} workers, in "
+            f"multiples of {strategy.peers}; start the same number on each host, or write fsdp_size as a number"
         )
     shards = strategy.model_copy(update={"fsdp_size": size // strategy.tp_size})
     return spec.model_copy(update={"strategy": shards})

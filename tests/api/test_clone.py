@@ -134,6 +134,20 @@ def test_clone_of_a_run_with_all_epochs_trained_is_rejected(client: TestClient, 
     assert clone(client, job_id, overrides={"training": {"num_train_epochs": 2.0}}).status_code == 201
 
 
+def test_clone_of_a_run_that_max_steps_ended_may_count_epochs(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body(training={"max_steps": 20, "num_train_epochs": 3})).json()["id"]
+    assert service.get(job_id).spec.training.epochs == 3
+    service.reconciler().run_once()
+    checkpoint(service.run_dir(job_id), 20, weights=b"1234567")
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
+    service.end(job_id, Outcome(result="succeeded"))
+    service.reconciler().run_once()
+    (refused,) = clone(client, job_id).json()["errors"]
+    assert refused["message"].startswith("max_steps=20 is not after step 20")
+    assert clone(client, job_id, overrides={"training": {"max_steps": 40}}).status_code == 201
+    assert clone(client, job_id, overrides={"training": {"max_steps": None}}).status_code == 201
+
+
 def test_clone_cancelled_in_the_queue_releases_the_parent_checkpoint(
     client: TestClient, service: FakeService, parent: str
 ) -> None:

@@ -37,6 +37,15 @@ def test_audit_of_a_run_with_a_second_attempt_is_clean(client: TestClient, servi
     assert found["repeated"] == {"total": 1, "listed": [{"attempt": 2, "epoch": 1, "resumed_from": 2, "steps": 1}]}
 
 
+@pytest.mark.parametrize("ends", [{"max_steps": 5, "num_train_epochs": 2}, {"max_steps": 9, "num_train_epochs": 1}])
+def test_audit_of_a_run_with_two_ends_expects_the_earlier_one(
+    client: TestClient, service: FakeService, ends: dict[str, int]
+) -> None:
+    job_id = client.post("/jobs", content=spec_body(training={"audit_samples": True} | ends)).json()["id"]
+    train(service, job_id)
+    assert client.get(f"/jobs/{job_id}/audit").json()["clean"]
+
+
 def test_audit_names_the_wrong_sample(client: TestClient, service: FakeService, job_id: str) -> None:
     train(service, job_id, wrong=True)
     found = client.get(f"/jobs/{job_id}/audit").json()

@@ -1,14 +1,18 @@
 """Process groups of a running mesh, compared with the plan."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.builders.specs import spec
 from tests.support.ranks.ranks import on_ranks
+from train_loop.errors import UserError
 from train_loop.parallel.mesh import build_mesh
 from train_loop.plan import plan_mesh
+from train_loop.run import with_shards_per_host
 
 # world 4: fsdp_size, ulysses_size, sharded
 MESHES = [
@@ -36,9 +40,51 @@ def groups() -> list[dict[str, Any]]:
     return found
 
 
+HOSTS = {"one host": (4, 4, 4, 4), "two hosts": (2, 2, 2, 2), "three hosts": (2, 2, 1, 1), "no sequences": (3, 3, 3, 1)}
+"""The number of workers on the host of each rank."""
+
+
+def sizes_of_hosts() -> dict[str, Any]:
+    """Return the strategy that `fsdp_size: node` becomes on each kind of hosts, or the error."""
+    found: dict[str, Any] = {}
+    for name, local_sizes in HOSTS.items():
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_sizes[dist.get_rank()])
+        for peers in (1, 2):
+            strategy = {"sharding_strategy": "HYBRID_SHARD", "ulysses_size": peers}
+            try:
+                shards = with_shards_per_host(spec(strategy=strategy, scaling={"num_workers": 4})).strategy.shards
+            except UserError as error:
+                shards = str(error)
+            found[f"{name}, {peers}"] = shards
+    return found
+
+
+def groups_and_sizes() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return groups(), sizes_of_hosts()
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[list[dict[str, Any]]]:
-    return on_ranks(4, groups)
+def results() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    return on_ranks(4, groups_and_sizes)
+
+
+@pytest.fixture(scope="module")
+def ranks(results: Any) -> list[list[dict[str, Any]]]:
+    return [found for found, _ in results]
+
+
+def test_node_becomes_the_workers_of_a_host(results: Any) -> None:
+    for _, found in results:
+        assert {name: size for name, size in found.items() if isinstance(size, int)} == {
+            "one host, 1": 4,
+            "one host, 2": 4,
+            "two hosts, 1": 2,
+            "two hosts, 2": 2,
+        }
+        assert found["three hosts, 1"].startswith(
+            "fsdp_size=node finds no equal groups of several workers: hosts run 1, 2 of 4 workers"
+        )
+        assert "in multiples of 2; start the same number on each host" in found["no sequences, 2"]
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)))

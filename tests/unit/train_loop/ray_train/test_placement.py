@@ -16,9 +16,11 @@ TWO_HOSTS: Nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 3.0}}
 class Cluster(Placement):
     """A placement on nodes whose free resources the test sets for each query."""
 
-    def __init__(self, *free: Nodes, strategy: Any = "PACK", group: int = 2, autoscaled: bool = False) -> None:
+    def __init__(
+        self, *free: Nodes, strategy: Any = "PACK", group: int = 2, whole: int = 1, autoscaled: bool = False
+    ) -> None:
         scaling = ScalingSpec(num_workers=4, placement_strategy=strategy)
-        super().__init__(scaling, group=group, autoscaled=autoscaled, timeout=10.0)
+        super().__init__(scaling, group=group, whole=whole, autoscaled=autoscaled, timeout=10.0)
         self.scaling, self.free, self.reported = scaling, [*free], list[str]()
 
     def waiting(self, missing: str) -> None:
@@ -36,6 +38,13 @@ def one_second_per_poll(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choose_gives_a_ulysses_group_one_node() -> None:
     cluster = Cluster(TWO_HOSTS)
     assert cluster.choose(cluster.scaling) == ["a", "a", "b", "b"]
+
+
+def test_choose_gives_a_shard_group_one_node() -> None:
+    assert (cluster := Cluster(TWO_HOSTS, group=1)).choose(cluster.scaling) == ["b", "b", "b", "a"]
+    assert (cluster := Cluster(TWO_HOSTS, group=1, whole=2)).choose(cluster.scaling) == ["a", "a", "b", "b"]
+    later = Cluster({"a": {"CPU": 1.0}, "b": {"CPU": 3.0}}, TWO_HOSTS, group=1, whole=2)
+    assert later.choose(later.scaling) == ["a", "a", "b", "b"]
 
 
 def test_choose_waits_for_resources_of_the_last_group() -> None:
