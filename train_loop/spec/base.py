@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,9 @@ class SpecError(ValueError):
         self.problems = problems
 
 
-def is_none(value: object) -> bool:
-    """Return whether a field is not set; newer fields are then left out, so that stored specs keep their digests."""
-    return value is None
+def is_default(default: object) -> Callable[[object], bool]:
+    """Return the condition under which a newer field is not stored: stored specs then keep their digests."""
+    return lambda value: value == default
 
 
 _LONGEST = 200

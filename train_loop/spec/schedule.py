@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from train_loop.spec.base import SpecModel, is_none
+from train_loop.spec.base import SpecModel, is_default
 
 Schedule = Literal[
     "linear",
@@ -78,7 +78,7 @@ class ScheduleOptions(SpecModel):
         default=None,
         ge=0,
         le=1,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="first learning rate of cosine_warmup_with_min_lr as a fraction of learning_rate; null: that of a "
         "warm-up which ends one step earlier",
     )
@@ -86,30 +86,30 @@ class ScheduleOptions(SpecModel):
         default=None,
         gt=0,
         lt=1,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="factor by which reduce_lr_on_plateau lowers the learning rate; null: 0.1",
     )
     patience: int | None = Field(
         default=None,
         ge=0,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="evaluations without a lower loss that reduce_lr_on_plateau waits for; null: 10",
     )
     threshold: float | None = Field(
         default=None,
         ge=0,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="decrease of the loss that counts for reduce_lr_on_plateau; null: 1e-4",
     )
     threshold_mode: Literal["rel", "abs"] | None = Field(
         default=None,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="rel: threshold is a fraction of the lowest loss; abs: a difference; null: rel",
     )
     cooldown: int | None = Field(
         default=None,
         ge=0,
-        exclude_if=is_none,
+        exclude_if=is_default(None),
         description="evaluations after a reduction that do not count; null: 0",
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from train_loop.spec.base import Problem, SpecModel
+from train_loop.spec.base import Problem, SpecModel, is_default
 from train_loop.spec.model import Dtype
 from train_loop.spec.names.spellings import NODE, nearest_value
 
@@ -94,15 +94,18 @@ class StrategySpec(SpecModel):
     )
     cast_forward_inputs: bool = Field(
         default=True,
+        exclude_if=is_default(True),
         description="cast the floating-point inputs of each FSDP unit to the compute dtype; false: they must have it",
     )
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         default="highest",
+        exclude_if=is_default("highest"),
         description="precision of fp32 matrix products, as torch.set_float32_matmul_precision: high: TF32; medium: "
         "bf16; bf16 and fp16 computation is not affected",
     )
     gradient_sync: Literal["every", "last"] = Field(
         default="every",
+        exclude_if=is_default("every"),
         description="micro-batches whose gradients ranks exchange: every: each, so that only shards are kept; last: "
         "whole gradients are summed on each worker and exchanged once a step, which saves traffic and takes memory",
     )
@@ -111,6 +114,7 @@ class StrategySpec(SpecModel):
     )
     precision: dict[ModulePattern, Dtype] = Field(
         default={},
+        exclude_if=is_default({}),
         max_length=64,
         description="dtype in which modules compute, by the path of a module or a glob (* for any characters), with "
         "all modules inside; the last match wins; each such module is an FSDP unit",
@@ -127,12 +131,14 @@ class StrategySpec(SpecModel):
     )
     pin_memory: bool = Field(
         default=True,
+        exclude_if=is_default(True),
         description="pin the host memory of offload_policy and of model.gradient_checkpointing: offload, so that GPUs "
         "copy it faster; false: if hosts cannot lock so much memory",
     )
     wrap_policy: WrapPolicySpec = Field(default=WrapPolicySpec(), description="modules that become FSDP units")
     ignored_params: tuple[ModulePattern, ...] = Field(
         default=(),
+        exclude_if=is_default(()),
         max_length=64,
         description="parameters that are not sharded, by name, path of a module or glob: each worker holds them whole, "
         "and their gradients are summed over all workers",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, check_folder
+from train_loop.spec.base import SpecModel, check_folder, is_default
 from train_loop.spec.schedule import PLATEAU, Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 OPTIMIZER_OPTIONS = {
@@ -130,6 +130,7 @@ class TrainingSpec(SpecModel):
     )
     deterministic: bool = Field(
         default=False,
+        exclude_if=is_default(False),
         description="use torch's deterministic algorithms, which may be slower; an operation without one ends the run",
     )
     reduction_tree: ReductionTreeSpec | None = Field(
