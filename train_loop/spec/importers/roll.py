@@ -164,7 +164,8 @@ def _mesh(draft: Draft, config: str, world: int | None) -> None:
         same = shards == expected
         draft.write(f"{config}.efsdp_size", "strategy.efsdp_size", shards if same else 0, reason="" if same else reason)
     if copies is not None:
-        fits = number(draft.get(f"{config}.{copies}")) * shards * experts == whole
+        count = number(draft.get(f"{config}.{copies}"))
+        fits = isinstance(count, int) and count * shards * experts == whole
         reason = "it follows from the other sizes" if fits else "efsdp_size x ep_size x eddp are not the workers"
         draft.note(f"{config}.{copies}", Outcome.NOT_NEEDED if fits else Outcome.NOT_SUPPORTED, reason=reason)
 
