@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -388,6 +389,36 @@ def test_example_of_shared_layers_goes_on_without_sharing(service: LiveService) 
     samples = [sample for line in lines for sample in line["samples"]]
     assert len(set(samples)) == len(samples) == 12 * 8
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+SMALLER: dict[str, dict[str, Any]] = {
+    "roll": {
+        "strategy": {"fsdp_size": 2},
+        "scaling": {"num_workers": 4},
+        "training": {"gradient_accumulation_steps": 2},
+    },
+    "fsdp1": {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}},
+    "accelerate": {"strategy": {"fsdp_size": 0}},
+    "trainer": {},
+}
+"""Fields of the examples for users of other tools that fit two workers, or four."""
+
+
+@pytest.mark.skipif("MORE" not in os.environ, reason="four jobs: `make more` runs it")
+@pytest.mark.parametrize("name", SMALLER)
+def test_example_of_another_tool_trains_at_toy_size(service: LiveService, name: str) -> None:
+    example = parse_text(Path(f"examples/coming-from/{name}.yaml").read_text())
+    toy: dict[str, dict[str, Any]] = {
+        "model": {"path": None, "config": TINY},
+        "data": {"train": {"path": "stdlib://json/*.py"}, "sequence_length": 32},
+        "training": {"num_train_epochs": None, "max_steps": 3, "per_device_train_batch_size": 1, "logging_steps": 1},
+        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.25}},
+    }
+    job = service.client.submit(dump(override(override(example, toy), SMALLER[name])))
+    service.wait_for_state(job.id, JobState.SUCCEEDED)
+    lines = service.metrics(job.id)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(5.0 < line["loss"] < 7.0 for line in lines)
 
 
 def test_published_mixture_keeps_every_sample_through_a_kill_and_other_layouts(service: LiveService) -> None:

@@ -12,7 +12,6 @@ from trainshed.cli.commands import (
     checkpoints,
     diff,
     doctor,
-    importing,
     init,
     jobs,
     keys,
@@ -54,7 +53,7 @@ _PANELS = {
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
     "Access": (keys.whoami, audit.audit, usage.usage),
 }
-app.command("import", rich_help_panel="Specs")(importing.import_)
+app.command("import", rich_help_panel="Specs")(init.import_)
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         app.command(rich_help_panel=_panel)(_verb)

@@ -1,6 +1,7 @@
-"""`trainshed init` and `schema`: a commented job spec to start from, and the JSON schema of job specs."""
+"""`trainshed init`, `schema` and `import`: a job spec to start from, the schema, and specs from other tools."""
 
 import os
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -10,10 +11,12 @@ import typer
 from pydantic import BaseModel
 
 from train_loop.run_dir import local_path
-from train_loop.spec import SCHEMA_ID, dump_schema
+from train_loop.spec import SCHEMA_ID, describe, dump_schema
+from train_loop.spec.importers import SourceError, SourceFile, import_files
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import Exit, fail
-from trainshed.cli.options import AsJson, write_file
+from trainshed.cli.options import AsJson, Overrides, read_file, read_overrides, write_file
+from trainshed.cli.output.imported import show_report, spec_with_comments
 from trainshed.cli.output.printing import show_json, show_next, show_note, show_text
 
 _TEMPLATES = files("trainshed.cli") / "templates"
@@ -82,6 +85,62 @@ def schema(
             show_text(str(output))
     if not as_json:
         show_next("init")
+
+
+def import_(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="ROLL's YAML, Accelerate's configuration, TrainingArguments or a DistributedConfig; of several files, "
+            "later ones win; - reads standard input",
+            allow_dash=True,
+        ),
+    ],
+    worker: Annotated[
+        str | None, typer.Option(metavar="NAME", help="worker of ROLL's file [default: the only one with fsdp2_train]")
+    ] = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write instead of standard output")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a configuration of ROLL, Accelerate or transformers into a job spec. Needs no service.
+
+    The report has a line for each field: what became of it, and why. ≠ marks what changes numbers.
+    """
+    sources = [_source(file) for file in files]
+    try:
+        found = import_files(sources, worker=worker, overrides=read_overrides(overrides or ()))
+    except SourceError as error:
+        fail("the file cannot be imported:", [describe(one, error.file) for one in error.problems], code=Exit.USAGE)
+    text = spec_with_comments(found, [source.name for source in sources])
+    if output is not None:
+        write_file(output, text.encode())
+    if as_json:
+        show_json(found)
+        return
+    if output is None:
+        print(text, end="")
+    show_report(found.rows, on_stdout=output is not None)
+    paths = [row.target for row in found.needed if row.target is not None and row.target.endswith("path")]
+    show_next(" ".join([f"plan {output or 'FILE'}", *(f"--set {path}=…" for path in paths)]))
+
+
+def _source(file: Path) -> SourceFile:
+    name = "<stdin>" if str(file) == "-" else str(file)
+    return SourceFile(name, read_file(file, "configuration"), _reader(file))
+
+
+def _reader(file: Path) -> Callable[[str], bytes | None]:
+    """Return a function that reads the configs which Hydra finds beside a file."""
+
+    def read(name: str) -> bytes | None:
+        beside = file.parent / f"{name}.yaml"
+        return read_file(beside, "configuration") if str(file) != "-" and beside.is_file() else None
+
+    return read
 
 
 def _check_new(file: Path) -> None:
