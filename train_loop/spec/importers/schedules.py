@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from train_loop.spec.importers.draft import Draft, Drop, put
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import knows, number
+from train_loop.spec.importers.values import accepts, number
 from train_loop.spec.training import OPTIMIZER_OPTIONS
 
 
@@ -26,8 +26,8 @@ def read_warmup(draft: Draft, steps: str, ratio: str) -> None:
 
 def _write_share(draft: Draft, field: str, share: float) -> None:
     steps = draft.given.get("training", {}).get("max_steps")
-    if knows("training.warmup_ratio"):
-        draft.write(field, "training.warmup_ratio", share)
+    if accepts("training.warmup_steps", share):
+        draft.write(field, "training.warmup_steps", share)
     elif isinstance(steps, int):
         draft.write(field, "training.warmup_steps", -int(-share * steps // 1), reason=f"{share:g} of max_steps")
     else:

@@ -5,12 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from train_loop.spec.heads import CAUSAL_LM
-from train_loop.spec.importers.draft import NotSupportedError
-from train_loop.spec.job import JobSpec
-from train_loop.spec.names import field_paths, nearest_value
+from train_loop.spec.importers.draft import NotSupportedError, field_of
+from train_loop.spec.names import nearest_value
 from train_loop.spec.scaling import MOST_WORKERS
 from train_loop.spec.schedule import SCHEDULE_OPTIONS, Schedule
 
@@ -32,7 +31,17 @@ DATA_FOLDER = "/data"
 
 def knows(target: str) -> bool:
     """Return whether this version's spec has a field."""
-    return target in field_paths(JobSpec)
+    return field_of(target) is not None
+
+
+def accepts(target: str, value: JsonValue) -> bool:
+    """Return whether the type of a field of the spec has a value."""
+    field = field_of(target)
+    try:
+        TypeAdapter(None if field is None else field.annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def dtype(value: Any) -> JsonValue:
