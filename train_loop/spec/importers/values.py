@@ -37,8 +37,9 @@ def knows(target: str) -> bool:
 def accepts(target: str, value: JsonValue) -> bool:
     """Return whether the type of a field of the spec has a value."""
     field = field_of(target)
+    kind: Any = None if field is None else field.annotation
     try:
-        TypeAdapter(None if field is None else field.annotation).validate_python(value, strict=True)
+        TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
