@@ -13,6 +13,8 @@ from train_loop.plan.batch import (
     plan_samples,
     plan_steps,
 )
+from train_loop.plan.built.choices import Choices, dtypes_of, planned_choices
+from train_loop.plan.built.units import UnitGroup, UnitTree
 from train_loop.plan.data_facts import LargestRead, Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
@@ -29,6 +31,12 @@ from train_loop.plan.fit import (
     tokenizer_bytes,
     unknown_memory,
 )
+from train_loop.plan.forecast.devices import DEVICE_SOURCES, DEVICES, Device, device_named, device_of
+from train_loop.plan.forecast.fit import DeviceFit, fit_on
+from train_loop.plan.forecast.outlook import Outlook, outlook_on
+from train_loop.plan.forecast.speed import Throughput, throughput_on
+from train_loop.plan.forecast.suggest import Suggestion, suggest
+from train_loop.plan.forecast.work import Range
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
     Capacity,
@@ -72,6 +80,8 @@ from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 __all__ = [
     "AUTOSCALED_VARIABLE",
     "DATA_CPUS",
+    "DEVICES",
+    "DEVICE_SOURCES",
     "DTYPE_BYTES",
     "MASK_BYTES",
     "NEEDED",
@@ -84,7 +94,10 @@ __all__ = [
     "BatchPlan",
     "CallSizes",
     "Capacity",
+    "Choices",
     "ComputeBytes",
+    "Device",
+    "DeviceFit",
     "End",
     "KeptBytes",
     "LargestRead",
@@ -93,14 +106,20 @@ __all__ = [
     "ModelShape",
     "NodeRoom",
     "Origin",
+    "Outlook",
     "ParameterCounts",
     "Plan",
     "PlannedEnd",
     "Preview",
+    "Range",
     "ReductionTree",
     "Role",
     "SampleCount",
+    "Suggestion",
+    "Throughput",
+    "UnitGroup",
     "UnitSizes",
+    "UnitTree",
     "allowed_workers",
     "allows_size",
     "certain_needs",
@@ -111,9 +130,13 @@ __all__ = [
     "data_starves",
     "describe_amount",
     "describe_terms",
+    "device_named",
+    "device_of",
     "device_problems",
     "divisors",
+    "dtypes_of",
     "estimated_need",
+    "fit_on",
     "fits",
     "fitting_sizes",
     "forgotten_gpu",
@@ -133,6 +156,7 @@ __all__ = [
     "no_place",
     "no_preparation",
     "one_of",
+    "outlook_on",
     "overfull_node",
     "plan_batch",
     "plan_end",
@@ -141,6 +165,7 @@ __all__ = [
     "plan_samples",
     "plan_sizes",
     "plan_steps",
+    "planned_choices",
     "plans_that_fit",
     "read_shape",
     "reservation_problem",
@@ -148,8 +173,10 @@ __all__ = [
     "shards_of",
     "shards_per_node",
     "splits",
+    "suggest",
     "task_bytes",
     "task_reservation",
+    "throughput_on",
     "tokenizer_bytes",
     "too_big",
     "unknown_memory",

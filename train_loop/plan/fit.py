@@ -45,6 +45,8 @@ class NodeRoom:
     """Part of the host memory that Ray's objects may take."""
     limited: bool = False
     """True if each worker may use only the host memory that it reserves."""
+    gpu: str | None = None
+    """Name of its GPUs, as CUDA reports it; None if it is unknown or if they differ."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,18 @@ class Change:
     need: MemoryNeed
 
     def __str__(self) -> str:
-        fields = [f"{part}.{name}: {_yaml(value)}" for part, one in self.patch.items() for name, value in one.items()]
-        return " and ".join(fields)
+        return describe_patch(self.patch)
+
+
+def describe_patch(patch: Patch) -> str:
+    """Return the fields of a patch as they are written in a spec, without those that it removes."""
+    fields = [
+        f"{part}.{name}: {_yaml(value)}"
+        for part, one in patch.items()
+        for name, value in one.items()
+        if value is not None
+    ]
+    return " and ".join(fields)
 
 
 def plans_that_fit(spec: JobSpec, plans: Mapping[int, Plan], nodes: Sequence[NodeRoom]) -> dict[int, Plan]:
@@ -134,10 +144,11 @@ def _more_workers(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[Patch]:
 def _products(chosen: Sequence[Sequence[Patch]]) -> Iterator[Patch]:
     """Yield the merged patches of one value of each change; at most one change has several values."""
     for place in range(max(map(len, chosen))):
-        yield _merged([values[min(place, len(values) - 1)] for values in chosen])
+        yield merge_patches([values[min(place, len(values) - 1)] for values in chosen])
 
 
-def _merged(patches: Sequence[Patch]) -> Patch:
+def merge_patches(patches: Sequence[Patch]) -> Patch:
+    """Return one patch with the fields of all; later ones win."""
     whole: dict[str, dict[str, Any]] = {}
     for patch in patches:
         for part, fields in patch.items():

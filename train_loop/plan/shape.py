@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from train_loop.plan.built.units import UnitTree
+
 # Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
 # attention heads, or hidden_size / num_attention_heads for head_dim.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -54,7 +56,7 @@ _OTHER_NAMES = {
 
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Required sizes. Without the others, each attention head has its own kv head, and F is 4 H."""
-_WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 """Families with a recurrent state and no attention; they count as one head."""
 
 
@@ -191,6 +193,8 @@ class ModelShape:
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
     kept: KeptBytes | None = None
     """Bytes that the model keeps for backward; None if the formula for a language model of a known family is right."""
+    built: UnitTree | None = None
+    """FSDP units and module tree; None if the model has not been built."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":
@@ -311,7 +315,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
         renamed.setdefault("num_hidden_layers", len(kinds))
     if config.get("multi_query"):
         renamed["num_key_value_heads"] = 1
-    if model_type in _WITHOUT_ATTENTION:
+    if model_type in WITHOUT_ATTENTION:
         renamed["num_attention_heads"] = 1
     sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}
     missing = [name for name in NEEDED if name not in sizes]

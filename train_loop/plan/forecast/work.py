@@ -1,0 +1,156 @@
+"""The work of a step for one worker: FLOPs, bytes of its own memory, and bytes that it exchanges. Pure.
+
+Each amount is a range: its ends are those of the fastest and of the slowest kernels with the same result.
+"""
+
+from typing import NamedTuple
+
+from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes
+from train_loop.plan.mesh import Axis
+from train_loop.plan.plan import Plan
+from train_loop.plan.shape import ModelShape
+from train_loop.spec import JobSpec
+
+_FLASH_PASSES = 3.5
+"""Forward and backward passes of attention, in forward passes: backward computes the scores again."""
+_FUSED, _SEPARATE = (10, 3, 3), (38, 10, 5)
+"""Values of a token that a layer's norms, positions and activation read or write in a forward pass: of H, of heads and
+kv heads, and of F. Fused by a compiler or by hand; and one operation after the other, as transformers computes them."""
+_LOGIT_BYTES = (8, 30)
+"""Bytes that the loss reads and writes for each logit in both passes."""
+_UPDATE_BYTES = (32, 60)
+"""Bytes of an fp32 parameter's update: clipping, and a fused AdamW; its copies to and from other dtypes."""
+_COPY_BYTES = (4, 20)
+"""Bytes for each parameter of a micro-batch: copies into and out of the buffers of gathers and reductions."""
+
+
+class Range(NamedTuple):
+    """The least and the most that an amount may be."""
+
+    least: float
+    most: float
+
+    def times(self, factor: float) -> "Range":
+        """Return the range of a multiple."""
+        return Range(self.least * factor, self.most * factor)
+
+    def plus(self, other: "Range") -> "Range":
+        """Return the range of a sum."""
+        return Range(self.least + other.least, self.most + other.most)
+
+    def over(self, rate: float, parts: tuple[float, float]) -> "Range":
+        """Return the seconds of an amount at a rate of which the lowest and the highest part are reached."""
+        return Range(self.least / (rate * parts[1]), self.most / (rate * parts[0]))
+
+
+class AttentionWork(NamedTuple):
+    """FLOPs of attention in a micro-batch, if rows have short documents and if they have one, and the slower kernel."""
+
+    least: float
+    most: float
+    masked: bool
+    """True if it may be a kernel with a mask, which computes all scores; others skip those that the mask hides."""
+
+
+class Exchange(NamedTuple):
+    """Bytes that a worker sends in a micro-batch along an axis of the mesh."""
+
+    axis: Axis
+    size: float
+    hidden: bool
+    """True if computation may go on at the same time."""
+
+
+def tokens_of(spec: JobSpec, plan: Plan) -> int:
+    """Return the tokens of a micro-batch that a worker computes."""
+    return spec.sequences_per_device * spec.data.sequence_length // plan.mesh.sp
+
+
+def recomputed(spec: JobSpec) -> int:
+    """Return the forward passes of each layer that backward repeats."""
+    return int(spec.model.gradient_checkpointing != "none")
+
+
+def matrix_flops(spec: JobSpec, plan: Plan) -> float:
+    """Return the FLOPs of matrix products in a micro-batch: 2 per parameter, token and pass, without lookups.
+
+    Gradients of frozen parameters are not computed. The head is not computed again.
+    """
+    shape = _of_worker(plan)
+    layers, head = shape.parameters - shape.embedding_parameters, shape.outputs * shape.hidden
+    passes = 2 + shape.trained / shape.parameters
+    return 2.0 * tokens_of(spec, plan) * (layers * (passes + recomputed(spec)) + head * passes)
+
+
+def attention_flops(spec: JobSpec, plan: Plan) -> AttentionWork:
+    """Return the FLOPs of attention in a micro-batch, by the kernels that the spec may get."""
+    shape = _of_worker(plan)
+    square = 4.0 * spec.data.sequence_length * shape.heads * shape.head_dim * shape.layers * tokens_of(spec, plan)
+    passes = _FLASH_PASSES + recomputed(spec)
+    causal, full, kind = square / 2 * passes, square * passes, spec.model.attn_implementation
+    if not spec.data.packing:
+        return AttentionWork(causal, causal, masked=False)
+    if kind == "sdpa":
+        # A row of a single document needs no mask. With several, sdpa has no kernel that skips scores.
+        return AttentionWork(causal, full, masked=True)
+    masked = kind == "auto" and mask_bytes(spec) <= MASK_BYTES
+    return AttentionWork(0.0, full if masked else causal, masked=masked)
+
+
+def memory_bytes(spec: JobSpec, plan: Plan) -> Range:
+    """Return the bytes that operations other than products read and write in a micro-batch."""
+    shape, tokens = _of_worker(plan), tokens_of(spec, plan)
+    value, passes = DTYPE_BYTES[spec.strategy.param_dtype], 3 + recomputed(spec)
+    wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    sizes = (shape.hidden, wide, shape.intermediate)
+    fused, separate = (sum(a * b for a, b in zip(one, sizes, strict=True)) for one in (_FUSED, _SEPARATE))
+    most = (fused + separate) / 2 if spec.model.compile else separate
+    layers = Range(fused, most).times(float(value * passes * shape.layers * tokens))
+    logits = Range(*_LOGIT_BYTES).times(float(shape.outputs * (1 if shape.pools else tokens)))
+    return layers.plus(logits).plus(Range(*_COPY_BYTES).times(float(shape.parameters)))
+
+
+def update_bytes(spec: JobSpec, plan: Plan) -> Range:
+    """Return the bytes of memory that an optimizer step reads and writes."""
+    shard = _of_worker(plan).trained / plan.mesh.fsdp
+    return Range(*_UPDATE_BYTES).times(shard * DTYPE_BYTES[spec.model.master_dtype] / 4)
+
+
+def host_bytes(spec: JobSpec, plan: Plan) -> Range:
+    """Return the bytes that a micro-batch moves between a worker's GPU and the memory of its host."""
+    shape, found = _of_worker(plan), 0.0
+    master, value = DTYPE_BYTES[spec.model.master_dtype], DTYPE_BYTES[spec.strategy.param_dtype]
+    if spec.strategy.offload_policy:
+        found += master * (_gathers(spec) * shape.parameters + shape.trained) / plan.mesh.fsdp
+    if spec.model.gradient_checkpointing == "offload":
+        found += 2.0 * value * tokens_of(spec, plan) * shape.hidden * shape.layers
+    return Range(found, found)
+
+
+def exchanges(spec: JobSpec, plan: Plan) -> tuple[Exchange, ...]:
+    """Return what a worker sends in a micro-batch: parameters and gradients, sequence parts, and parts of layers."""
+    shape, mesh, tokens = _of_worker(plan), plan.mesh, tokens_of(spec, plan)
+    value, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
+    passes, again = 2 + recomputed(spec), plan.shape.trained / plan.shape.parameters
+    sizes = {
+        "fsdp": (value * _gathers(spec) + reduced * again) * shape.parameters,
+        # An all-reduce sends each value twice.
+        "ddp": 2.0 * reduced * shape.trained / mesh.fsdp,
+        "sp": 2.0 * value * passes * tokens * (shape.heads + shape.kv_heads) * shape.head_dim * shape.layers,
+        "tp": 4.0 * value * passes * tokens * shape.hidden * shape.layers,
+    }
+    axes = {axis.name: axis for axis in (*mesh.parameters, *mesh.samples)}
+    return tuple(
+        Exchange(axis, sizes[name] * (axis.size - 1) / axis.size, hidden=name in ("fsdp", "ddp"))
+        for name, axis in axes.items()
+        if name in sizes and axis.size > 1
+    )
+
+
+def _gathers(spec: JobSpec) -> int:
+    """Return how often a micro-batch gathers each parameter: also for backward, unless forward leaves it gathered."""
+    return 1 if spec.strategy.reshard_after_forward is False else 2
+
+
+def _of_worker(plan: Plan) -> ModelShape:
+    return plan.shape.shared(tp=plan.mesh.tp, ep=plan.mesh.ep)
