@@ -22,8 +22,10 @@ from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.loop.build import Run, build_run
+from train_loop.loop.built import record_built
 from train_loop.loop.coordination import MOVE, Agreement, RankRequests, StopSignal, agree, agree_on_stop, gather_workers
 from train_loop.loop.evaluate import Evaluation, evaluate
+from train_loop.loop.forecast import ForecastScore
 from train_loop.loop.metrics import measure, record_start, record_step, write_line
 from train_loop.loop.numerics import numerics
 from train_loop.loop.profiling import profiled
@@ -50,9 +52,12 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         with no_garbage_collection():
             resume(run)
             keep_what_is_there()
-            record_start(run, gather_workers())
+            workers = gather_workers()
+            record_built(run, workers)
+            record_start(run, workers)
             try:
-                stop = TrainingLoop(run, saver, watchdog).train()
+                loop = TrainingLoop(run, saver, watchdog)
+                stop = loop.train()
             except UserError:
                 # Keep the checkpoint in flight: it precedes the user's error.
                 saver.wait()
@@ -63,6 +68,8 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     save_failure = finish_saving(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(session.access)
+    if (score := loop.score.result()) is not None:
+        session.journal.event("forecast_scored", **score)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=save_failure)
     session.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     # The driver reads the event as soon as the workers are gone.
@@ -83,6 +90,7 @@ class TrainingLoop:
         remaining = StreamPlan(run.dataset, run.order, consumed, run.order.steps_left(consumed))
         self.rows = session.open_stream(remaining, run.mesh.plan, run.mesh.rank)
         self.clock = StepTimer()
+        self.score = ForecastScore.of(run.spec, run.flops.device)
         self.measured = dict[str, float]()
         """Values of the newest step by which checkpoints are compared."""
 
@@ -184,7 +192,7 @@ class TrainingLoop:
         self.measured = measure(losses.mean, result, evaluation)
         # A cancelled run is not resumed.
         resumes = stop is not None and stop.mode != "cancel"
-        record_step(self.run, result, self.clock, agreed, evaluation, resumes=resumes)
+        self.score.add(record_step(self.run, result, self.clock, agreed, evaluation, resumes=resumes))
 
     def save_if_due(self, agreed: Agreement) -> None:
         """Save a checkpoint if one is due. A save is collective: either all ranks save or none does."""

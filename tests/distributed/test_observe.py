@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.builders.searches import drawn
-from tests.support.builders.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
-from tests.support.builders.specs import TINY
+from tests.support.builders.small_runs import BATCH, LENGTH, STEPS, events, job_of, lines, numbers, run
+from tests.support.builders.specs import TINY, may_read
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
@@ -23,6 +23,7 @@ from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.plan import MeshPlan
+from train_loop.preflight.checks import check_model
 from train_loop.run_dir import RunDir
 from train_loop.telemetry import flops
 
@@ -136,6 +137,24 @@ def test_speed_is_reported_per_worker_and_relative_to_the_peak(runs: Path) -> No
         assert line["mfu"] == pytest.approx(stated["flops_per_token"] * line["tokens_per_second_per_worker"] / 1e12)
     assert {line["mfu"] for line in lines(runs / "slow")} == {None}
     assert events(runs / "slow", "training_started")[0]["mfu"]["peak_flops"] is None
+
+
+def test_model_built_says_what_was_chosen(runs: Path) -> None:
+    (built,) = events(runs / "slow", "model_built")
+    assert (built["mesh"], list(built["hosts"].values())) == ({"fsdp": 2, "sp": 2}, [[0, 1]])
+    assert {one["module"]: (one["count"], one["dtype"]) for one in built["units"]} == {
+        "Qwen3ForCausalLM": (1, "fp32"),
+        "Qwen3DecoderLayer": (2, "fp32"),
+    }
+    shape, _ = check_model(job_of(runs / "d.parquet", 2, strategy=ULYSSES), may_read())
+    assert shape is not None
+    assert shape.built is not None
+    assert [vars(one) for one in shape.built.units] == built["units"]
+    assert shape.built.tree == built["tree"]
+    assert (built["attention"], built["backend"], built["checkpointing"]) == ("sdpa", "gloo", "none")
+    assert built["loss_chunk_tokens"] is None
+    assert {group["optimizer"] for group in built["optimizer_groups"]} == {"AdamW"}
+    assert built["cores"] >= 1
 
 
 def test_memory_is_that_of_the_largest_rank(runs: Path) -> None:

@@ -58,8 +58,10 @@ def record_step(
     evaluation: Evaluation | None = None,
     *,
     resumes: bool = False,
-) -> None:
-    """Write the metrics line of the finished step, if logging_steps or an evaluation asks for it. A collective call.
+) -> dict[str, Any] | None:
+    """Write and return the metrics line of the finished step, if logging_steps or an evaluation asks for it.
+
+    A collective call. Returns None if no line is due.
 
     Its loss is the mean since the last line of logging_steps; lines of evaluations do not reset it. A run that
     `resumes` after a stop request has interrupted its evaluation keeps the line in its state, and writes it then.
@@ -68,7 +70,7 @@ def record_step(
     due = not state.step % training.logging_steps or run.done
     # Identical on all ranks: the collective call below needs all of them.
     if not due and evaluation is None and not resumes:
-        return
+        return None
     loss = state.losses.mean
     if due:
         state.losses.clear()
@@ -99,6 +101,7 @@ def record_step(
         state.unlogged_line = line
     else:
         write_line(run, line, evaluation)
+    return line
 
 
 def write_line(run: Run, line: Mapping[str, Any], evaluation: Evaluation | None) -> None:

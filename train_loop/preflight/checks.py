@@ -47,6 +47,7 @@ from train_loop.preflight.call_sizes import measure_call, measure_text_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.preflight.parent_checkpoint import check_optimizer_state, checkpoint_problems
+from train_loop.preflight.planned_units import planned_units
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.preflight.sandbox import confine
@@ -153,7 +154,9 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     kept = None if shape.known and shape.labels is None else found.kept(repeated, tiled)
     whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
     is_called = found.sees_whole_rows or spec.model.label_head is not None
-    return replace(whole, call=measure_text_call(spec, whole, found)) if is_called else whole
+    call = measure_text_call(spec, whole, found) if is_called else None
+    # The last of all, because FSDP2 changes the model.
+    return replace(whole, call=call, built=planned_units(anatomy, spec))
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], int] = Tensor.numel) -> ParameterCounts:

@@ -33,6 +33,9 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "workers_ready": "all ranks of the worker group run and build the model",
         "continued": "the run starts from the checkpoint of another job, its parent",
         "optimizer_state_loaded": "the run starts at `step` with the optimizer state in `folder`",
+        "model_built": "what was chosen for the run: FSDP units by class (count, parameters and bytes of one), mesh, "
+        "ranks by host, dtypes, attention, chunks of the loss, checkpointing, optimizer groups, cores, backend, and "
+        "the module tree",
         "training_started": "the first step follows; mesh, batch, hosts and the step that the run resumes from",
         "expert_patch_not_needed": "apply_expert_patch changes nothing, for the stated reason",
         "compiled": "torch.compile has compiled, recompiled or split a graph",
@@ -41,6 +44,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "loss_scale_lowered": "gradients overflowed in fp16, and the loss scale was lowered",
         "out_of_memory": "a rank ran out of device or host memory; the largest terms of the plan are in `estimate`",
         "preemption_notice": "hosts of some ranks will be taken away at `deadline`",
+        "forecast_scored": "tokens per second and peak memory of the run, and what its plan expected on this device",
         "training_ended": "training has ended: succeeded, paused, cancelled, failed or moved",
         "warning": "a message to the user; the run continues",
         # Checkpoints.

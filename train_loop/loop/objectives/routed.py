@@ -235,6 +235,11 @@ class RoutedLoss:
         self.columns, self.evaluation_sums = inner.columns, inner.evaluation_sums
 
     @property
+    def inner(self) -> Objective:
+        """Return the objective without the losses of routers."""
+        return self._inner
+
+    @property
     def anatomy(self) -> Anatomy:
         """Return the parts of the model."""
         return self._inner.anatomy

@@ -126,6 +126,11 @@ class TokenLoss:
             self._head = anatomy.head
             self._head.forward = self._chunked_head  # type: ignore[assignment, method-assign]
 
+    @property
+    def chunk_rows(self) -> int | None:
+        """Return the tokens of a chunk of logits; None if they are computed at once."""
+        return self._chunk_rows
+
     def divisor(self, batch: StepBatch) -> Tensor:
         """Return the number of labels, or with weights their sum."""
         return total_weight(batch.labels, batch.weights)

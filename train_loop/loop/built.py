@@ -1,0 +1,52 @@
+"""The event `model_built`: what was chosen for a run, as it was built."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train_loop.loop.build import Run
+from train_loop.loop.objectives.objective import Objective
+from train_loop.loop.objectives.routed import RoutedLoss
+from train_loop.loop.objectives.token_cross_entropy import TokenLoss
+from train_loop.optim import describe_groups
+from train_loop.parallel.unit_tree import unit_tree
+from train_loop.plan import dtypes_of
+
+
+def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
+    """Write `model_built` with the units of the model and all that was chosen for it."""
+    found, anatomy = unit_tree(run.state.model), run.objective.anatomy
+    run.session.journal.event(
+        "model_built",
+        units=[vars(group) for group in found.units],
+        mesh=run.mesh.plan.axes,
+        hosts=_ranks_by_host(workers),
+        dtypes=dtypes_of(run.spec, has_experts=anatomy.experts is not None),
+        attention=_attention(run),
+        loss_chunk_tokens=_chunk_tokens(run.objective),
+        checkpointing=run.spec.model.gradient_checkpointing,
+        optimizer_groups=describe_groups(run.state.optimizers),
+        cores=torch.get_num_threads(),
+        backend=dist.get_backend() if run.mesh.device.type == "cpu" else dist.get_backend_config(),
+        tree=found.tree,
+    )
+
+
+def _ranks_by_host(workers: list[dict[str, Any]]) -> dict[str, list[int]]:
+    hosts = dict[str, list[int]]()
+    for worker in workers:
+        hosts.setdefault(worker["host"], []).append(worker["rank"])
+    return hosts
+
+
+def _attention(run: Run) -> str | None:
+    """Return the implementation of attention that a model of transformers uses; None for own code."""
+    config = getattr(run.objective.anatomy.model, "config", None)
+    found: str | None = getattr(config, "_attn_implementation", None)
+    return found
+
+
+def _chunk_tokens(objective: Objective) -> int | None:
+    inner = objective.inner if isinstance(objective, RoutedLoss) else objective
+    return inner.chunk_rows if isinstance(inner, TokenLoss) else None
