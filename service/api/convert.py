@@ -18,19 +18,12 @@ from service.api.schemas import (
     KeyOut,
     LineageOut,
     LostWork,
-    MemoryOut,
-    MemoryTermOut,
-    MeshOut,
     NewWebhook,
     NodeFailure,
     NodeOut,
-    PlanOut,
-    PreviewOut,
     ProgressOut,
     ReasonOut,
-    ReductionTreeOut,
     RunAuditOut,
-    SpellingOut,
     TensorDigestOut,
     TrialOut,
     UsageDays,
@@ -47,10 +40,7 @@ from service.ports import Checkpoint, Digests, Progress
 from service.use_cases.doctor.doctor import DoctorReport
 from service.use_cases.doctor.nodes import NodeView
 from service.use_cases.jobs.jobs import JobView
-from service.use_cases.jobs.planning import PlanView
-from train_loop.plan import ReductionTree, allowed_workers
 from train_loop.run_dir import ExportStatus
-from train_loop.spec import JobSpec
 
 T = TypeVar("T")
 
@@ -133,44 +123,6 @@ def _goodput(view: JobView, now: float) -> float | None:
     started = view.job.started_at
     wall = (view.job.finished_at or now) - started if started is not None else 0.0
     return round(min(view.summary.productive_seconds / wall, 1.0), 4) if wall > 0 else None
-
-
-def plan_out(view: PlanView) -> PlanOut:
-    """Return the plan of a job spec."""
-    spec, plan = view.spec, view.plan
-    terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
-    return PlanOut(
-        name=spec.name,
-        world=plan.mesh.world,
-        sizes=list(view.sizes),
-        mesh=MeshOut.model_validate(plan.mesh, from_attributes=True),
-        reduction_tree=None if plan.tree is None else _reduction_tree(spec, plan.tree),
-        nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
-        data_parallel_size=plan.mesh.dp,
-        global_batch_size=plan.batch.global_batch,
-        micro_batch_size=plan.batch.per_device,
-        gradient_accumulation_steps=plan.batch.accumulation,
-        tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
-        steps=view.end.steps,
-        ends_by=view.end.by,
-        parameters=plan.shape.parameters,
-        active_parameters=plan.shape.active,
-        flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,
-        memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
-        checkpoint_bytes=plan.checkpoint_bytes,
-        preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
-        spellings=[SpellingOut.model_validate(one, from_attributes=True) for one in view.spellings],
-        warnings=list(view.warnings),
-    )
-
-
-def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
-    return ReductionTreeOut(
-        max_shards=tree.max_shards,
-        max_replicas=tree.max_replicas,
-        micro_batches=tree.leaves,
-        allowed_workers=allowed_workers(spec, tree),
-    )
 
 
 def checkpoint_out(checkpoint: Checkpoint) -> CheckpointOut:

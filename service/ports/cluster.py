@@ -42,6 +42,8 @@ class Node:
     """Host memory in bytes, within the limit of its container; None if unknown."""
     gpu_memory: tuple[int, ...] | None = None
     """Memory of each GPU in bytes; None if unknown."""
+    gpu: str | None = None
+    """Name of the GPUs, as CUDA reports it; None if it is unknown or if they differ."""
     object_store: int = 0
     """Bytes of host memory that Ray's objects may take."""
 

@@ -192,6 +192,17 @@ class TrainingSpec(SpecModel):
             )
         return int(given) if whole else given
 
+    @field_validator("per_device_train_batch_size", mode="before")
+    @classmethod
+    def _is_a_number(cls, size: Any) -> Any:
+        """Raise an error with the way to find the number that `auto` would choose."""
+        if size == "auto":
+            raise ValueError(
+                "per_device_train_batch_size=auto is not supported; write a number: `trainshed plan --device NAME` "
+                "prints the largest micro-batch that fits a GPU at the same global batch"
+            )
+        return size
+
     @field_validator("lr_scheduler_kwargs", mode="before")
     @classmethod
     def _options_of_the_schedule(cls, given: Any, info: ValidationInfo) -> Any:

@@ -70,9 +70,10 @@ class AsyncApi(AsyncTransport):
         headers = idempotency(idempotency_key)
         return await self._send(Call(JobOut, "POST", f"{job_path(job_id)}/clone", body=body, headers=headers))
 
-    async def plan(self, spec: str | bytes) -> PlanOut:
-        """Return the plan of a spec."""
-        return await self._send(Call(PlanOut, "POST", "/jobs/plan", body=spec))
+    async def plan(self, spec: str | bytes, *, device: str | None = None, suggest: bool = False) -> PlanOut:
+        """Return the plan of a spec, and what it means on a GPU: the named one, or that of the cluster."""
+        query: Query = {"device": device, "suggest": "true" if suggest else None}
+        return await self._send(Call(PlanOut, "POST", "/jobs/plan", query, body=spec))
 
     async def jobs(
         self,

@@ -72,9 +72,10 @@ class Api(Transport):
         headers = idempotency(idempotency_key)
         return self._send(Call(JobOut, "POST", f"{job_path(job_id)}/clone", body=body, headers=headers))
 
-    def plan(self, spec: str | bytes) -> PlanOut:
-        """Return the plan of a spec."""
-        return self._send(Call(PlanOut, "POST", "/jobs/plan", body=spec))
+    def plan(self, spec: str | bytes, *, device: str | None = None, suggest: bool = False) -> PlanOut:
+        """Return the plan of a spec, and what it means on a GPU: the named one, or that of the cluster."""
+        query: Query = {"device": device, "suggest": "true" if suggest else None}
+        return self._send(Call(PlanOut, "POST", "/jobs/plan", query, body=spec))
 
     def jobs(
         self,

@@ -53,9 +53,13 @@ class Client:
         """Submit a job. Repeated submissions with the same key and spec return the same job."""
         return Job(self.api, self.api.submit(spec_text(spec), idempotency_key=idempotency_key))
 
-    def plan(self, spec: Spec) -> PlanOut:
-        """Return the plan of a spec, after the checks of `submit`. Nothing is stored."""
-        return self.api.plan(spec_text(spec))
+    def plan(self, spec: Spec, *, device: str | None = None, suggest: bool = False) -> PlanOut:
+        """Return the plan of a spec, after the checks of `submit`. Nothing is stored.
+
+        With the name of a GPU (`device`), such as h100-80g, it is compared with that GPU instead of the cluster. With
+        `suggest`, it lists what would make it fit.
+        """
+        return self.api.plan(spec_text(spec), device=device, suggest=suggest)
 
     def job(self, job_id: str) -> Job:
         """Return a job by its id or a unique prefix of it. Raises AmbiguousId if several ids match."""

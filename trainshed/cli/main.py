@@ -49,7 +49,7 @@ _PANELS = {
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
-    "Runs": (runs.logs, runs.metrics, runs.events, diff.diff),
+    "Runs": (runs.logs, runs.metrics, runs.events, runs.describe, diff.diff),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
     "Access": (keys.whoami, audit.audit, usage.usage),
 }

@@ -329,7 +329,7 @@ class RayJobs:
 
 def _room(node: Node) -> NodeRoom:
     usable = None if node.memory is None else int(node.memory * USABLE_MEMORY)
-    return NodeRoom(node.total, usable, node.gpu_memory, node.object_store)
+    return NodeRoom(node.total, usable, node.gpu_memory, node.object_store, gpu=node.gpu)
 
 
 _STATUS: Mapping[JobStatus, SubmissionStatus] = {

@@ -6,7 +6,7 @@ jobs' preemption notices instead. Ray terminates a draining node at once if it i
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -61,6 +61,7 @@ class _Raylet(BaseModel):
 class _Gpu(BaseModel):
     total: int = Field(alias="memoryTotal", ge=0)
     """MiB."""
+    name: str = ""
 
 
 class _Summary(BaseModel):
@@ -123,8 +124,14 @@ def _node(node: RayNode, hosts: Mapping[str, str], usage: Mapping[str, Any], rep
         message=node.state_message,
         memory=int(memory[0]) if memory else None,
         gpu_memory=tuple(gpu.total * 2**20 for gpu in gpus) or None,
+        gpu=_one_name(gpus),
         object_store=int(node.resources_total.get("object_store_memory", 0)),
     )
+
+
+def _one_name(gpus: Sequence[_Gpu]) -> str | None:
+    names = {gpu.name for gpu in gpus if gpu.name}
+    return names.pop() if len(names) == 1 else None
 
 
 def _usage(get: Get) -> Mapping[str, Any]:

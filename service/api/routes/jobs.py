@@ -12,7 +12,8 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, R
 from service.api.authentication import CallerIs, require_key
 from service.api.bodies import parse_body, read_body
 from service.api.concurrency_limits import Claim, FairThreads
-from service.api.convert import job_out, plan_out
+from service.api.convert import job_out
+from service.api.convert_plan import plan_out
 from service.api.group_commit import GroupCommit
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
 from service.api.query_parameters import ANY_CASE
@@ -22,6 +23,7 @@ from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
 from service.ports import Cancellation, IdempotencyKey, JobQuery
 from service.use_cases.jobs.jobs import Jobs
+from service.use_cases.jobs.outlook import DeviceQuestion
 from service.use_cases.jobs.planning import PlanView
 from service.use_cases.jobs.specs import positions_in
 from service.use_cases.jobs.submit import JobRequest, Submitted, Submitter
@@ -95,17 +97,17 @@ class SpecRequest:
         stored = await self.submit_cached(request)
         return stored if stored is not None else await self.check(self._submit, request)
 
-    async def plan(self) -> PlanView:
+    async def plan(self, question: DeviceQuestion) -> PlanView:
         """Plan the spec. The plan ends if its client disconnects; a submission does not."""
-        return await self.checks.run(self.request, Claim.of(self.caller), self._plan)
+        return await self.checks.run(self.request, Claim.of(self.caller), partial(self._plan, question))
 
     def _submit(self, request: JobRequest) -> Submitted:
         with positions_in(self.body):
             return self.submitter.submit(request)
 
-    def _plan(self, cancellation: Cancellation) -> PlanView:
+    def _plan(self, question: DeviceQuestion, cancellation: Cancellation) -> PlanView:
         with positions_in(self.body):
-            return self.submitter.plan(self.caller, self.body, cancellation)
+            return self.submitter.plan(self.caller, self.body, cancellation, question)
 
     async def check(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """Return the result of a use case that checks a spec. It runs in the threads for checks."""
@@ -143,9 +145,18 @@ def _answer(request: SpecRequest, response: Response, submitted: Submitted) -> J
 
 
 @router.post("/plan", openapi_extra=SPEC_BODY)
-async def plan(request: ToCheck) -> PlanOut:
-    """Check a spec as submit does and return its plan. Nothing is stored."""
-    return plan_out(await request.plan())
+async def plan(
+    request: ToCheck,
+    device: Annotated[
+        str | None, Query(max_length=64, description="GPU to plan for, as h100-80g; default: that of the cluster")
+    ] = None,
+    suggest: Annotated[bool, Query(description="list what would make the plan fit the GPU, cheapest first")] = False,
+) -> PlanOut:
+    """Check a spec as submit does and return its plan. Nothing is stored.
+
+    For a GPU, the plan compares memory and forecasts throughput. With `device`, the plan need not fit the cluster.
+    """
+    return plan_out(await request.plan(DeviceQuestion(device, suggest)))
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)

@@ -1,6 +1,6 @@
 """Response models of a plan."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue
 
@@ -66,6 +66,88 @@ class SpellingOut(BaseModel):
     became: dict[str, JsonValue] = Field(description="the fields that it became, with their values")
 
 
+class RangeOut(BaseModel):
+    """The ends of an interval."""
+
+    least: float
+    most: float
+
+
+class DeviceOut(BaseModel):
+    """A GPU: rates per GPU, without sparsity, of the vendor's data sheet."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops: float | None = Field(description="dense FLOP/s in the compute dtype; null if it has no kernels for it")
+    link_bytes_per_second: float = Field(description="to the other GPUs of its host, in one direction")
+    network_bytes_per_second: float | None = Field(description="to other hosts, for each GPU; null if unknown")
+    gpus_per_host: int
+    source: str
+
+
+class StepPartOut(BaseModel):
+    """One kind of work in an optimizer step."""
+
+    name: str
+    seconds: RangeOut
+
+
+class SuggestionOut(BaseModel):
+    """Overrides of the spec with which the plan fits the GPU, at the same global batch."""
+
+    change: str
+    overrides: dict[str, dict[str, Any]]
+    workers: int
+    needed_bytes: int
+    tokens_per_second: RangeOut | None
+    changes_results: bool = Field(description="true if the run's numbers change by more than the order of sums")
+
+
+class UnitOut(BaseModel):
+    """FSDP units of one class and size."""
+
+    module: str = Field(description="class of the module")
+    count: int
+    parameters: int = Field(description="parameters of one unit, without those of units inside of it")
+    bytes: int = Field(description="bytes of one unit's gathered parameters")
+    dtype: str = Field(description="dtype in which the unit computes")
+
+
+class ChoicesOut(BaseModel):
+    """What is chosen for the run, as its event `model_built` says it, too; workers decide about `auto`."""
+
+    units: list[UnitOut] | None = Field(description="FSDP units; null if they are unknown")
+    tree: str | None = Field(description="modules as print(model) shows them; the names of units begin with FSDP")
+    dtypes: dict[str, str]
+    attention: str | None
+    loss_chunk_tokens: int | None = Field(description="tokens of a chunk of logits; null: all at once")
+    checkpointing: str
+    optimizer_groups: list[dict[str, str | float | int]]
+    cores: float = Field(description="CPUs of a worker")
+    backend: str
+
+
+class OutlookOut(BaseModel):
+    """The plan on a GPU: whether it fits, and a forecast of its throughput."""
+
+    device: DeviceOut
+    verdict: Literal["fits", "tight", "does_not_fit"] = Field(
+        description="tight: what is certain fits, and the whole estimate with a margin does not"
+    )
+    needed_bytes: int = Field(description="estimated memory at the peak of a step, with that of CUDA itself")
+    step_seconds: RangeOut | None
+    tokens_per_second: RangeOut | None = Field(description="tokens of full rows over all workers")
+    parts: list[StepPartOut] = Field(description="seconds of a step by kind of work, some at the same time")
+    assumptions: list[str]
+    no_throughput: str | None = Field(description="why throughput is not estimated; null if it is")
+    largest_micro_batch: int | None = Field(
+        description="largest per_device_train_batch_size that fits at the same global batch; null if none does"
+    )
+    suggestions: list[SuggestionOut] | None = Field(description="cheapest first; null unless they were asked for")
+
+
 class PlanOut(BaseModel):
     """The plan of a job spec: mesh, batch, steps and memory."""
 
@@ -99,6 +181,8 @@ class PlanOut(BaseModel):
     )
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
+    choices: ChoicesOut
+    outlook: OutlookOut | None = Field(description="the plan on a GPU; null if none is named or known")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source")
     spellings: list[SpellingOut] = Field(description="values written in another way, and what they became")
     warnings: list[str]

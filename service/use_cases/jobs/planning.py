@@ -9,11 +9,14 @@ from service.domain.queue.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
+from service.use_cases.jobs.outlook import DeviceQuestion, find_outlook
 from train_loop.plan import (
     UNKNOWN_END,
     Capacity,
     LargestRead,
     ModelShape,
+    NodeRoom,
+    Outlook,
     Plan,
     PlannedEnd,
     Preview,
@@ -38,6 +41,7 @@ from train_loop.spec import NODE, JobSpec, Problem, SpecError, Spelling
 
 Plans = dict[int, Plan]
 """Plan for each possible number of workers of a job; at least one."""
+NO_QUESTION = DeviceQuestion()
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class PlanView:
     """The last optimizer step, and the setting that sets it, if they are known before the data is prepared."""
     spellings: tuple[Spelling, ...] = ()
     """Values that the text of the spec writes in another way, and what they became."""
+    outlook: Outlook | None = None
+    """Memory and throughput on a device; None if no device is named or known."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +100,26 @@ class Planner:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, parent)
         if parent is None:
-            return self._checked(spec, found)
+            return self._checked(spec, found, self.cluster.rooms())
         # The remaining steps of a clone depend on its parent's checkpoint.
-        checked = self._checked(spec, replace(found, count=None))
+        checked = self._checked(spec, replace(found, count=None), self.cluster.rooms())
         warning = parent.manifest.other_torch(versions_here().get("torch"))
         return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
 
     def cached(self, spec: JobSpec) -> CheckedSpec | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
         found = self.preflight.cached(spec)
-        return None if found is None else self._checked(spec, found)
+        return None if found is None else self._checked(spec, found, self.cluster.rooms())
 
-    def _checked(self, spec: JobSpec, found: PreflightReport) -> CheckedSpec:
-        plans = self._plans(spec, found)
+    def _checked(self, spec: JobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
+        """Return the plans that break no rule, and fit the memory of the nodes unless they are None."""
+        plans = self._plans(spec, found, nodes or ())
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
-        nodes = self.cluster.rooms()
-        memory = memory_warnings(spec.at(most), plans[most], found.largest, nodes)
-        reserved = reservations(spec, plans, found.largest, nodes)
+        memory = [] if nodes is None else memory_warnings(spec.at(most), plans[most], found.largest, nodes)
+        reserved = reservations(spec, plans, found.largest, nodes or ())
         return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved, found.code)
 
-    def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
+    def _plans(self, spec: JobSpec, found: PreflightReport, nodes: Sequence[NodeRoom]) -> Plans:
         plans, broken = _planned(spec, found.shape)
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
@@ -122,35 +128,29 @@ class Planner:
         problems = [*([starves] if starves else []), *device_problems(spec), *broken, *unfit, *found.problems]
         if problems or found.shape is None or not plans:
             raise InvalidSpec(problems)
-        return self._fitting(spec, plans, found.shape, found.largest)
+        return _fitting(spec, plans, found.shape, found.largest, nodes)
 
-    def _fitting(self, spec: JobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None) -> Plans:
-        """Return the plans that fit the memory of the nodes. Raises InvalidSpec if none does."""
-        nodes = self.cluster.rooms()
-        lacks = (
-            memory_problem(spec, plans, shape, nodes) or reservation_problem(spec, plans, nodes),
-            preparation_problem(spec, largest, nodes),
-        )
-        if problems := list(filter(None, lacks)):
-            raise InvalidSpec(problems)
-        return plans_that_fit(spec, plans, nodes)
+    def view(
+        self, spec: JobSpec, cancellation: Cancellation | None = None, question: DeviceQuestion = NO_QUESTION
+    ) -> PlanView:
+        """Return the largest plan, laid out on the cluster's nodes, and what it means on a device.
 
-    def view(self, spec: JobSpec, cancellation: Cancellation | None = None) -> PlanView:
-        """Return the largest plan, laid out on the cluster's nodes.
-
-        Raises InvalidSpec, PreflightFailed, CallCancelled.
+        A plan for a device that the caller names need not fit the memory of the cluster. Raises InvalidRequest,
+        InvalidSpec, PreflightFailed, CallCancelled.
         """
+        nodes = None if question.named is not None else self.cluster.rooms()
         found = self.preflight.check(spec, None, cancellation)
-        checked = self._checked(spec, found)
+        checked = self._checked(spec, found, nodes)
         plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers
         whole = spec.strategy.shard_group
         scaling = spec.scaling.at(max(plans))
         ranks = lay_out(scaling, cluster.nodes, group=group, whole=whole) if cluster is not None else None
-        nodes = tuple(ranks.values()) if ranks else None
+        placed = tuple(ranks.values()) if ranks else None
         warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
         end, _ = _schedule(spec, plans, found)
-        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, end)
+        outlook = find_outlook(question, spec.at(max(plans)), plan, nodes or ())
+        return PlanView(spec, plan, sizes_of(spec, plans), placed, tuple(warnings), found.preview, end, outlook=outlook)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
         """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
@@ -170,6 +170,19 @@ class Planner:
             *filter(None, (*split, starves, idle, stuck)),
             *notes,
         ]
+
+
+def _fitting(
+    spec: JobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None, nodes: Sequence[NodeRoom]
+) -> Plans:
+    """Return the plans that fit the memory of nodes. Raises InvalidSpec if none does."""
+    lacks = (
+        memory_problem(spec, plans, shape, nodes) or reservation_problem(spec, plans, nodes),
+        preparation_problem(spec, largest, nodes),
+    )
+    if problems := list(filter(None, lacks)):
+        raise InvalidSpec(problems)
+    return plans_that_fit(spec, plans, nodes)
 
 
 def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:

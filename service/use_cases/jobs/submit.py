@@ -15,7 +15,8 @@ from service.ports import Cancellation, IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
-from service.use_cases.jobs.planning import CheckedSpec, PlanView, sizes_of
+from service.use_cases.jobs.outlook import DeviceQuestion
+from service.use_cases.jobs.planning import NO_QUESTION, CheckedSpec, PlanView, sizes_of
 from service.use_cases.jobs.specs import apply_overrides, parse_spec, spellings_in, with_digest
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec
@@ -111,13 +112,19 @@ class Submitter:
 
         return self._store_once(caller, key, new_job)
 
-    def plan(self, caller: Principal, body: bytes, cancellation: Cancellation | None = None) -> PlanView:
+    def plan(
+        self,
+        caller: Principal,
+        body: bytes,
+        cancellation: Cancellation | None = None,
+        question: DeviceQuestion = NO_QUESTION,
+    ) -> PlanView:
         """Return the plan of a spec after the same checks as `submit`, without storing it.
 
         Raises ServiceError, CallCancelled.
         """
         spec = self._parse(caller, body)
-        return replace(self.jobs.planner.view(spec, cancellation), spellings=spellings_in(body, spec))
+        return replace(self.jobs.planner.view(spec, cancellation, question), spellings=spellings_in(body, spec))
 
     def _parse(self, caller: Principal, body: bytes) -> JobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""

@@ -122,6 +122,13 @@ CASES = {
         "events {trained} --after here",
         "--after: invalid cursor 'here'; expected `next` of a page",
     ),
+    "describe": Case(
+        "describe {trained}",
+        "attention  sdpa",
+        "model_built forecast_scored",
+        "describe {other}",
+        "{other} has not built its model yet; `trainshed show {other}` shows its state",
+    ),
     "metrics": Case(
         "metrics {trained}",
         "loss  █▁  2 → 1",

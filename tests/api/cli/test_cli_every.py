@@ -42,6 +42,21 @@ ELSEWHERE = {
     **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),
 }
 
+BUILT = {
+    "units": [{"module": "TinyLayer", "count": 2, "parameters": 1024, "bytes": 4096, "dtype": "fp32"}],
+    "mesh": {"fsdp": 2, "sp": 1},
+    "hosts": {"host-a": [0, 1]},
+    "dtypes": {"weights": "fp32"},
+    "attention": "sdpa",
+    "loss_chunk_tokens": None,
+    "checkpointing": "full",
+    "optimizer_groups": [{"optimizer": "AdamW", "lr": 0.001, "weight_decay": 0.0, "tensors": 4, "parameters": 2048}],
+    "cores": 1,
+    "backend": "gloo",
+    "tree": "FSDPTiny(\n  (layers): 2 x FSDPTinyLayer()\n)",
+}
+"""Fields of the event `model_built`."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -111,6 +126,7 @@ def _train(run_dir: RunDir) -> None:
     attempt = run_dir.attempt(1)
     attempt.logs.mkdir(parents=True)
     JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
+    JsonLines(attempt.events, attempt=1).append(event="model_built", **BUILT)
     for step in (1, 2):
         JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)
     attempt.rank_log(0).write_text("2026-11-23 20:00:00,000 INFO here\n2026-11-23 20:00:01,000 WARNING disk is full\n")

@@ -27,6 +27,10 @@ from trainshed.cli.output.plan import show_plan
 from trainshed.cli.output.printing import Gone, next_command, show_json, show_next, show_note, show_text
 from trainshed.cli.spec_text import SpecText
 
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="GPU to plan for, such as h100-80g [default: that of the cluster]")
+]
+
 
 def submit(
     spec: SpecFile,
@@ -58,11 +62,22 @@ def clone(
     _started(made, wait=wait, as_json=as_json)
 
 
-def plan(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Validate a spec and show its mesh, batch size, steps and memory, without submitting it."""
+def plan(
+    spec: SpecFile,
+    device: Device = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="list what would make the plan fit the GPU, cheapest first")
+    ] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Validate a spec and show its mesh, batch size, steps and memory, without submitting it.
+
+    With GPUs, compare its memory with theirs and forecast tokens per second.
+    """
     body, text = read_spec(spec, overrides or ())
     with connect(text) as api:
-        answer = api.plan(body)
+        answer = api.plan(body, device=device, suggest=suggest)
     if as_json:
         show_json(answer)
         return

@@ -1,4 +1,4 @@
-"""`trainshed events`, `metrics` and `logs`: the output of a run."""
+"""`trainshed events`, `metrics`, `logs` and `describe`: the output of a run, and what was chosen for it."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -6,19 +6,21 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from pydantic import RootModel
+from pydantic import BaseModel, RootModel
 
 from service.api.schemas import JobOut, Level, LinePage, TextPage
 from trainshed import Api, Line
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
-from trainshed.cli.exit_codes import detach_on_interrupt
+from trainshed.cli.exit_codes import detach_on_interrupt, fail
 from trainshed.cli.ids import find_job
-from trainshed.cli.options import After, AsJsonLines, Follow, JobRef, Limit
+from trainshed.cli.options import After, AsJson, AsJsonLines, Follow, JobRef, Limit
+from trainshed.cli.output.describe import show_built, show_score
 from trainshed.cli.output.jobs import show_failure
 from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_text
 from trainshed.cli.output.sparklines import show_curves
 
 _POINTS = 1000
+_PAGE = 1000
 Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]
 Attempt = Annotated[int | None, typer.Option(min=1, help="attempt [default: the newest]")]
 Rank = Annotated[int | None, typer.Option(min=0, help="rank [default: the driver]")]
@@ -30,6 +32,13 @@ Raw = Annotated[
     bool, typer.Option("--raw", help="print the driver's log as it is: without the reason, with tracebacks")
 ]
 AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
+
+
+class Description(BaseModel):
+    """JSON output of `trainshed describe`: two events."""
+
+    model_built: Line
+    forecast_scored: Line | None
 
 
 class _One(RootModel[Line | str]):
@@ -101,6 +110,36 @@ def metrics(
         else:
             show_curves(api.metrics(job_id, after=after, points=points or _POINTS).data)
             show_next(f"metrics {job_id} --lines")
+
+
+def describe(
+    job: JobRef,
+    tree: Annotated[bool, typer.Option("--tree", help="print the module tree, with FSDP units marked")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was chosen for a run: FSDP units, mesh, dtypes, kernels, optimizer; and the score of its forecast."""
+    with connect() as api:
+        job_id = find_job(api, job)
+        built, score = (_newest(api, job_id, event) for event in ("model_built", "forecast_scored"))
+    if built is None:
+        fail(f"{job_id} has not built its model yet; `trainshed show {job_id}` shows its state")
+    if as_json:
+        show_json(Description(model_built=built, forecast_scored=score))
+        return
+    show_built(built, tree=tree)
+    if score is not None:
+        show_score(score)
+    show_next(f"metrics {job_id}")
+
+
+def _newest(api: Api, job_id: str, event: str) -> Line | None:
+    """Return the newest event with a name; None if there is none."""
+    page = api.events(job_id, contains=event, limit=_PAGE)
+    found = [line for line in page.data if line.get("event") == event]
+    while page.has_more:
+        page = api.events(job_id, after=page.next, contains=event, limit=_PAGE)
+        found += [line for line in page.data if line.get("event") == event]
+    return found[-1] if found else None
 
 
 @contextmanager

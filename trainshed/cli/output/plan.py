@@ -4,6 +4,7 @@ import json
 
 from service.api.schemas import MeshOut, PlanOut
 from train_loop.plan import MeshPlan
+from trainshed.cli.output.outlook import show_outlook
 from trainshed.cli.output.printing import show_facts, show_text
 
 
@@ -22,6 +23,15 @@ def show_plan(plan: PlanOut) -> None:
             "steps": plan.steps,
             "ends by": plan.ends_by,
             "parameters": f"{plan.parameters:,}",
+            "FSDP units": _units(plan),
+            "dtypes": ", ".join(f"{part} {dtype}" for part, dtype in plan.choices.dtypes.items()),
+            "attention": plan.choices.attention,
+            "checkpointing": plan.choices.checkpointing,
+            "loss": _loss(plan),
+            "optimizer": " and ".join(
+                f"{one['optimizer']} ({one['parameters']:,})" for one in plan.choices.optimizer_groups
+            ),
+            "backend": f"{plan.choices.backend}, {plan.choices.cores:g} CPU each",
             "active parameters": None if plan.active_parameters is None else f"{plan.active_parameters:,}",
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
@@ -33,6 +43,8 @@ def show_plan(plan: PlanOut) -> None:
     for one in plan.spellings:
         became = ", ".join(f"{field}: {json.dumps(value)}" for field, value in one.became.items())
         show_text(f"read as: {one.field}: {json.dumps(one.written)} -> {became}")
+    if plan.outlook is not None:
+        show_outlook(plan, plan.outlook)
     for warning in plan.warnings:
         show_text(f"warning: {warning}")
 
@@ -55,6 +67,18 @@ def _documents(plan: PlanOut) -> str | None:
     if len(with_bos) == len(texts):
         return "begin with the tokenizer's BOS token"
     return f"of {', '.join(with_bos)} begin with the tokenizer's BOS token, all others without one"
+
+
+def _units(plan: PlanOut) -> str | None:
+    """Return the FSDP units, the outermost first; None if they are unknown."""
+    units = plan.choices.units or ()
+    return ", ".join(f"{one.count} x {one.module} of {one.parameters:,}" for one in units) or None
+
+
+def _loss(plan: PlanOut) -> str | None:
+    """Return the chunks in which logits are computed; None if they are computed at once."""
+    tokens = plan.choices.loss_chunk_tokens
+    return None if tokens is None else f"in chunks of {tokens} tokens"
 
 
 def _tree(plan: PlanOut) -> str | None:

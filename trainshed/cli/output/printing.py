@@ -16,6 +16,8 @@ from train_loop.spec import show_json as escape_json
 console = Console(highlight=False, soft_wrap=True)
 notes = Console(highlight=False, soft_wrap=True, stderr=True)
 Cell = str | Text
+_LEFT_OUT = frozenset({"seq", "time", "tree"})
+"""Fields of lines that are not printed, or at another place; a tree has many lines."""
 _TIMES = frozenset({"since", "deadline"})
 """Fields of events that hold a Unix time."""
 _NEXT_COMMANDS = {
@@ -68,7 +70,7 @@ def show_line(line: Mapping[str, JsonValue]) -> None:
     """Print an event or a metrics line: its local time, then its fields."""
     time = line.get("time")
     stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
-    fields = " ".join(f"{name}={_field(name, value)}" for name, value in line.items() if name not in ("seq", "time"))
+    fields = " ".join(f"{name}={_field(name, value)}" for name, value in line.items() if name not in _LEFT_OUT)
     show_text(f"{stamp} {fields}")
 
 

@@ -49,6 +49,7 @@ def test_nodes_have_hosts_free_resources_and_death_message() -> None:
     assert alive.total == {"CPU": 2.0, "accelerator_type:A100": 1.0}
     assert alive.free == {"CPU": 0.5, "accelerator_type:A100": 0.0}
     assert (alive.memory, alive.gpu_memory, alive.object_store) == (16 * 10**9, (81559 << 20,), 8 * 10**7)
+    assert (alive.gpu, dead.gpu) == ("H100", None)
     assert (dead.memory, dead.gpu_memory) == (None, None)
     assert (dead.host, dead.alive, dead.free, dead.ended_at) == ("node3", False, None, 1795537385.901)
     assert dead.message == "Terminated due to preemption: going"

@@ -1,0 +1,55 @@
+"""What a plan means on a device: one that the caller names, or that of the cluster's nodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from service.errors import InvalidRequest
+from train_loop.plan import Device, NodeRoom, Outlook, Plan, device_named, device_of, outlook_on
+from train_loop.spec import JobSpec, Problem
+
+
+@dataclass(frozen=True)
+class DeviceQuestion:
+    """What a caller asks about devices."""
+
+    device: str | None = None
+    """Name of a device in the table; None for that of the cluster, if it is known."""
+    suggests: bool = False
+    """True to list what would make the plan fit."""
+
+    @property
+    def named(self) -> Device | None:
+        """Return the device that the caller names; None if it names none. Raises InvalidRequest for an unknown one."""
+        try:
+            return None if self.device is None else device_named(self.device)
+        except ValueError as error:
+            raise InvalidRequest([Problem("/query/device", str(error))]) from error
+
+
+def find_outlook(question: DeviceQuestion, spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> Outlook | None:
+    """Return what a plan means on the device; None if no device is named or known. Raises InvalidRequest."""
+    named, on_gpu = question.named, bool(spec.scaling.resources_per_worker.get("GPU"))
+    if named is not None and not on_gpu:
+        rule = "the workers of the spec request no GPU; add GPU: 1 to scaling.resources_per_worker"
+        raise InvalidRequest([Problem("/query/device", rule)])
+    device = named or (_device_of_nodes(nodes) if on_gpu else None)
+    if device is None:
+        if question.suggests:
+            rule = "no GPU of the cluster is known; name a device"
+            raise InvalidRequest([Problem("/query/suggest", rule)])
+        return None
+    return outlook_on(spec, plan, device, suggests=question.suggests)
+
+
+def _device_of_nodes(nodes: Sequence[NodeRoom]) -> Device | None:
+    """Return the smallest device of the nodes that have any; None if one of them is not in the table."""
+    with_gpus = [node for node in nodes if node.devices]
+    found = [_device_of_node(node) for node in with_gpus]
+    known = [device for device in found if device is not None]
+    return min(known, key=lambda device: device.memory) if known and len(known) == len(found) else None
+
+
+def _device_of_node(node: NodeRoom) -> Device | None:
+    if node.gpu is None or not node.devices or (device := device_of(node.gpu)) is None:
+        return None
+    return replace(device, memory=min(node.devices), domain=len(node.devices))

@@ -1,0 +1,83 @@
+"""Text output of what was chosen for a run, and of the score of its forecast."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainshed import Line
+from trainshed.cli.output.printing import show_facts, show_table, show_text
+
+
+def show_built(built: Line, *, tree: bool) -> None:
+    """Print the event `model_built`; with `tree`, also the module tree, in which the names of units begin with FSDP."""
+    chunk = built["loss_chunk_tokens"]
+    show_facts(
+        {
+            "mesh": _pairs(built["mesh"]),
+            "hosts": "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in _items(built["hosts"])),
+            "dtypes": _pairs(built["dtypes"]),
+            "attention": built["attention"],
+            "loss": "all logits at once" if chunk is None else f"in chunks of {chunk} tokens",
+            "checkpointing": built["checkpointing"],
+            "cores of a rank": built["cores"],
+            "backend": built["backend"],
+        }
+    )
+    show_text("")
+    show_units(built["units"])
+    show_text("")
+    names = ("optimizer", "lr", "weight_decay", "parameters")
+    groups: Any = built["optimizer_groups"]
+    show_table(
+        names,
+        ([f"{group[name]:,}" if name == "parameters" else str(group[name]) for name in names] for group in groups),
+    )
+    if tree:
+        show_tree(str(built["tree"]))
+
+
+def show_units(units: Any) -> None:
+    """Print FSDP units, one class and size per row; `units` are the mappings of an event or of a plan."""
+    rows: Iterable[Mapping[str, Any]] = units
+    show_table(
+        ("FSDP unit", "count", "parameters of one", "MiB of one", "dtype"),
+        (
+            (one["module"], str(one["count"]), f"{one['parameters']:,}", f"{one['bytes'] / 2**20:,.1f}", one["dtype"])
+            for one in rows
+        ),
+    )
+
+
+def show_tree(tree: str) -> None:
+    """Print a module tree."""
+    show_text("")
+    for line in tree.splitlines():
+        show_text(line)
+
+
+def show_score(score: Line) -> None:
+    """Print the event `forecast_scored`."""
+    speed, memory = dict[str, Any](_items(score["tokens_per_second"])), dict[str, Any](_items(score["device_bytes"]))
+    place = "inside" if score["inside"] else "outside"
+    show_text("")
+    show_facts(
+        {
+            "GPU": score["device"],
+            "tokens per second": f"{speed['measured']:,.0f}, {place} the forecast of {speed['least']:,.0f} to "
+            f"{speed['most']:,.0f}",
+            "peak memory of a GPU": f"{memory['measured'] / 2**30:.1f} GiB, planned "
+            f"{memory['planned'] / 2**30:.1f} GiB",
+        }
+    )
+
+
+def _items(mapping: Any) -> Iterable[tuple[str, Any]]:
+    return dict[str, Any](mapping).items()
+
+
+def _pairs(mapping: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in _items(mapping))
+
+
+def _ranks(ranks: list[int]) -> str:
+    whole = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"rank {', '.join(map(str, ranks))}"
