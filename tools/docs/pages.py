@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.docs import cli, errors, events, metrics, models, names, rest, sdk, settings, spec
+from tools.docs import cli, devices, errors, events, metrics, models, names, rest, sdk, settings, spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -13,6 +13,7 @@ def generate() -> dict[str, str]:
     """Return the Markdown of each generated page, by its path below `docs/`."""
     return {
         "reference/cli.md": cli.page(),
+        "reference/devices.md": devices.page(),
         "reference/errors.md": errors.page(),
         "reference/events.md": events.page(),
         "reference/metrics.md": metrics.page(),

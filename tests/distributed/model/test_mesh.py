@@ -52,10 +52,11 @@ def sizes_of_hosts() -> dict[str, Any]:
         for peers in (1, 2):
             strategy = {"sharding_strategy": "HYBRID_SHARD", "ulysses_size": peers}
             try:
-                shards = with_shards_per_host(spec(strategy=strategy, scaling={"num_workers": 4})).strategy.shards
+                found[f"{name}, {peers}"] = with_shards_per_host(
+                    spec(strategy=strategy, scaling={"num_workers": 4})
+                ).strategy.shards
             except UserError as error:
-                shards = str(error)
-            found[f"{name}, {peers}"] = shards
+                found[f"{name}, {peers}"] = str(error)
     return found
 
 

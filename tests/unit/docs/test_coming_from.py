@@ -67,7 +67,7 @@ def test_example_plans_the_mesh_of_its_guide(file: Path) -> None:
     strategy = job.strategy
     mesh = plan_mesh(
         world=job.scaling.world,
-        fsdp_size=strategy.fsdp_size,
+        fsdp_size=strategy.shards,
         ulysses_size=strategy.ulysses_size,
         tp_size=strategy.tp_size,
     )

@@ -123,7 +123,7 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (training.chunked_loss is False, {"training": {"chunked_loss": True}}),
         (strategy.sharding_strategy == "NO_SHARD" and world > 1, {"strategy": {"sharding_strategy": "FULL_SHARD"}}),
         (strategy.reshard_after_forward is False, {"strategy": {"reshard_after_forward": True}}),
-        (1 < strategy.fsdp_size < world, {"strategy": {"fsdp_size": 0}}),
+        (1 < strategy.shards < world, {"strategy": {"fsdp_size": 0}}),
         (not strategy.apply_tiled_mlp, {"strategy": {"apply_tiled_mlp": True}}),
         (not strategy.offload_policy, {"strategy": {"offload_policy": True}}),
     ]

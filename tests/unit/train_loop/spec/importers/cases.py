@@ -55,7 +55,7 @@ def mesh_of(spec: JobSpec) -> MeshPlan:
     strategy = spec.strategy
     return plan_mesh(
         world=spec.scaling.world,
-        fsdp_size=strategy.fsdp_size,
+        fsdp_size=strategy.shards,
         ulysses_size=strategy.ulysses_size,
         tp_size=strategy.tp_size,
         ep_size=strategy.ep_size,
