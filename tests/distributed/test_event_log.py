@@ -57,6 +57,7 @@ def test_line_queued_while_storage_failed_precedes_the_later_lines(data: Path, t
     assert names(tmp_path / "run") == [
         "workers_ready",
         "storage_unavailable",
+        "model_built",
         "training_started",
         "storage_available",
         "checkpoint_committed",

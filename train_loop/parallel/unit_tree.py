@@ -1,6 +1,7 @@
 """The FSDP units of a sharded model by class, and its module tree."""
 
 from collections import Counter
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class _Kind(NamedTuple):
     module: str
     parameters: int
     size: int
-    dtype: torch.dtype
+    dtype: str
 
 
 def unit_tree(model: nn.Module) -> UnitTree:
@@ -35,12 +36,18 @@ def unit_tree(model: nn.Module) -> UnitTree:
         own.setdefault(unit, []).append(parameter)
     kinds = Counter(_kind(unit, parameters) for unit, parameters in own.items())
     groups = [
-        UnitGroup(kind.module, count, kind.parameters, kind.parameters * kind.size, _NAMES[kind.dtype])
+        UnitGroup(kind.module, count, kind.parameters, kind.parameters * kind.size, kind.dtype)
         for kind, count in kinds.items()
     ]
-    tree = repr(model)
-    cut = f"{tree[:_LONGEST_TREE].rpartition(chr(10))[0]}\n…"
-    return UnitTree(tuple(groups), tree if len(tree) <= _LONGEST_TREE else cut)
+    return UnitTree(tuple(groups), _tree(model))
+
+
+def _tree(model: nn.Module) -> str:
+    tree = type(model).__name__
+    # Own modules may describe themselves by code that fails, which must not end a run.
+    with suppress(Exception):
+        tree = repr(model)
+    return tree if len(tree) <= _LONGEST_TREE else f"{tree[:_LONGEST_TREE].rpartition(chr(10))[0]}\n…"
 
 
 def _find_owners(module: nn.Module, unit: FSDPModule | None, owners: dict[int, tuple[FSDPModule, Tensor]]) -> None:
@@ -57,4 +64,5 @@ def _kind(unit: FSDPModule, parameters: list[Tensor]) -> _Kind:
     chosen = unit._get_fsdp_state()._mp_policy.param_dtype
     dtype = parameters[0].dtype if chosen is None else chosen
     name = type(unit).__name__.removeprefix(_PREFIX)
-    return _Kind(name, sum(p.numel() for p in parameters), dtype.itemsize, dtype)
+    known = _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return _Kind(name, sum(p.numel() for p in parameters), dtype.itemsize, known)

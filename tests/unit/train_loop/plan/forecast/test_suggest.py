@@ -8,8 +8,9 @@ import pytest
 
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, raw_spec
-from train_loop.plan import Device, Plan, device_named, fit_on, plan_job, read_shape, suggest
+from train_loop.plan import Device, Plan, device_named, divisors, fit_on, plan_job, read_shape, suggest
 from train_loop.plan.forecast.fit import CONTEXT_BYTES
+from train_loop.plan.forecast.suggest import largest_micro_batch
 from train_loop.spec import JobSpec, override, parse
 
 GIB = 1 << 30
@@ -69,6 +70,25 @@ def test_suggestions_fit_keep_the_batch_and_contain_none_of_each_other() -> None
         kinds = [(one.changes_results, one.workers) for one in found]
         assert kinds == sorted(kinds), "results and hardware are kept first"
     assert some > 3
+
+
+def test_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
+    job, plan = planned(
+        data={"sequence_length": 4096},
+        training={"global_batch_size": 48},
+        scaling={"num_workers": 2, "resources_per_worker": {"CPU": 8.0, "GPU": 1.0}},
+    )
+    device = of_size(100 * GIB)
+    size = largest_micro_batch(job, plan.shape, device)
+    assert size in divisors(24)[1:-1]
+    verdicts = [
+        fit_on(changed, plan_job(changed, plan.shape), device).verdict
+        for one in divisors(24)
+        for changed in [override(job, {"training": {"per_device_train_batch_size": one}})]
+    ]
+    fits = [one for one, verdict in zip(divisors(24), verdicts, strict=True) if verdict == "fits"]
+    assert fits[-1] == size
+    assert largest_micro_batch(job, plan.shape, of_size(8 * GIB)) is None
 
 
 def test_cheapest_suggestion_costs_the_least_throughput() -> None:
