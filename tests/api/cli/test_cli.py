@@ -228,7 +228,7 @@ def test_plan_says_in_words_how_documents_begin(
 
 def test_show_names_the_mesh_of_the_job_at_its_size(home: Path) -> None:
     strategy = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
-    parts = {"scaling": {"num_workers": 8}, "strategy": strategy}
+    parts = {"scaling": {"num_workers": 8, "resources_per_worker": {"CPU": 0.5}}, "strategy": strategy}
     run("submit", "-", stdin=spec_body(**parts))
     shown, planned = (run(*command, stdin=spec_body(**parts)).stdout for command in (("show", "last"), ("plan", "-")))
     for line in ("mesh  ddp 2, fsdp 2, tp 2, ulysses 1\n", "mesh of experts  efsdp 1, ep 4\n"):
