@@ -47,7 +47,7 @@ from train_loop.telemetry.event_log import EventLog, last_loss, last_word, moves
 from train_loop.telemetry.logs import log_to
 
 log = logging.getLogger("train_loop.ray_train.driver")
-_SHUTDOWN_SECONDS, _STOP_SECONDS = 10.0, 2.0
+_SHUTDOWN_SECONDS = 10.0
 _CATCH_UP_SECONDS, _CLOSE_SECONDS, _END_SECONDS, _SIGNAL_SECONDS = 2.0, 30.0, 30.0, 0.1
 
 # Ray Train detects a dead worker within about this many seconds; its default is 2.
@@ -76,19 +76,24 @@ def main() -> None:
         attempt,
         report=journal.event,
         wait=signals.wait,
-        end=partial(finish, seconds=_STOP_SECONDS),
+        end=partial(finish, disconnects=False),
     )
     watch.start()
     outcome = run_attempt(run_dir, attempt, journal, connected=signals.install, ended=watch.close)
-    finish(outcome, seconds=_SHUTDOWN_SECONDS)
+    finish(outcome, disconnects=True)
 
 
-def _finish(attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome, *, seconds: float) -> NoReturn:
-    """Disconnect from Ray within `seconds`, acknowledge the end of the attempt, and exit."""
-    # Ray ends a process in which a thread uses it after the disconnect, as the one that waits for Ray Train may. The
-    # service then takes this event for the outcome.
+def _finish(
+    attempt: AttemptDir, journal: EventLog, sinks: Forwarders, outcome: Outcome, *, disconnects: bool
+) -> NoReturn:
+    """Acknowledge the end of the attempt, and exit, which ends its workers.
+
+    Set `disconnects` only if no thread waits for Ray Train: Ray crashes a process in which one does so meanwhile.
+    If that happens, the service takes the event `finished` for the outcome.
+    """
     journal.event("finished", **outcome.model_dump(exclude_none=True))
-    _disconnect(seconds)
+    if disconnects:
+        _disconnect()
     # The sinks should have the last metrics before the outcome appears.
     sinks.catch_up(seconds=_CATCH_UP_SECONDS)
     acknowledge(attempt, journal, outcome)
@@ -251,11 +256,11 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
     return outcome
 
 
-def _disconnect(seconds: float) -> None:
+def _disconnect() -> None:
     """Disconnect from Ray, which kills the workers: the outcome is written only after they are gone."""
     try:
         if ray.is_initialized():
-            _wait_for(ray.shutdown, seconds=seconds)
+            _wait_for(ray.shutdown, seconds=_SHUTDOWN_SECONDS)
     except Exception as error:
         log.warning("the driver could not disconnect from Ray: %s", error)
 

@@ -71,10 +71,11 @@ def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.M
     assert (outcome.result, outcome.retryable) == ("failed", True)
 
 
-def test_last_event_is_written_before_ray_is_left_and_the_outcome_afterwards(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("disconnects", [True, False])
+def test_last_event_is_written_before_ray_is_left_and_a_stop_does_not_leave_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disconnects: bool
 ) -> None:
-    """Ray may end the process meanwhile: a thread that waits for Ray Train must not use Ray after the disconnect."""
+    """Ray crashes a process in which a thread waits for Ray Train during the disconnect."""
     attempt, outcome, seen = RunDir(tmp_path).attempt(1), Outcome(result="paused", step=7), list[object]()
 
     def shutdown() -> None:
@@ -88,8 +89,8 @@ def test_last_event_is_written_before_ray_is_left_and_the_outcome_afterwards(
     monkeypatch.setattr("ray.shutdown", shutdown)
     monkeypatch.setattr(driver, "leave", leave)
     with pytest.raises(SystemExit):
-        driver._finish(attempt, EventLog(attempt), Forwarders([]), outcome, seconds=5.0)
-    assert seen == [None, "finished"]
+        driver._finish(attempt, EventLog(attempt), Forwarders([]), outcome, disconnects=disconnects)
+    assert seen == ([None, "finished"] if disconnects else [])
     assert attempt.outcome() == outcome
 
 
