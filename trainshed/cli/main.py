@@ -10,7 +10,6 @@ from trainshed.cli.commands import (
     backup,
     check_model,
     checkpoints,
-    diff,
     doctor,
     init,
     jobs,
@@ -18,7 +17,6 @@ from trainshed.cli.commands import (
     local,
     nodes,
     runs,
-    usage,
     watch,
     webhooks,
     weights,
@@ -49,9 +47,9 @@ _PANELS = {
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
-    "Runs": (runs.logs, runs.metrics, runs.events, runs.describe, diff.diff),
+    "Runs": (runs.logs, runs.metrics, runs.events, runs.describe, runs.diff),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
-    "Access": (keys.whoami, audit.audit, usage.usage),
+    "Access": (keys.whoami, audit.audit, audit.usage),
 }
 app.command("import", rich_help_panel="Specs")(init.import_)
 for _panel, _verbs in _PANELS.items():

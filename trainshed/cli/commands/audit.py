@@ -1,5 +1,6 @@
-"""`trainshed audit`: the audit log, or with a job the audit of its run."""
+"""`trainshed audit` and `usage`: the audit log, the audit of a run, and the hours of projects."""
 
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from trainshed.cli.ids import complete_job, find_job
 from trainshed.cli.options import JOB_HELP, AsJson
 from trainshed.cli.output.access import show_audit
 from trainshed.cli.output.printing import show_facts, show_json, show_next, show_text
+from trainshed.cli.output.usage import show_usage
 
 Job = Annotated[
     str | None,
@@ -114,3 +116,24 @@ def _findings(found: RunAuditOut) -> list[str]:
         ),
         *(f"note: {note}" for note in found.notes),
     ]
+
+
+def usage(
+    since: Annotated[
+        datetime | None,
+        typer.Option(formats=["%Y-%m-%d"], metavar="YYYY-MM-DD", help="first day, UTC; default: 30 days ago"),
+    ] = None,
+    until: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], metavar="YYYY-MM-DD", help="last day; default: today")
+    ] = None,
+    project: Annotated[str | None, typer.Option(help="only this project")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the worker, CPU and GPU hours of each project on each day."""
+    with connect() as api:
+        answer = api.usage(since=since and since.date(), until=until and until.date(), project=project)
+    if as_json:
+        show_json(answer)
+        return
+    show_usage(answer.data)
+    show_next("ps --state RUNNING")

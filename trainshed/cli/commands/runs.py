@@ -1,4 +1,4 @@
-"""`trainshed events`, `metrics`, `logs` and `describe`: the output of a run, and what was chosen for it."""
+"""`trainshed events`, `metrics`, `logs` and `describe`: a run's output and choices; `diff` compares two runs."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel, RootModel
 
-from service.api.schemas import JobOut, Level, LinePage, TextPage
+from service.api.schemas import DigestsOut, JobOut, Level, LinePage, TextPage
 from trainshed import Api, Line
+from trainshed.cli.comparison import compare, values_by_step
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
-from trainshed.cli.exit_codes import detach_on_interrupt, fail
-from trainshed.cli.ids import find_job
-from trainshed.cli.options import After, AsJson, AsJsonLines, Follow, JobRef, Limit
+from trainshed.cli.exit_codes import Exit, detach_on_interrupt, fail
+from trainshed.cli.ids import complete_job, find_job
+from trainshed.cli.options import JOB_HELP, After, AsJson, AsJsonLines, Follow, JobRef, Limit
 from trainshed.cli.output.describe import show_built, show_score
+from trainshed.cli.output.differences import show_difference
 from trainshed.cli.output.jobs import show_failure
 from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_text
 from trainshed.cli.output.sparklines import show_curves
@@ -32,6 +34,18 @@ Raw = Annotated[
     bool, typer.Option("--raw", help="print the driver's log as it is: without the reason, with tracebacks")
 ]
 AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
+_LINES = 1000
+JobA = Annotated[str, typer.Argument(metavar="JOB_A", help=JOB_HELP, autocompletion=complete_job)]
+JobB = Annotated[str, typer.Argument(metavar="JOB_B", help="the job to compare it with", autocompletion=complete_job)]
+AtStep = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        min=0,
+        help="compare the checkpoints of this step, and metrics up to it [default: the newest step in common]",
+        show_default=False,
+    ),
+]
 
 
 class Description(BaseModel):
@@ -142,6 +156,29 @@ def _newest(api: Api, job_id: str, event: str) -> Line | None:
     return found[-1] if found else None
 
 
+def diff(job_a: JobA, job_b: JobB, step: AtStep = None, as_json: AsJson = False) -> None:
+    """Compare loss, gradient norm and tensors of two jobs, bit for bit. Exits with 1 if they differ.
+
+    Compares the steps that both jobs have reached, then the newest checkpoint that both have. The number of workers
+    does not matter.
+    """
+    with connect() as api:
+        jobs = find_job(api, job_a), find_job(api, job_b)
+        one, other = (values_by_step(_all_metrics(api, job), last=step) for job in jobs)
+        digests = _digests(api, jobs, step)
+    found = compare(jobs, (one, other), digests)
+    if not found.steps and digests is None:
+        fail(
+            "nothing to compare: the jobs have no step and no checkpoint in common; see `trainshed metrics JOB --lines`"
+        )
+    if as_json:
+        show_json(found)
+    else:
+        show_difference(found)
+        show_next(f"metrics {jobs[0]} --lines")
+    raise typer.Exit(Exit.DONE if found.identical else Exit.FAILED)
+
+
 @contextmanager
 def _run(job: str, *, follow: bool) -> Iterator[tuple[Api, str]]:
     """Yield the API and the job id. With `follow`, retry longer. Exit on Ctrl-C without affecting the job."""
@@ -186,3 +223,19 @@ def _command(name: str, job_id: str, **options: str | int | None) -> str:
 
 def _show_one(line: Line | str) -> None:
     show_text(line) if isinstance(line, str) else show_line(line)
+
+
+def _all_metrics(api: Api, job_id: str) -> Iterator[Line]:
+    more, after = True, None
+    while more:
+        page = api.metrics(job_id, after=after, limit=_LINES)
+        yield from page.data
+        more, after = page.has_more, page.next
+
+
+def _digests(api: Api, jobs: tuple[str, str], step: int | None) -> tuple[DigestsOut, DigestsOut] | None:
+    """Return the digests of a step, by default of the newest checkpoint that both jobs have; None if there is none."""
+    if step is None:
+        one, other = ({found.step for found in api.checkpoints(job).data} for job in jobs)
+        step = max(one & other, default=None)
+    return None if step is None else (api.digests(jobs[0], step), api.digests(jobs[1], step))
