@@ -9,7 +9,7 @@ from typing import Any
 import schemathesis
 
 from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
-from train_loop.spec import SpecError, parse_text
+from train_loop.spec import SpecError, parse_text, spellings
 
 _REFUSED = itertools.count()
 _NTH = 1 if os.environ.get("MORE") else 10
@@ -38,7 +38,12 @@ def before_load_schema(context: schemathesis.HookContext, raw_schema: dict[str, 
 
 @schemathesis.hook
 def filter_case(context: schemathesis.HookContext, case: schemathesis.Case[Any]) -> bool:
-    """Leave out repetitions in the coverage phase: most refused specs, and a second call that starts a process."""
+    """Leave out specs in other spellings, which the document does not have, and repetitions in the coverage phase.
+
+    Repetitions are most refused specs, and a second call that starts a process.
+    """
+    if _call(case) in ("post /jobs", "post /jobs/plan") and isinstance(case.body, dict) and spellings(case.body):
+        return False
     if case.meta is None or case.meta.phase.name != "coverage":
         return True
     if _call(case) == "post /jobs/plan" and _is_refused(case.body):
