@@ -42,10 +42,10 @@ def test_dtypes_are_accepted_wherever_a_dtype_stands(written: str, dtype: str) -
     raw = raw_spec(model={"dtype": written}, strategy={"reduce_dtype": written})
     found = parse(raw)
     assert (found.model.dtype, found.strategy.param_dtype, found.strategy.reduce_dtype) == (dtype, dtype, dtype)
-    assert [(one.field, one.written, dict(one.became)) for one in spellings(raw)] == [
-        ("model.dtype", written, {"model.dtype": dtype}),
-        ("strategy.reduce_dtype", written, {"strategy.reduce_dtype": dtype}),
-    ]
+    assert {one.field: (one.written, dict(one.became)) for one in spellings(raw)} == {
+        "model.dtype": (written, {"model.dtype": dtype}),
+        "strategy.reduce_dtype": (written, {"strategy.reduce_dtype": dtype}),
+    }
     assert VALID.is_valid(raw)
 
 
