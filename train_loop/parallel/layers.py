@@ -51,7 +51,7 @@ def _dense_mlps(anatomy: Anatomy, layers: Sequence[nn.Module]) -> list[nn.Module
     if not mlps:
         raise ModelError(
             "apply_tiled_mlp computes dense MLPs in tiles, of layers without experts and of shared experts, and "
-            f"{type(anatomy.model).__name__} has no class named *MLP beside its routed experts; set apply_tiled_mlp: "
+            f"{type(anatomy.model).__name__} has no class named *MLP besides its routed experts; set apply_tiled_mlp: "
             "false"
         )
     return list(dict.fromkeys(mlps))

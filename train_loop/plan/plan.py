@@ -15,7 +15,7 @@ _OF_EXPERTS = {
     "gathered_parameters": "experts are those of a worker: / ep",
     "activations": "as if the experts of all workers got equal numbers of tokens",
 }
-"""What memory terms assume if ranks share experts, by name."""
+"""Assumptions of memory terms if ranks share experts, by name."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Observer:
             return Observation()
         written = self.run_dirs.observe(job.run_dir, job.attempt.number)
         if written.outcome is None and submission is not SubmissionStatus.UNKNOWN and not submission.alive:
-            # The driver may end while it disconnects from Ray: nothing of the attempt runs any more.
+            # Ray may crash the driver while it disconnects. Then nothing of the attempt is left running.
             written = replace(written, outcome=written.finished)
         latest = self._latest(job, submission)
         self.cluster.note(job.id, written)

@@ -41,7 +41,7 @@ def test_mixture_without_a_dense_mlp_is_refused_with_the_reason(family: str, mod
     assert problem.pointer == "/strategy/apply_tiled_mlp"
     assert problem.message == (
         "apply_tiled_mlp computes dense MLPs in tiles, of layers without experts and of shared experts, and "
-        f"{model} has no class named *MLP beside its routed experts; set apply_tiled_mlp: false"
+        f"{model} has no class named *MLP besides its routed experts; set apply_tiled_mlp: false"
     )
 
 
