@@ -183,7 +183,11 @@ def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeS
     done = ExportStatus(step=20, wish=wish, state="done", time=service.clock())
     service.run_dir(job_id).exports.folder(20, wish).mkdir()
     service.run_dir(job_id).exports.write(done)
-    assert run("export", job_id, "20", "--dtype", "bf16").stdout.strip().endswith("/export/step-00000020-model-bf16")
+    for dtype in ("bf16", "torch.bfloat16"):
+        exported = run("export", job_id, "20", "--dtype", dtype).stdout.strip()
+        assert exported.endswith("/export/step-00000020-model-bf16")
+    wrong = run("export", job_id, "20", "--dtype", "int8")
+    assert (wrong.exit_code, "'int8' is not one of 'bf16', 'fp16', 'fp32'" in wrong.stderr) == (2, True)
     (folder / "weights").write_bytes(b"abd")
     damaged = run("verify", job_id, "20")
     assert (damaged.exit_code, damaged.stdout) == (
@@ -205,6 +209,14 @@ def test_plan_names_mesh_and_warnings(home: Path) -> None:
     output = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
     assert "fsdp 99, ulysses 1" in output
     assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
+
+
+def test_plan_shows_what_was_written_and_the_setting_that_ends_the_run(home: Path) -> None:
+    body = spec_body(training={"learning_rate": "1e-3"}, strategy={"sharding_strategy": "SHARD_GRAD_OP"})
+    output = run("plan", "-", stdin=body).stdout
+    assert 'read as: training.learning_rate: "1e-3" -> training.learning_rate: 0.001' in output
+    assert '-> strategy.sharding_strategy: "FULL_SHARD", strategy.reshard_after_forward: false' in output
+    assert "ends by  max_steps" in output
 
 
 @pytest.mark.parametrize(
