@@ -25,6 +25,7 @@ from train_loop.data.prepare.pointer import as_begun, as_in_parent, pin, pinned_
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.faults.failure import USER_ERRORS, failed, report_failure
+from train_loop.kinds import WORK
 from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
 from train_loop.loop.session import Session
 from train_loop.run_dir import (
@@ -39,32 +40,31 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.spec import NODE, JobSpec, SpecError, describe, parse_text
+from train_loop.spec import NODE, AnyJobSpec, SpecError, describe, parse_any_text
 from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.exit import leave
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.logs import log_to
-from train_loop.train import train
 
 log = logging.getLogger("train_loop.run")
 
 
 def main() -> None:
-    """Train under torchrun."""
+    """Run a job under torchrun."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.run", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
     parser.add_argument("--run-dir", required=True, metavar="DIR")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
-        spec = parse_text(arguments.spec.read_bytes())
+        spec = parse_any_text(arguments.spec.read_bytes())
     except SpecError as error:
         sys.exit("\n".join(describe(one, str(arguments.spec)) for one in error.problems))
     fewest, most = spec.scaling.bounds
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if spec.scaling.elastic and not fewest <= world <= most:
         sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
-    if spec.training.deterministic:
+    if spec.run.training.deterministic:
         os.environ.update(deterministic_settings(os.environ))
     stop_requested = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -79,7 +79,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def with_shards_per_host(spec: JobSpec) -> JobSpec:
+def with_shards_per_host(spec: AnyJobSpec) -> AnyJobSpec:
     """Return a spec whose fsdp_size is a number: node becomes that of a host's workers. A collective call.
 
     Raises UserError if hosts run no equal groups of several workers.
@@ -100,15 +100,15 @@ def with_shards_per_host(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"strategy": shards})
 
 
-def run(spec: JobSpec, session: Session, cache: Path) -> None:
-    """Train with the same logs as under the service, and write the outcome, also of an error."""
+def run(spec: AnyJobSpec, session: Session, cache: Path) -> None:
+    """Run with the same logs as under the service, and write the outcome, also of an error."""
     expect_run_dir(session.run_dir.root)
     attempt = session.run_dir.attempt(session.attempt)
     retry_storage(partial(log_to, attempt.rank_log(session.rank)))
     with fence_watched(session.run_dir, session.token):
         try:
             with report_failure(session):
-                outcome = _train(spec, session, cache)
+                outcome = _work(spec, session, cache)
         except FencedError:
             # The newer group writes the outcome.
             raise
@@ -141,9 +141,10 @@ def _write_outcome(session: Session, outcome: Outcome) -> None:
     session.run_dir.attempt(session.attempt).write_outcome(outcome)
 
 
-def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
+def _work(job: AnyJobSpec, session: Session, cache: Path) -> Outcome:
     run_dir = session.run_dir
-    spec = with_own_code(spec, run_dir)
+    job = with_own_code(job, run_dir)
+    spec = job.run
     dataset = pinned_dataset(spec, run_dir.data)
     if dataset is None:
         dataset = as_begun(as_in_parent(find_dataset(spec, cache), run_dir), run_dir.data)
@@ -156,7 +157,7 @@ def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
         pin(dataset, run_dir.data)
         if evaluation is not None:
             pin(evaluation, run_dir.eval_data)
-    return train(spec, session, dataset, evaluation)
+    return WORK[job.kind].run(job, session, dataset, evaluation)
 
 
 def _watch_signals() -> Callable[[], bool]:
@@ -167,7 +168,7 @@ def _watch_signals() -> Callable[[], bool]:
     return came.is_set
 
 
-def _session(spec: JobSpec, run_dir: RunDir, stop_requested: Callable[[], bool]) -> Session:
+def _session(spec: AnyJobSpec, run_dir: RunDir, stop_requested: Callable[[], bool]) -> Session:
     rank = dist.get_rank()
     # All ranks wait for the claim: none may write into another run's directory.
     claimed = [_claim(run_dir, spec) if rank == 0 else None]
@@ -186,10 +187,11 @@ def _session(spec: JobSpec, run_dir: RunDir, stop_requested: Callable[[], bool])
         open_stream=local_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
         stop_requested=stop_requested,
+        end_event=WORK[spec.kind].end_event,
     )
 
 
-def _claim(run_dir: RunDir, spec: JobSpec) -> Fence | Exception:
+def _claim(run_dir: RunDir, spec: AnyJobSpec) -> Fence | Exception:
     """Claim the directory for this run and supersede earlier starts on it. Return its token, or the error."""
     try:
         run_dir.write_spec(spec)

@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 from service.api.schemas import CheckpointOut, ExportOut, JobOut, ProgressOut, ReasonOut, StateName
 from service.domain.jobs.job import JobState
-from train_loop.spec import JobSpec, dump
+from train_loop.spec import AnyJobSpec, InferJobSpec, JobSpec, dump
 from trainshed.errors import AmbiguousId, ExportFailed, JobCancelled, JobEnded, JobFailed
 
 A = TypeVar("A")
-Spec = JobSpec | Mapping[str, object] | str | bytes | Path
+Spec = AnyJobSpec | Mapping[str, object] | str | bytes | Path
 """A job spec: as a model, as plain data, as YAML or JSON text, or the file with that text."""
 States = StateName | Collection[StateName]
 """A job state or several, as members of JobState or as their names."""
@@ -82,7 +82,7 @@ def spec_text(spec: Spec) -> str | bytes:
     """Return a spec as the body of a request."""
     if isinstance(spec, Path):
         return spec.read_bytes()
-    if isinstance(spec, JobSpec):
+    if isinstance(spec, JobSpec | InferJobSpec):
         return dump(spec)
     return json.dumps(spec) if isinstance(spec, Mapping) else spec
 

@@ -100,13 +100,14 @@ def _reason(reason: Reason | None) -> ReasonOut | None:
 def _progress(view: JobView, now: float) -> ProgressOut:
     """Combine the progress in the run directory with the position in the queue."""
     parent = view.job.parent
-    training = view.job.spec.training
+    training = view.job.spec.run.training
     # Epochs may end a run before max_steps.
     last = training.max_steps if training.epochs is None else None
     done = view.summary.progress or Progress(parent.step if parent else 0, last)
     return ProgressOut(
         step=done.step,
         of=done.of,
+        unit=view.job.spec.unit,
         percent=round(100 * done.step / done.of, 1) if done.of else None,
         eta_seconds=done.eta_seconds,
         loss=done.loss,

@@ -30,19 +30,19 @@ from train_loop.plan import (
     allowed_workers,
     planned_choices,
 )
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec, JobSpec
 
 
 def plan_out(view: PlanView) -> PlanOut:
     """Return the plan of a job spec."""
-    spec, plan = view.spec, view.plan
+    spec, plan, run = view.spec, view.plan, view.spec.run
     terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
     return PlanOut(
         name=spec.name,
         world=plan.mesh.world,
         sizes=list(view.sizes),
         mesh=MeshOut.model_validate(plan.mesh, from_attributes=True),
-        reduction_tree=None if plan.tree is None else _reduction_tree(spec, plan.tree),
+        reduction_tree=None if plan.tree is None else _reduction_tree(run, plan.tree),
         nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
         data_parallel_size=plan.mesh.dp,
         global_batch_size=plan.batch.global_batch,
@@ -55,9 +55,9 @@ def plan_out(view: PlanView) -> PlanOut:
         active_parameters=plan.shape.active,
         flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,
         memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
-        checkpoint_bytes=plan.checkpoint_bytes,
-        choices=_choices(spec, plan),
-        outlook=None if view.outlook is None else _outlook(view.outlook, spec),
+        checkpoint_bytes=plan.checkpoint_bytes if spec.trains else 0,
+        choices=_choices(view.spec, plan),
+        outlook=None if view.outlook is None else _outlook(view.outlook, run),
         preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
         spellings=[SpellingOut.model_validate(one, from_attributes=True) for one in view.spellings],
         warnings=list(view.warnings),
@@ -73,8 +73,8 @@ def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
     )
 
 
-def _choices(spec: JobSpec, plan: Plan) -> ChoicesOut:
-    found, built = planned_choices(spec, plan), plan.shape.built
+def _choices(spec: AnyJobSpec, plan: Plan) -> ChoicesOut:
+    found, built = planned_choices(spec.run, plan), plan.shape.built
     return ChoicesOut(
         units=None if built is None else [UnitOut.model_validate(one, from_attributes=True) for one in built.units],
         tree=None if built is None else built.tree,
@@ -82,7 +82,7 @@ def _choices(spec: JobSpec, plan: Plan) -> ChoicesOut:
         attention=found.attention,
         loss_chunk_tokens=found.loss_chunk_tokens,
         checkpointing=found.checkpointing,
-        optimizer_groups=[dict(group) for group in found.optimizer_groups],
+        optimizer_groups=[dict(group) for group in found.optimizer_groups] if spec.trains else [],
         cores=found.cores,
         backend=found.backend,
     )

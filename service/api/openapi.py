@@ -30,7 +30,7 @@ TAGS = {
     "operations": "Service operation: checks and metrics.",
 }
 _REFERENCE = "#/components/schemas/"
-_SPEC = {"schema": {"$ref": f"{_REFERENCE}JobSpec"}}
+_SPEC = {"schema": {"oneOf": [{"$ref": f"{_REFERENCE}{name}"} for name in ("JobSpec", "InferJobSpec")]}}
 SPEC_BODY: Part = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
 """A request body that is a job spec."""
 

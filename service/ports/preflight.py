@@ -6,7 +6,7 @@ from typing import Protocol
 from service.ports.cancellation import Cancellation
 from train_loop.plan import LargestRead, ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Preflight(Protocol):
     """Checks that must read the data and the model, in a separate process."""
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Check a spec. Raises PreflightFailed if the check has no result, CallCancelled if it is cancelled."""
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""
 
-    def cached(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""

@@ -10,7 +10,7 @@ from service.domain.jobs.observation import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
 from service.ports.cancellation import Cancellation
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import AnyJobSpec, ScalingSpec
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Checkpoint:
 class RunDirs(Protocol):
     """Run directories by URI: the only channel to the workers."""
 
-    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+    def prepare(self, run_dir: str, spec: AnyJobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
         Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.
@@ -208,7 +208,7 @@ class RunDirs(Protocol):
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
 
     def committed(self, run_dir: str) -> int | None:
-        """Return the newest committed step; None if there is none."""
+        """Return the newest committed step, or the number of committed shards of results; None if there is none."""
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""

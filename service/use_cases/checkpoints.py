@@ -82,7 +82,7 @@ class CheckpointActions:
         if status is not None and status.state != "failed":
             return status
         self._find(caller, job_id, step)
-        if wish.weights == "ema" and job.spec.training.ema_decay is None:
+        if wish.weights == "ema" and job.spec.run.training.ema_decay is None:
             raise InvalidRequest(
                 [
                     Problem(

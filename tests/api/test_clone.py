@@ -136,7 +136,7 @@ def test_clone_of_a_run_with_all_epochs_trained_is_rejected(client: TestClient, 
 
 def test_clone_of_a_run_that_max_steps_ended_may_count_epochs(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body(training={"max_steps": 20, "num_train_epochs": 3})).json()["id"]
-    assert service.get(job_id).spec.training.epochs == 3
+    assert service.get(job_id).spec.run.training.epochs == 3
     service.reconciler().run_once()
     checkpoint(service.run_dir(job_id), 20, weights=b"1234567")
     service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING

@@ -99,6 +99,7 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     assert job["progress"] == {
         "step": 5,
         "of": 20,
+        "unit": "step",
         "percent": 25.0,
         "eta_seconds": 30.0,
         "loss": 2.5,

@@ -17,9 +17,11 @@ from service.domain.jobs.usage import Usage
 from service.domain.queue.entry import QueueEntry
 from service.errors import IdempotencyMismatch
 from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
+from tests.support.builders.specs import infer_spec
 from tests.support.fakes.service import a_job
 from tests.support.fakes.stores import MemoryJobStore
 from tests.support.servers.databases import database_url, emptied
+from train_loop.spec import parse_any
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
@@ -45,6 +47,12 @@ def test_stored_job_is_returned_unchanged(store: JobStore) -> None:
         next_attempt_at=3.0,
         scaling=a_job(scaling={"num_workers": 4}).spec.scaling,
     )
+    store.add(NewJob(job))
+    assert store.get("job-1") == job
+
+
+def test_stored_job_of_another_kind_is_returned_unchanged(store: JobStore) -> None:
+    job = replace(a_job(), spec=parse_any(infer_spec()))
     store.add(NewJob(job))
     assert store.get("job-1") == job
 

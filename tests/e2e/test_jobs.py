@@ -1,5 +1,6 @@
 """Jobs over HTTP on real Ray, with kills of every process."""
 
+import email
 import gzip
 import json
 import os
@@ -37,6 +38,7 @@ from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.text_heads import TEXT_HEADS
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
+from train_loop.data.read_results import read_rows
 from train_loop.run_dir import local_path
 from train_loop.spec import dump, override, parse_text
 from trainshed import ApiError, Job
@@ -568,3 +570,20 @@ def test_job_too_large_for_the_cluster_stays_queued_with_a_reason(service: LiveS
     assert service.client.job(job_id).state is JobState.QUEUED
     service.client.cancel(job_id)
     service.wait_for_state(job_id, JobState.CANCELLED)
+
+
+def test_inference_survives_a_killed_worker_without_repeated_or_missing_rows(service: LiveService) -> None:
+    job_id = service.client.submit(Path("examples/infer.yaml").read_bytes()).id
+    # Two workers compute four rows at once, and a shard has six: two rows of the second are computed in vain.
+    service.hold(job_id, 8)
+    wait_for(lambda: service.events(job_id, "results_committed"), "a shard", seconds=120)
+    psutil.Process(service.events(job_id, "work_started")[-1]["workers"][1]["pid"]).kill()
+    service.hold(job_id, None)
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    files = sorted(Path(email.__file__).parent.glob("*.py"))
+    assert (job.restarts, job.progress.step, job.progress.of, job.progress.unit) == (1, *[len(files)] * 2, "row")
+    assert [line["resumed_from"] for line in service.events(job_id, "work_started")] == [0, 6]
+    assert [line["first_row"] for line in service.events(job_id, "results_committed")] == list(range(0, len(files), 6))
+    rows = list(read_rows(service.run_dir(job_id)))
+    assert [(row["row"], row["text"]) for row in rows] == list(enumerate(file.read_text() for file in files))
+    assert all(len(row["logprobs"]) == row["tokens"] - 1 for row in rows)

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from tools.docs.markdown import code, sentence, table
 from tools.docs.types import models_in, rules, supported, type_name
-from train_loop.spec import JobSpec
+from train_loop.spec import InferSpec, JobSpec
 
 EXAMPLES: dict[str, Any] = {
     "name": "my-run",
@@ -122,7 +122,7 @@ def sections() -> list[Section]:
 
     Parts that the code does not support yet are left out.
     """
-    found = [Section("", JobSpec)]
+    found = [Section("", JobSpec), Section("infer", InferSpec)]
     for section in found:
         for name, field in section.model.model_fields.items():
             for model in models_in(field.annotation) if supported(field) is None else ():

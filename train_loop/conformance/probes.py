@@ -241,7 +241,7 @@ def load_export(folder: Path) -> tuple[float, float]:
     Raises ModelError if the module does not take the exported names.
     """
     run_dir = RunDir(folder)
-    job = with_own_code(run_dir.spec(), run_dir)
+    job = with_own_code(run_dir.spec().run, run_dir)
     assert job.code is not None
     code, stored = own_code(job.code), load_file(export(run_dir, STEPS, ExportWish(dtype="fp32")) / "model.safetensors")
     with code.faults_of(job.code.model):

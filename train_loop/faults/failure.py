@@ -34,7 +34,7 @@ _KILLED_FOR_MEMORY = re.compile(r"low on memory|OutOfMemoryError")
 
 @contextmanager
 def report_failure(session: Session) -> Iterator[None]:
-    """Log the error that ends a rank; write errors with a code as the event `training_ended`."""
+    """Log the error that ends a rank; write errors with a code as the event `training_ended`, or `work_ended`."""
     try:
         yield
     except _NAMED as error:
@@ -52,12 +52,12 @@ def report_failure(session: Session) -> Iterator[None]:
 
 
 def _report_end(session: Session, outcome: Outcome) -> None:
-    """Write the event `training_ended` once per group, unless a newer group has taken over."""
+    """Write the event of the end once per group, unless a newer group has taken over."""
     if not _is_first(session):
         return
     with suppress(FencedError):
         # The error may be known to this rank only.
-        session.journal.event_of_any_rank("training_ended", **outcome.model_dump(exclude_none=True))
+        session.journal.event_of_any_rank(session.end_event, **outcome.model_dump(exclude_none=True))
         with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
             retry_storage(session.journal.flush, seconds=session.patience)
 

@@ -18,7 +18,7 @@ from train_loop.model.folder import model_shape
 from train_loop.plan import format_bytes, memory_advice, memory_terms
 from train_loop.plan.memory import Place
 from train_loop.run_dir import make_folder, storage_may_fail
-from train_loop.spec import MEMORY, JobSpec
+from train_loop.spec import MEMORY, AnyJobSpec
 from train_loop.system.memory_limit import is_limited
 from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def memory_watched(spec: JobSpec, session: Session) -> Iterator[None]:
+def memory_watched(spec: AnyJobSpec, session: Session) -> Iterator[None]:
     """Report a rank that runs out of memory. Raises MemoryRanOutError, and TooLittleMemoryError the second time."""
     try:
         yield
@@ -40,7 +40,7 @@ def memory_watched(spec: JobSpec, session: Session) -> Iterator[None]:
         raise _reported(spec, session, error, place) from error
 
 
-def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -> Exception:
+def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place) -> Exception:
     host, committed = socket.gethostname(), max(session.run_dir.checkpoint_folders(), default=None)
     terms = memory_terms(spec, model_shape(spec.model), place)
     message = (
@@ -67,7 +67,7 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
     return TooLittleMemoryError(message) if again else MemoryRanOutError(message)
 
 
-def _limit(spec: JobSpec) -> str:
+def _limit(spec: AnyJobSpec) -> str:
     """Return the limit of a rank's memory and the setting that raises it, as the end of a parenthesis."""
     each = spec.scaling.resources_per_worker
     if not is_limited(os.environ) or MEMORY not in each or each.get("GPU"):

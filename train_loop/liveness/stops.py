@@ -16,7 +16,17 @@ from pydantic import ValidationError
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import begin_group
 from train_loop.liveness.leave import ask_to_leave
-from train_loop.run_dir import AttemptDir, CurrentGroup, Outcome, RunDir, Stop, read_lines_after, storage_may_fail
+from train_loop.run_dir import (
+    ENDED,
+    STARTED,
+    AttemptDir,
+    CurrentGroup,
+    Outcome,
+    RunDir,
+    Stop,
+    read_lines_after,
+    storage_may_fail,
+)
 from train_loop.system.exit import leave
 from train_loop.system.limited_log import LimitedLog
 
@@ -61,9 +71,9 @@ class Activity:
     def read(self, event: Mapping[str, Any]) -> None:
         """Apply the next event."""
         name = str(event.get("event"))
-        if name == "training_started":
+        if name in STARTED:
             self.trains, self.end, self.loss, self.hang = True, None, None, None
-        elif name == "training_ended":
+        elif name in ENDED:
             with suppress(ValidationError):
                 self.end = Outcome.model_validate(event)
         elif name == "stalled":

@@ -132,6 +132,15 @@ def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
     return F.pad(weights[:, 1:], (0, 1)).masked_fill(shifted_labels == IGNORE, 0.0)
 
 
+def trim(batch: StepBatch, *, multiple: int = 1) -> StepBatch:
+    """Return the rows without the padding that all of them have, at a length that is a multiple of `multiple`."""
+    longest = max(int(batch.lengths.max()), 1)
+    width = -(-longest // multiple) * multiple
+    kept = {column.name: column.kind == "token" for column in batch.columns}
+    values = {name: value[:, :width] if kept[name] else value for name, value in batch.values.items()}
+    return StepBatch(values, batch.columns)
+
+
 def micro_batches(batch: StepBatch, size: int, anatomy: Anatomy, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     columns = [column for column in batch.columns if column != WEIGHTS or _weights_matter(batch)]

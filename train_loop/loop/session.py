@@ -59,6 +59,8 @@ class Session:
     """Returns whether remaining hosts have room for all ranks; None if the group cannot start elsewhere."""
     mark: Callable[[int, Phase], None] = ignore_mark
     """Sets the step and phase of this rank's heartbeats."""
+    end_event: str = "training_ended"
+    """Event that reports how the ranks' work has ended."""
 
     @property
     def token(self) -> Fence:

@@ -9,8 +9,10 @@ from train_loop.plan.memory import MemoryTerm, estimate_memory
 from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
-from train_loop.spec import JobSpec, Problem, SpecError
+from train_loop.spec import AnyJobSpec, JobSpec, Problem, SpecError
 
+_OF_TRAINING = ("optimizer", "ema", "gradients", "partial_sums", "checkpoint_staging", "offloaded_activations")
+"""Memory terms of training."""
 _OF_EXPERTS = {
     "gathered_parameters": "experts are those of a worker: / ep",
     "activations": "as if the experts of all workers got equal numbers of tokens",
@@ -50,8 +52,9 @@ class Plan:
         return sum(term.bytes for term in self.memory if term.place == "host")
 
 
-def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
+def plan_job(job: AnyJobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
+    spec = job.run
     problems = _ulysses_problems(spec, shape)
     try:
         mesh = mesh_of(spec)
@@ -65,7 +68,8 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
         )
     if problems:
         raise SpecError(problems)
-    return Plan(mesh, batch, shape, _memory(spec, shape, mesh, tree), _warnings(spec, shape), tree)
+    memory = _memory(spec, shape, mesh, tree) if job.trains else _forward_memory(spec, shape, mesh)
+    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree)
 
 
 def mesh_of(spec: JobSpec) -> MeshPlan:
@@ -149,7 +153,18 @@ def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTre
     )
 
 
-def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
+def _forward_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
+    """Return the memory terms of a worker that computes forward passes only: one layer keeps its activations."""
+    counts = shape.counts and replace(shape.counts, trained=0, trained_matrices=0)
+    one_layer = spec.model.model_copy(update={"gradient_checkpointing": "offload"})
+    terms = _memory(spec.model_copy(update={"model": one_layer}), replace(shape, counts=counts), mesh, None)
+    return tuple(
+        replace(term, bytes=0, formula="0, because nothing is trained") if term.name in _OF_TRAINING else term
+        for term in terms
+    )
+
+
+def plan_sizes(spec: AnyJobSpec, shape: ModelShape) -> dict[int, Plan]:
     """Return the plan for every number of workers that a job can run with, ascending; one if it is not elastic.
 
     Raises SpecError if there is none, with the rules that the largest number breaks.

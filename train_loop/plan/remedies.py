@@ -4,19 +4,19 @@ from train_loop.plan.memory import MemoryTerm, Place
 from train_loop.plan.plan import plan_job
 from train_loop.plan.resources import format_bytes
 from train_loop.plan.shape import ModelShape
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec
 
 _TERMS = 4
 _REMEDIES = 4
 
 
-def memory_terms(spec: JobSpec, shape: ModelShape, place: Place) -> list[MemoryTerm]:
+def memory_terms(spec: AnyJobSpec, shape: ModelShape, place: Place) -> list[MemoryTerm]:
     """Return the plan's terms for a place, in bytes of one rank; without a GPU, all of them use host memory."""
     memory = plan_job(spec, shape).memory
     return [term for term in memory if term.bytes and (term.place == place or not _has_gpu(spec))]
 
 
-def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
+def memory_advice(spec: AnyJobSpec, terms: list[MemoryTerm], place: Place) -> str:
     """Return the largest terms of the plan and the cheapest remedies, as the end of a message."""
     largest = sorted(terms, key=lambda term: -term.bytes)[:_TERMS]
     sizes = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in largest)
@@ -25,7 +25,7 @@ def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
     return f"the plan estimates {total} per rank: {sizes}; remedies, cheapest first: {remedies}"
 
 
-def memory_remedies(spec: JobSpec, place: Place, *, has_experts: bool = False) -> list[str]:
+def memory_remedies(spec: AnyJobSpec, place: Place, *, has_experts: bool = False) -> list[str]:
     """Return changes that reduce memory at a place: spec changes without cost, slower ones, then cluster changes.
 
     Without a GPU, the model computes in host memory too.
@@ -41,8 +41,8 @@ def memory_remedies(spec: JobSpec, place: Place, *, has_experts: bool = False) -
     return [*found, *([workers] if shards and place == "device" else []), *last]
 
 
-def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
-    model, training, strategy = spec.model, spec.training, spec.strategy
+def _computing(spec: AnyJobSpec, *, has_experts: bool) -> list[str]:
+    trains, model, training, strategy = spec.trains, spec.run.model, spec.run.training, spec.strategy
     by_size = strategy.wrap_policy.min_num_params is not None
     size, whole_layers = training.per_device_train_batch_size, strategy.tp_size == 1
     checkpointing = model.gradient_checkpointing
@@ -52,29 +52,32 @@ def _computing(spec: JobSpec, *, has_experts: bool) -> list[str]:
         (strategy.reshard_after_forward is False, "strategy.reshard_after_forward: null"),
         (strategy.gradient_sync == "last", "strategy.gradient_sync: every"),
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
-        (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
-        (checkpointing == "none", "model.gradient_checkpointing: full"),
+        (size > 1, f"{spec.batch_field}: {size // 2}{' at the same global_batch_size' if trains else ''}"),
+        (trains and checkpointing == "none", "model.gradient_checkpointing: full"),
         (not strategy.apply_tiled_mlp and not by_size and not has_experts, "strategy.apply_tiled_mlp: true"),
         (strategy.shards > 1, "strategy.fsdp_size: 0"),
-        (has_experts, f"a larger strategy.ep_size than {strategy.ep_size}"),
-        (training.optimizer == "adamw" and whole_layers and strategy.ep_size == 1, "training.optimizer: adamw_8bit"),
-        (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
+        (trains and has_experts, f"a larger strategy.ep_size than {strategy.ep_size}"),
+        (
+            trains and training.optimizer == "adamw" and whole_layers and strategy.ep_size == 1,
+            "training.optimizer: adamw_8bit",
+        ),
+        (trains and checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
         (strategy.offload_policy is not True and _has_gpu(spec), "strategy.offload_policy: true"),
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]
     return [change for helps, change in choices if helps]
 
 
-def _beside(spec: JobSpec) -> list[str]:
+def _beside(spec: AnyJobSpec) -> list[str]:
     """Return spec changes that reduce the host memory outside the model's computation."""
     choices = [
         (spec.failure.spare_workers, "failure.spare_workers: false"),
-        (spec.strategy.save_mode != "sync", "strategy.async_save_ckpt: false"),
-        (spec.model.gradient_checkpointing == "offload", "model.gradient_checkpointing: full"),
+        (spec.trains and spec.strategy.save_mode != "sync", "strategy.async_save_ckpt: false"),
+        (spec.trains and spec.model.gradient_checkpointing == "offload", "model.gradient_checkpointing: full"),
         (spec.strategy.offload_policy and _has_gpu(spec), "strategy.offload_policy: false"),
     ]
     return [change for helps, change in choices if helps]
 
 
-def _has_gpu(spec: JobSpec) -> bool:
+def _has_gpu(spec: AnyJobSpec) -> bool:
     return bool(spec.scaling.resources_per_worker.get("GPU"))

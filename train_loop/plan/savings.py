@@ -10,7 +10,7 @@ from train_loop.plan.layout import count_places
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.resources import data_starves, format_bytes
 from train_loop.plan.shape import ModelShape
-from train_loop.spec import MOST_WORKERS, JobSpec, Problem, SpecError, override
+from train_loop.spec import MOST_WORKERS, AnyJobSpec, Problem, SpecError, override
 
 Patch = Mapping[str, Mapping[str, Any]]
 _TERMS = 5
@@ -38,13 +38,13 @@ def describe_patch(patch: Patch) -> str:
     return " and ".join(fields)
 
 
-def plans_that_fit(spec: JobSpec, plans: Mapping[int, Plan], nodes: Sequence[NodeRoom]) -> dict[int, Plan]:
+def plans_that_fit(spec: AnyJobSpec, plans: Mapping[int, Plan], nodes: Sequence[NodeRoom]) -> dict[int, Plan]:
     """Return the plans of the numbers of workers whose certain memory some layout on the nodes holds."""
     return {workers: plan for workers, plan in plans.items() if _first_lack(spec.at(workers), plan, nodes) is None}
 
 
 def memory_problem(
-    spec: JobSpec, plans: Mapping[int, Plan], shape: ModelShape, nodes: Sequence[NodeRoom]
+    spec: AnyJobSpec, plans: Mapping[int, Plan], shape: ModelShape, nodes: Sequence[NodeRoom]
 ) -> Problem | None:
     """Return the problem of a job that fits the nodes with no number of workers; None if it fits with one."""
     if not plans or plans_that_fit(spec, plans, nodes):
@@ -61,14 +61,15 @@ def memory_problem(
     )
 
 
-def cheapest_change(spec: JobSpec, shape: ModelShape, nodes: Sequence[NodeRoom]) -> Change | None:
+def cheapest_change(spec: AnyJobSpec, shape: ModelShape, nodes: Sequence[NodeRoom]) -> Change | None:
     """Return the cheapest change with which the spec is accepted on the nodes; None if there is none."""
     choices = [valid for one in _choices(spec, nodes) if (valid := [p for p in one if _plan(spec, shape, p)])]
     subsets = (chosen for count in range(1, len(choices) + 1) for chosen in combinations(choices, count))
     for patch in (patch for chosen in subsets for patch in _products(chosen)):
         found = _plan(spec, shape, patch)
         if found is not None and _is_accepted(*found, nodes):
-            return Change(patch, certain_needs(*found)[0])
+            changed, plan = found
+            return Change(patch, certain_needs(changed.run, plan)[0])
     return None
 
 
@@ -83,11 +84,11 @@ def describe_terms(need: MemoryNeed, *, on_device: bool) -> str:
     )
 
 
-def _first_lack(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> MemoryNeed | None:
-    return next((need for need in certain_needs(spec, plan) if not fits(spec, need, nodes)), None)
+def _first_lack(spec: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> MemoryNeed | None:
+    return next((need for need in certain_needs(spec.run, plan) if not fits(spec.run, need, nodes)), None)
 
 
-def _lacks(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> str:
+def _lacks(spec: AnyJobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> str:
     """Return the memory that a worker needs and that of the nodes that could run it, as a phrase."""
     able = [node for node in nodes if count_places(spec.scaling, node.resources)]
     devices = [device for node in able for device in node.devices or ()]
@@ -102,7 +103,7 @@ def _lacks(spec: JobSpec, need: MemoryNeed, nodes: Sequence[NodeRoom]) -> str:
     return f"{describe_terms(need, on_device=True)}, and {large} GPUs are that large"
 
 
-def _remedy(spec: JobSpec, shape: ModelShape, nodes: Sequence[NodeRoom]) -> str:
+def _remedy(spec: AnyJobSpec, shape: ModelShape, nodes: Sequence[NodeRoom]) -> str:
     found = cheapest_change(spec, shape, nodes)
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
     if found is not None:
@@ -111,7 +112,7 @@ def _remedy(spec: JobSpec, shape: ModelShape, nodes: Sequence[NodeRoom]) -> str:
     return "no setting makes it fit on these nodes; choose a smaller model, or add nodes with more memory"
 
 
-def _choices(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[list[Patch]]:
+def _choices(spec: AnyJobSpec, nodes: Sequence[NodeRoom]) -> list[list[Patch]]:
     """Return the changes that save memory, cheapest first; each is a list of values, in this order."""
     strategy, on_gpu = spec.strategy, bool(spec.scaling.resources_per_worker.get("GPU"))
     most = spec.scaling.bounds[1]
@@ -121,17 +122,17 @@ def _choices(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[list[Patch]]:
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
         (1 < strategy.shards < most, {"strategy": {"fsdp_size": 0}}),
         (strategy.offload_policy is not True and on_gpu, {"strategy": {"offload_policy": True}}),
-        (spec.training.optimizer == "adamw", {"training": {"optimizer": "adamw_8bit"}}),
+        (spec.trains and spec.run.training.optimizer == "adamw", {"training": {"optimizer": "adamw_8bit"}}),
     ]
     found = [[patch] for helps, patch in choices if helps]
     if more := _more_workers(spec, nodes):
         found.append(more)
-    if spec.model.master_dtype == "fp32":
+    if spec.trains and spec.run.model.master_dtype == "fp32":
         found.append([{"model": {"master_dtype": "bf16"}}])
     return found
 
 
-def _more_workers(spec: JobSpec, nodes: Sequence[NodeRoom]) -> list[Patch]:
+def _more_workers(spec: AnyJobSpec, nodes: Sequence[NodeRoom]) -> list[Patch]:
     """Return doubled numbers of workers for which the nodes have room by their other resources."""
     fewest, most = spec.scaling.bounds
     room = min(sum(count_places(spec.scaling.at(most), node.resources) for node in nodes), MOST_WORKERS)
@@ -156,7 +157,7 @@ def merge_patches(patches: Sequence[Patch]) -> Patch:
     return whole
 
 
-def _plan(spec: JobSpec, shape: ModelShape, patch: Patch) -> tuple[JobSpec, Plan] | None:
+def _plan(spec: AnyJobSpec, shape: ModelShape, patch: Patch) -> tuple[AnyJobSpec, Plan] | None:
     """Return a changed spec at its largest number of workers, with its plan; None if it breaks a rule."""
     try:
         changed = override(spec, patch)
@@ -166,7 +167,7 @@ def _plan(spec: JobSpec, shape: ModelShape, patch: Patch) -> tuple[JobSpec, Plan
         return None
 
 
-def _is_accepted(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> bool:
+def _is_accepted(spec: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> bool:
     total = {"CPU": sum(node.resources.get("CPU", 0.0) for node in nodes)}
     return data_starves(spec.scaling, total) is None and _first_lack(spec, plan, nodes) is None
 

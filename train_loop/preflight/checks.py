@@ -52,7 +52,7 @@ from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.preflight.sandbox import confine
 from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable, local_path
-from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, ModelSpec, Problem, SourceSpec, parse
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, ModelSpec, Problem, SourceSpec, parse_any
 from train_loop.system.input_files import limit_inputs
 
 # pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
@@ -325,7 +325,8 @@ def _confine(policy: ReadPolicy, parent: Parent | None) -> None:
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
-    spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
+    # The run of a job of any kind has the model, the data and the mesh to check.
+    spec, policy = parse_any(question["spec"]).run, ReadPolicy.model_validate(question["read_policy"])
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     if spec.code is not None:
         _confine(policy, parent)

@@ -9,7 +9,7 @@ from train_loop.data.prepare.cache import evaluation_spec
 from train_loop.data.prepare.pipeline import prepare
 from train_loop.errors import UserError
 from train_loop.run_dir import default_cache
-from train_loop.spec import JobSpec, SpecError, describe, parse_text
+from train_loop.spec import JobSpec, SpecError, describe, parse_any_text
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
-        spec = parse_text(arguments.spec.read_bytes())
+        spec = parse_any_text(arguments.spec.read_bytes()).run
         dataset = _prepare(spec, arguments.cache)
         other = evaluation_spec(spec, dataset)
         if other is not None:

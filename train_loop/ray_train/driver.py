@@ -177,7 +177,8 @@ def _prepare_and_train(
         return early
     expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
     connect(connected)
-    spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
+    # What the driver does is the same for all kinds of jobs.
+    spec = retry_storage(lambda: attempt.spec(run_dir.spec())).run
     environment = _environment(spec)
     if environment:
         start_ahead(spec.scaling, environment, group=spec.strategy.peers, whole=spec.strategy.shard_group)
@@ -231,7 +232,7 @@ def _fit(fit: Callable[[], object]) -> None:
 
 
 def _trained(attempt: AttemptDir) -> Outcome | None:
-    """Return the outcome in the workers' event `training_ended`; None without one, or if it is a failure."""
+    """Return the outcome in the event of the workers' end; None without one, or if it is a failure."""
     try:
         end = last_word(attempt)
         outcome = None if end is None else Outcome.model_validate(end)

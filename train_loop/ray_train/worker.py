@@ -15,6 +15,7 @@ from train_loop.code.use import with_own_code
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream.ray_data import ray_stream
 from train_loop.faults.failure import report_failure
+from train_loop.kinds import WORK
 from train_loop.liveness.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.liveness.heartbeat import mark
 from train_loop.loop.session import Preemption, Session
@@ -29,23 +30,23 @@ from train_loop.system.memory_limit import limit_rank
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import last_word
 from train_loop.telemetry.logs import log_to
-from train_loop.train import train
 
 
 def work(config: dict[str, Any]) -> None:
-    """Train as one rank of Ray Train's worker group."""
+    """Do the work of one rank of Ray Train's worker group."""
     run_dir = RunDir.at(config["run_dir"])
     token = Fence(config["attempt"], int(os.environ.get(EPOCH_VARIABLE, "0")))
     expect_run_dir(run_dir.root)
     # Before the first read: heartbeats then report that storage does not answer on this host.
     with fence_watched(run_dir, token):
-        _train(run_dir, token)
+        _work(run_dir, token)
 
 
-def _train(run_dir: RunDir, token: Fence) -> None:
+def _work(run_dir: RunDir, token: Fence) -> None:
     context, attempt = get_context(), run_dir.attempt(token.attempt)
     whole = retry_storage(run_dir.spec)
-    spec = retry_storage(lambda: attempt.spec(whole))
+    job = retry_storage(lambda: attempt.spec(whole))
+    spec, its = job.run, WORK[job.kind]
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     each, ranks = spec.scaling.resources_per_worker, context.get_local_world_size()
     limit_rank(os.environ, ranks=ranks, on_gpu=bool(each.get("GPU")), reserved=each.get(MEMORY))
@@ -64,16 +65,18 @@ def _train(run_dir: RunDir, token: Fence) -> None:
         preemption=_preemption,
         may_move=_may_move(spec, held, fewest=whole.scaling.bounds[0]),
         mark=mark,
+        end_event=its.end_event,
     )
     retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
     if retry_storage(functools.partial(last_word, attempt)) is not None:
-        # Ray Train restarts the group after any error. Training has already ended: there is nothing to do.
+        # Ray Train restarts the group after any error. The work has already ended: there is nothing to do.
         return
     with report_failure(session):
-        spec = retry_storage(functools.partial(with_own_code, spec, run_dir))
+        job = retry_storage(functools.partial(with_own_code, job, run_dir))
         # The model's folder may be unavailable on this host only.
-        read_inputs(spec, functools.partial(model_shape, spec.model))
-        train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
+        read_inputs(job.run, functools.partial(model_shape, job.model))
+        evaluation = _prepared(run_dir.eval_data) if spec.data.eval else None
+        its.run(job, session, _prepared(run_dir.data), evaluation)
 
 
 def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Standby:

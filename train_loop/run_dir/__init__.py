@@ -16,7 +16,9 @@ from train_loop.run_dir.durable import (
 )
 from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
 from train_loop.run_dir.formats import (
+    ENDED,
     NO_FENCE,
+    STARTED,
     CheckpointFile,
     DataPosition,
     Fence,
@@ -65,6 +67,7 @@ from train_loop.run_dir.remote import (
     storage_failed,
     storage_may_fail,
 )
+from train_loop.run_dir.results import ResultsDir
 from train_loop.run_dir.root import (
     ROOT_MARKER,
     RUN_MARKER,
@@ -95,6 +98,7 @@ __all__ = [
     "ALL_NODES",
     "CACHE_VARIABLE",
     "DEFAULT_SINKS",
+    "ENDED",
     "NODE_NAME_VARIABLE",
     "NO_FENCE",
     "POD_DIGEST_VARIABLE",
@@ -104,6 +108,7 @@ __all__ = [
     "SERVICE_VERSION_VARIABLE",
     "SINKS",
     "SINKS_VARIABLE",
+    "STARTED",
     "STORAGE_SECONDS_VARIABLE",
     "TOKEN_FILE",
     "VISIT_MARK",
@@ -126,6 +131,7 @@ __all__ = [
     "Parent",
     "PathCheck",
     "ReadPolicy",
+    "ResultsDir",
     "RootMarker",
     "RunDir",
     "SinkName",

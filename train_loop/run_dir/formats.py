@@ -65,6 +65,12 @@ NO_FENCE = Fence(0)
 """The fence of a run directory without attempts."""
 
 
+STARTED = frozenset({"training_started", "work_started"})
+"""Events that report that the ranks begin: to train, or with the work of another kind of job."""
+ENDED = frozenset({"training_ended", "work_ended"})
+"""Events that report how that has ended."""
+
+
 class Outcome(Format):
     """attempts/<n>/outcome.json: the driver's result, written last as its acknowledgement."""
 

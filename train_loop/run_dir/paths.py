@@ -13,9 +13,10 @@ from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.fence import FenceStore
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole, size_of
+from train_loop.run_dir.results import ResultsDir
 from train_loop.run_dir.root import RUN_MARKER
 from train_loop.run_dir.sinks import SinkName
-from train_loop.spec import JobSpec, ScalingSpec, dump, load
+from train_loop.spec import AnyJobSpec, ScalingSpec, dump, load
 
 T = TypeVar("T", bound=Format)
 CACHE_VARIABLE = "TRAINSHED_CACHE"
@@ -98,7 +99,7 @@ class AttemptDir:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def spec(self, spec: JobSpec) -> JobSpec:
+    def spec(self, spec: AnyJobSpec) -> AnyJobSpec:
         """Return the run's spec with the attempt's number of workers."""
         size = self.size()
         return spec if size is None else spec.scaled(size)
@@ -193,6 +194,16 @@ class RunDir:
         return ExportDir(self.root / "export")
 
     @property
+    def results(self) -> ResultsDir:
+        """The folder of the results of an inference job."""
+        return ResultsDir(self.root / "results")
+
+    def committed(self) -> int | None:
+        """Return the newest step with a checkpoint, or the number of committed shards of results; None without both."""
+        found = self.manifests()
+        return max(found) if found else self.results.complete or None
+
+    @property
     def cache(self) -> Path:
         """Folder of the prepared data of all jobs. All workers must see it, to read samples by position in a file.
 
@@ -231,11 +242,11 @@ class RunDir:
         """Return whether the run directory exists: it has its marker, or at least a spec."""
         return any(size_of(self.root / name) is not None for name in (RUN_MARKER, "spec.json"))
 
-    def spec(self) -> JobSpec:
+    def spec(self) -> AnyJobSpec:
         """Return the resolved spec. Raises FileNotFoundError or SpecError."""
         return load(read_whole(self.root / "spec.json"))
 
-    def write_spec(self, spec: JobSpec) -> None:
+    def write_spec(self, spec: AnyJobSpec) -> None:
         """Write the resolved spec once. A later call for the same run, even at another size, writes nothing.
 
         Raises ValueError for the spec of another run.

@@ -6,6 +6,9 @@ from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
+from train_loop.spec.kinds.any_kind import AnyJobSpec
+from train_loop.spec.kinds.infer import InferJobSpec
+from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.names import DTYPES, NODE, Spelling
@@ -19,6 +22,8 @@ from train_loop.spec.parse import (
     merged,
     override,
     parse,
+    parse_any,
+    parse_any_text,
     parse_text,
     spellings,
 )
@@ -35,12 +40,15 @@ __all__ = [
     "MOST_WORKERS",
     "NODE",
     "SCHEMA_ID",
+    "AnyJobSpec",
     "CheckpointSpec",
     "CodeSpec",
     "ColumnsSpec",
     "DataSpec",
     "EmbeddingSpec",
     "FailureSpec",
+    "InferJobSpec",
+    "InferSpec",
     "JobSpec",
     "LabelHeadSpec",
     "MaskedLmSpec",
@@ -70,6 +78,8 @@ __all__ = [
     "merged",
     "override",
     "parse",
+    "parse_any",
+    "parse_any_text",
     "parse_text",
     "read_positions",
     "read_yaml",

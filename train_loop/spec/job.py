@@ -9,6 +9,7 @@ from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import DataSpec
 from train_loop.spec.heads import check_head
+from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec, expert_faults, tensor_faults
@@ -24,35 +25,31 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?
 # The service rejects control characters in submitted labels; stored specs may hold some.
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 LabelValue = Annotated[str, StringConstraints(max_length=512)]
-
-
-class InferSpec(SpecModel):
-    """The output of an `infer` job."""
-
-    output: Literal["logprobs"] = Field(default="logprobs", description="output of each token")
-    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
-    path: str = Field(description="URI of the output")
+Priority = Annotated[
+    int, Field(ge=-1000, le=1000, description="priority in the queue, from -1000 to 1000; higher starts first")
+]
+Labels = Annotated[
+    dict[LabelKey, LabelValue],
+    Field(
+        max_length=16,
+        description="labels for filters and lists: at most 16, keys of 1 to 64 characters, values of at most 512",
+    ),
+]
 
 
 class JobSpec(SpecModel):
     """The spec of one training job."""
 
     name: Name = Field(description="name of the job: lower-case letters, digits and hyphens, at most 40 characters")
-    kind: Annotated[Literal["train", "infer"], only("train")] = Field(
-        default="train", description="kind of the job; only train is supported yet"
+    kind: Literal["train"] = Field(
+        default="train", description="kind of the job: train, or infer, which has its own fields"
     )
     project: Name = Field(
         default="default",
         description="project of the job: lower-case letters, digits and hyphens, at most 40 characters",
     )
-    priority: int = Field(
-        default=0, ge=-1000, le=1000, description="priority in the queue, from -1000 to 1000; higher starts first"
-    )
-    labels: dict[LabelKey, LabelValue] = Field(
-        default={},
-        max_length=16,
-        description="labels for filters and lists: at most 16, keys of 1 to 64 characters, values of at most 512",
-    )
+    priority: Priority = 0
+    labels: Labels = Field(default={})
     code: CodeSpec | None = Field(
         default=None, description="model, loss and batches by your own code, in projects whose operator allows it"
     )
@@ -62,7 +59,7 @@ class JobSpec(SpecModel):
     data: DataSpec = Field(description="the training and evaluation data")
     training: TrainingSpec = Field(description="optimizer, schedule, batch size and length of the run")
     infer: Annotated[InferSpec | None, only(None)] = Field(
-        default=None, description="settings of an infer job; not supported yet"
+        default=None, description="outputs of a job of kind: infer, which alone has them"
     )
     strategy: StrategySpec = Field(
         default=StrategySpec(), description="sharding over the workers: FSDP2, Ulysses and tensor parallelism"
@@ -70,6 +67,31 @@ class JobSpec(SpecModel):
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="schedule and retention of checkpoints")
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
+
+    @property
+    def run(self) -> "JobSpec":
+        """The run of the job, as the loop and the plan read it: the spec itself."""
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """True: gradients are computed."""
+        return True
+
+    @property
+    def unit(self) -> str:
+        """What the steps of progress are: optimizer steps."""
+        return "step"
+
+    @property
+    def batch_field(self) -> str:
+        """The field with the rows of a call of the model, by which memory can be saved."""
+        return "training.per_device_train_batch_size"
+
+    @property
+    def resizable(self) -> bool:
+        """True if the number of workers may change without a change of the steps."""
+        return self.training.global_batch_size is not None
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -110,7 +132,7 @@ class JobSpec(SpecModel):
 
         These are the fields of its size, if the global batch does not depend on it.
         """
-        if self.training.global_batch_size is None:
+        if not self.resizable:
             return self
         if self.training.reproducible == "any_size":
             strategy = self.strategy.model_copy(update={"fsdp_size": 0})
@@ -160,6 +182,13 @@ class JobSpec(SpecModel):
                 "name the tokenizer of these rows in model.tokenizer"
             )
         return self
+
+    @field_validator("infer", mode="before")
+    @classmethod
+    def _infers_nothing(cls, infer: object) -> object:
+        if infer is not None:
+            raise ValueError("infer goes with kind: infer; set kind: infer, or remove infer")
+        return infer
 
     @field_validator("model", "data", "training", "strategy", "checkpoint")
     @classmethod

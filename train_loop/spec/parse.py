@@ -1,20 +1,23 @@
-"""Text or plain data → JobSpec; all problems are reported at once. The JSON schema is for editors and validators."""
+"""Text or plain data → a spec of a kind, with all problems at once. The JSON schema is for editors and validators."""
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
-from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.base import Problem, SpecError, SpecModel
 from train_loop.spec.job import JobSpec
+from train_loop.spec.kinds.any_kind import KINDS, AnyJobSpec, kind_of
 from train_loop.spec.model import Dtype
 from train_loop.spec.names import Spelling, accept_spellings, canonical, nearest_value, unknown_field
 from train_loop.spec.text import add_positions, as_pointer, check_data, read_yaml
 
+T = TypeVar("T")
+S = TypeVar("S", bound=SpecModel)
 SCHEMA_ID = "urn:trainshed:job-spec"
 
 _MOST_PROBLEMS = 50
@@ -22,17 +25,26 @@ _MOST_PROBLEMS = 50
 
 
 def parse_text(text: str | bytes) -> JobSpec:
-    """Parse YAML or JSON (JSON is YAML). Raises SpecError, with the positions of its problems in YAML text."""
+    """Parse the spec of a training job as YAML or JSON (JSON is YAML). Raises SpecError as `parse_any_text`."""
+    return _parse_text(text, parse)
+
+
+def parse_any_text(text: str | bytes) -> AnyJobSpec:
+    """Parse the spec of a job of any kind. Raises SpecError, with the positions of its problems in YAML text."""
+    return _parse_text(text, parse_any)
+
+
+def _parse_text(text: str | bytes, parse: Callable[[Any], T]) -> T:
     try:
         return parse(read_yaml(text))
     except SpecError as error:
         raise SpecError(add_positions(error.problems, text)) from error
 
 
-def load(text: str | bytes) -> JobSpec:
+def load(text: str | bytes) -> AnyJobSpec:
     """Parse a spec from `dump`, which may hold more values than a submitted body. Raises SpecError."""
     try:
-        return parse(json.loads(text))
+        return parse_any(json.loads(text))
     except (ValueError, RecursionError) as error:
         if isinstance(error, SpecError):
             raise
@@ -40,14 +52,28 @@ def load(text: str | bytes) -> JobSpec:
 
 
 def parse(raw: Any) -> JobSpec:
-    """Validate plain data as a spec. Raises SpecError with all problems."""
-    form = canonical(check_mapping(raw), JobSpec)
+    """Validate plain data as the spec of a training job. Raises SpecError with all problems."""
+    return _parse(raw, JobSpec)
+
+
+def parse_any(raw: Any) -> AnyJobSpec:
+    """Validate plain data as the spec of a job of the kind that it names. Raises SpecError with all problems."""
+    kind = kind_of(check_mapping(raw))
+    if kind not in KINDS:
+        near = nearest_value(kind, [*KINDS])
+        remedy = f"choose {' or '.join(KINDS)}" if near is None else f"did you mean {near}?"
+        raise SpecError([Problem("/kind", f"{kind!r:.60} is not a kind of job; {remedy}")])
+    return _parse(raw, KINDS[kind])
+
+
+def _parse(raw: Any, model: type[S]) -> S:
+    form = canonical(check_mapping(raw), model)
     try:
         # Validated as JSON, so that strict types are JSON's types whatever the format of the text.
-        spec = JobSpec.model_validate_json(json.dumps(_with_one_dtype(form.values), allow_nan=False))
+        spec = model.model_validate_json(json.dumps(_with_one_dtype(form.values), allow_nan=False))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
-            raise SpecError([*form.problems, *_problems(error)]) from error
+            raise SpecError([*form.problems, *_problems(error, model)]) from error
         raise SpecError([Problem("", f"a job spec holds JSON values only: {error}")]) from error
     if form.problems:
         raise SpecError([*form.problems])
@@ -56,7 +82,7 @@ def parse(raw: Any) -> JobSpec:
 
 def spellings(raw: Any) -> tuple[Spelling, ...]:
     """Return what plain data of a spec writes in another way than the schema, and what it becomes. Raises SpecError."""
-    return canonical(check_mapping(raw), JobSpec).spellings
+    return canonical(check_mapping(raw), KINDS.get(kind_of(check_mapping(raw)), JobSpec)).spellings
 
 
 def check_mapping(raw: Any) -> dict[Any, Any]:
@@ -71,7 +97,7 @@ def check_mapping(raw: Any) -> dict[Any, Any]:
     raise SpecError([Problem("", f"a job spec is a mapping of fields, not {given}; write name: VALUE for each field")])
 
 
-def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
+def override(spec: S, patch: Mapping[str, Any]) -> S:
     """Return a spec with a patch merged into it, mapping by mapping. Raises SpecError."""
     check_data(patch)
     # What a field of another tool becomes replaces those of the spec.
@@ -86,7 +112,7 @@ def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
         base["strategy"].pop("param_dtype")
     if isinstance(strategy, dict) and "param_dtype" in strategy:
         base["model"].pop("dtype")
-    return parse(merged(base, patch))
+    return _parse(merged(base, patch), type(spec))
 
 
 def merged(base: Any, patch: Any) -> Any:
@@ -113,25 +139,25 @@ def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, "model": {**model, "dtype": dtype}, "strategy": {**strategy, "param_dtype": dtype}}
 
 
-def dump(spec: JobSpec) -> str:
+def dump(spec: AnyJobSpec) -> str:
     """Return the resolved spec as JSON, including every default; `load` returns the same spec."""
     return spec.model_dump_json(indent=2)
 
 
-def _problems(error: ValidationError) -> list[Problem]:
+def _problems(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     found = error.errors(include_url=False)
-    listed = [problem for one in found[:_MOST_PROBLEMS] for problem in _problems_of(one)]
+    listed = [problem for one in found[:_MOST_PROBLEMS] for problem in _problems_of(one, model)]
     more = len(found) - _MOST_PROBLEMS
     return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more > 0 else listed
 
 
-def _problems_of(error: ErrorDetails) -> list[Problem]:
+def _problems_of(error: ErrorDetails, model: type[BaseModel]) -> list[Problem]:
     """Return the problems of one of pydantic's errors; a rule between parts names the fields to change itself."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.problems
     place = _place(error["loc"])
-    return [Problem(as_pointer([str(step) for step in place]), _message(error, place))]
+    return [Problem(as_pointer([str(step) for step in place]), _message(error, place, model))]
 
 
 def _place(loc: tuple[int | str, ...]) -> list[int | str]:
@@ -146,10 +172,13 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
     ]
 
 
-def _message(error: ErrorDetails, place: list[int | str]) -> str:
+def _message(error: ErrorDetails, place: list[int | str], model: type[BaseModel]) -> str:
     kind, message, value = error["type"], error["msg"], error["input"]
     if kind == "extra_forbidden":
-        return unknown_field([step for step in place if isinstance(step, str)], JobSpec)
+        names = [step for step in place if isinstance(step, str)]
+        if model is not JobSpec and len(place) == 1 and names[0] in JobSpec.model_fields:
+            return f"{names[0]} belongs to training jobs; remove it, or choose kind: train"
+        return unknown_field(names, model)
     if kind == "missing":
         return "this field is required"
     if kind == "value_error":
@@ -176,10 +205,13 @@ def job_schema() -> dict[str, Any]:
 
     It cannot express the rules between fields; `parse` checks those, too.
     """
-    schema = accept_spellings(JobSpec.model_json_schema(schema_generator=_Generator))
+    parts = accept_spellings(TypeAdapter(AnyJobSpec).json_schema(schema_generator=_Generator))["$defs"]
     # Editors show the schema's own name.
     head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID, "title": "Trainshed job spec"}
-    return {**head, **{name: part for name, part in schema.items() if name not in head}}
+    # Not oneOf: its errors name no field.
+    other = {"if": {"properties": {"kind": {"const": "infer"}}, "required": ["kind"]}}
+    of_kind = {"then": {"$ref": "#/$defs/InferJobSpec"}, "else": {"$ref": "#/$defs/JobSpec"}}
+    return {**head, "type": "object", **other, **of_kind, "$defs": parts}
 
 
 def dump_schema() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import (
+    ENDED,
     AttemptDir,
     Fence,
     JsonLines,
@@ -227,4 +228,4 @@ def read_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:
-    return [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
+    return [line for line in read_lines(attempt.events) if line.get("event") in ENDED]

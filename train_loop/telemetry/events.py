@@ -46,6 +46,9 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "preemption_notice": "hosts of some ranks will be taken away at `deadline`",
         "forecast_scored": "tokens per second and peak memory of the run, and what its plan expected on this device",
         "training_ended": "training has ended: succeeded, paused, cancelled, failed or moved",
+        "work_started": "the ranks of a job that does not train begin; `kind`, and the row from which they resume",
+        "work_ended": "their work has ended, as in `training_ended`",
+        "results_committed": "a shard of results is committed, with its rows",
         "warning": "a message to the user; the run continues",
         # Checkpoints.
         "checkpoint_committed": "a checkpoint is committed, with its bytes and seconds",

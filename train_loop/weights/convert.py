@@ -91,5 +91,5 @@ def _write_those_of_run(run_dir: RunDir, work: Path, done: Converted) -> list[st
             "python -m train_loop.checkpoint.export"
         )
     dtype = _NAMES.get(done.dtype or "", spec.model.dtype)
-    write_run_configs(spec, run_dir, work, dtype=dtype)
+    write_run_configs(spec.run, run_dir, work, dtype=dtype)
     return [f"wrote the config of the run in {run_dir.root}"]

@@ -47,7 +47,7 @@ _PANELS = {
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
-    "Runs": (runs.logs, runs.metrics, runs.events, runs.describe, runs.diff),
+    "Runs": (runs.logs, runs.metrics, runs.events, runs.describe, runs.results, runs.diff),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
     "Access": (keys.whoami, audit.audit, audit.usage),
 }

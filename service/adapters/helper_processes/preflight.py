@@ -24,7 +24,7 @@ from service.adapters.ray.environment import environment_of_helpers
 from service.errors import PreflightFailed, StorageAway
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from train_loop.run_dir import Parent, ReadPolicy
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec
 
 _GRACE_SECONDS = 2.0
 """Seconds for the helper to answer after the timeout of a check."""
@@ -38,7 +38,7 @@ _findings = TypeAdapter(PreflightReport)
 
 
 class _Question(BaseModel):
-    spec: JobSpec
+    spec: AnyJobSpec
     read_policy: ReadPolicy
     parent: Parent | None
     seconds: float
@@ -107,7 +107,7 @@ class HelperPreflight:
             self._helper.communicate()
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Return all problems, and the model's sizes.
 
@@ -119,7 +119,7 @@ class HelperPreflight:
             return self._run_check(spec, parent, call)
         return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None, call))
 
-    def cached(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
         return self._answers.cached(_cache_key(spec))
 
@@ -127,7 +127,7 @@ class HelperPreflight:
     def _socket(self) -> Path:
         return Path(self._folder.name) / "preflight"
 
-    def _run_check(self, spec: JobSpec, parent: Parent | None, call: Cancellation) -> PreflightReport:
+    def _run_check(self, spec: AnyJobSpec, parent: Parent | None, call: Cancellation) -> PreflightReport:
         limits = self._limits
         question = _Question(
             spec=spec,
@@ -250,7 +250,7 @@ def _disconnect(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _cache_key(spec: JobSpec) -> str:
+def _cache_key(spec: AnyJobSpec) -> str:
     """Return the cache key: all fields of a spec that `train_loop.preflight.checks` reads.
 
     The project is part of it, because projects may read different files.
@@ -276,7 +276,7 @@ def _cache_key(spec: JobSpec) -> str:
             "z_loss",
         },
     }
-    return spec.model_dump_json(include=parts)
+    return f"{spec.kind} {spec.run.model_dump_json(include=parts)}"
 
 
 def _parse(answer: bytes) -> PreflightReport:

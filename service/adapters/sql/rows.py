@@ -9,7 +9,7 @@ from sqlalchemy import Row
 from service.domain.jobs.job import Attempt, Job, JobState, Lineage, StopRequest
 from service.domain.jobs.reason import Reason
 from service.domain.queue.entry import QueueEntry
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import AnyJobSpec, ScalingSpec
 
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
@@ -19,6 +19,7 @@ _reason = TypeAdapter(Reason)
 _lineage = TypeAdapter(Lineage)
 _sizes = TypeAdapter(tuple[int, ...])
 _memory = TypeAdapter(dict[int, int])
+_any_spec: TypeAdapter[AnyJobSpec] = TypeAdapter(AnyJobSpec)
 
 
 def to_row(job: Job) -> dict[str, Value]:
@@ -98,9 +99,9 @@ def queue_entry_of(row: Any) -> QueueEntry:
 
 
 @lru_cache(maxsize=1024)
-def _spec(text: str) -> JobSpec:
+def _spec(text: str) -> AnyJobSpec:
     # Cached: a spec never changes, and the same jobs are read repeatedly.
-    return JobSpec.model_validate_json(text)
+    return _any_spec.validate_json(text)
 
 
 @lru_cache(maxsize=4096)

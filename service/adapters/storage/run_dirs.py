@@ -27,6 +27,7 @@ from service.ports import (
     RunSummary,
 )
 from train_loop.run_dir import (
+    STARTED,
     AttemptDir,
     ExportStatus,
     ExportWish,
@@ -41,10 +42,10 @@ from train_loop.run_dir import (
     storage_failed,
     write_run_marker,
 )
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import AnyJobSpec, ScalingSpec
 
-_TRAINING = {"training_started": WorkerStatus.YES, "workers_lost": WorkerStatus.LOST}
-_READY = {"workers_ready": True, "training_started": True, "workers_lost": False, "moving": False}
+_TRAINING = {**dict.fromkeys(STARTED, WorkerStatus.YES), "workers_lost": WorkerStatus.LOST}
+_READY = {**dict.fromkeys(("workers_ready", *STARTED), True), "workers_lost": False, "moving": False}
 _WINDOW = 1 << 18
 """Bytes per read. A longer line of a log is returned in parts."""
 _CACHED_READERS = 1024
@@ -79,7 +80,7 @@ class LocalRunDirs:
         write_run_marker(directory.root, marker)
         return directory
 
-    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+    def prepare(self, run_dir: str, spec: AnyJobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
         Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.
@@ -204,8 +205,8 @@ class LocalRunDirs:
             self._open(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
 
     def committed(self, run_dir: str) -> int | None:
-        """Return the newest committed step; None if there is none."""
-        return max(self._open(run_dir).manifests(), default=None)
+        """Return the newest committed step, or the number of committed shards of results; None if there is none."""
+        return self._open(run_dir).committed()
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""

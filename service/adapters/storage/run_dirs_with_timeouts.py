@@ -12,7 +12,7 @@ from service.domain.jobs.observation import LatestAttempt
 from service.errors import StorageAway
 from service.ports import AttemptObservation, Checkpoint, LogChunk, LogOffset, LogSource, Reading, RunSummary
 from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, is_remote, storage_failed, storage_path
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import AnyJobSpec, ScalingSpec
 
 T = TypeVar("T")
 _READ_SECONDS, _WRITE_SECONDS, _REMOTE_SECONDS = 2.0, 20.0, 10.0
@@ -30,7 +30,7 @@ class GuardedRunDirs:
         self._guard = guard
         self._inline = inline
 
-    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+    def prepare(self, run_dir: str, spec: AnyJobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
 
         Raises StaleAttempt if this attempt is fenced off, UnusableRunDir if the folder holds no spec of this run.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from service.domain.jobs.condition import Conditions, hosts_of
 from service.domain.runs.json_lines import Line, number, parse
 from service.ports import EMPTY_SUMMARY, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
-from train_loop.run_dir import CurrentGroup, RunDir
+from train_loop.run_dir import STARTED, CurrentGroup, RunDir
 
 _RECENT = 50
 """Number of newest steps from whose times the remaining time is estimated."""
@@ -46,7 +46,7 @@ class RunSummaryReader:
                 if "event" not in line:
                     self._step(line)
                     continue
-                if line["event"] == "training_started":
+                if line["event"] in STARTED:
                     self._begin(line)
                 elif line["event"] == "workers_lost":
                     self._lose(line)
@@ -96,7 +96,7 @@ class RunSummaryReader:
             self._places[kind] = tail.entries[-1].after
 
     def _begin(self, line: Line) -> None:
-        """Record that training starts, for the first time or again."""
+        """Record that the ranks' work starts, for the first time or again."""
         attempt, replayed = int(number(line, "attempt") or 0), int(number(line, "replayed") or 0)
         self._starts += 1
         self._of = int(number(line, "steps") or 0) or self._of

@@ -61,7 +61,7 @@ from service.api.schemas.usage import UsageDays, UsageOut
 from service.api.schemas.webhooks import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
-from train_loop.spec import JobSpec, ScalingSpec, WorkerRange
+from train_loop.spec import InferJobSpec, JobSpec, ScalingSpec, WorkerRange
 
 __all__ = [
     "AttemptOut",
@@ -80,6 +80,7 @@ __all__ = [
     "FindingOut",
     "Findings",
     "Health",
+    "InferJobSpec",
     "JobOut",
     "JobPage",
     "JobSpec",

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, JsonValue
 from service.api.schemas.common import Page, StateName, Time, read_as
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import AnyJobSpec, ScalingSpec
 
 
 class ReasonOut(BaseModel):
@@ -37,6 +37,7 @@ class ProgressOut(BaseModel):
 
     step: int
     of: int | None
+    unit: str = Field(default="step", description="what `step` and `of` count: step, or row of an inference job")
     percent: float | None
     eta_seconds: float | None
     loss: float | None
@@ -81,7 +82,7 @@ class JobOut(BaseModel):
     updated_at: Time
     started_at: Time | None
     finished_at: Time | None
-    spec: JobSpec
+    spec: AnyJobSpec
     scaling: ScalingSpec = Field(description="size of the newest or the next attempt")
     sizes: tuple[int, ...] = Field(description="possible numbers of workers of an elastic job")
     run_dir: str

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from service.domain.access.roles import ANY
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class CodePolicy:
         """Return whether jobs of a project may run their own code."""
         return not self.projects.isdisjoint({project, ANY})
 
-    def problem(self, spec: JobSpec) -> Problem | None:
+    def problem(self, spec: AnyJobSpec) -> Problem | None:
         """Return why a spec may not be submitted with its code; None if it may, or has none."""
         if spec.code is None or self.allows(spec.project):
             return None

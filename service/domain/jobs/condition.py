@@ -8,15 +8,19 @@ from typing import cast
 from service.domain.jobs.head_node import HeadNode
 from service.domain.jobs.reason import HANG_REMEDY, Code, Reason, storage_remedy
 from train_loop.plan import list_ranks
+from train_loop.run_dir import STARTED
 
 Event = Mapping[str, object]
 _CLEARED_BY: Mapping[str, frozenset[str]] = {
     "progressing": frozenset({"stalled"}),
     "group_started": frozenset({"stalled", "host_silent", "waiting_for_capacity"}),
     "workers_lost": frozenset({"stalled", "host_silent"}),
-    "training_started": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving", "storage_unavailable"}),
+    **dict.fromkeys(
+        STARTED, frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving", "storage_unavailable"})
+    ),
     "storage_available": frozenset({"storage_unavailable"}),
     "checkpoint_committed": frozenset({"storage_unavailable"}),
+    "results_committed": frozenset({"storage_unavailable"}),
 }
 """Conditions that each event clears."""
 RESUMES = "; the run resumes from its newest checkpoint"
@@ -86,7 +90,7 @@ def hosts_of(event: Event) -> dict[int, str] | None:
     if event.get("event") == "group_started" and isinstance(event.get("hosts"), dict):
         hosts = cast("Mapping[str, object]", event["hosts"])
         return {int(rank): str(host) for rank, host in hosts.items() if str(rank).isdigit()}
-    if event.get("event") == "training_started" and isinstance(event.get("workers"), list):
+    if event.get("event") in STARTED and isinstance(event.get("workers"), list):
         workers = [one for one in cast("Sequence[object]", event["workers"]) if isinstance(one, dict)]
         return {one["rank"]: str(one["host"]) for one in workers if isinstance(one.get("rank"), int) and "host" in one}
     return None

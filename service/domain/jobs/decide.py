@@ -159,7 +159,7 @@ def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
 
 def hangs(job: Job, idle_seconds: float) -> bool:
     """Return whether an attempt that was idle for `idle_seconds` hangs. Its workers had time to notice that first."""
-    return idle_seconds > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
+    return idle_seconds > job.spec.failure.hang_timeout_seconds * job.spec.run.training.logging_steps + _SLACK_SECONDS
 
 
 def _follow_workers(job: Job, seen: Observation, now: float) -> Job:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from service.domain.jobs.reason import WAITS, Code, Reason
-from train_loop.spec import MEMORY, JobSpec, ScalingSpec
+from train_loop.spec import MEMORY, AnyJobSpec, ScalingSpec
 
 
 class JobState(StrEnum):
@@ -115,10 +115,10 @@ def reserve_memory(scaling: ScalingSpec, memory: Mapping[int, int]) -> ScalingSp
 
 @dataclass(frozen=True)
 class Job:
-    """One training job. Times are Unix seconds."""
+    """One job of any kind. Times are Unix seconds."""
 
     id: str
-    spec: JobSpec
+    spec: AnyJobSpec
     run_dir: str
     created_at: float
     updated_at: float

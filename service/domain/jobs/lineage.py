@@ -2,12 +2,12 @@
 
 from service.domain.jobs.job import Job, JobState
 from train_loop.run_dir import Manifest, Parent
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
-def parent_of(job: Job, manifest: Manifest, spec: JobSpec) -> Parent:
+def parent_of(job: Job, manifest: Manifest, spec: AnyJobSpec) -> Parent:
     """Build the parent record for the run directory of a clone with this spec."""
-    before, after = job.spec, spec
+    before, after = job.spec.run, spec.run
     return Parent(
         job=job.id,
         run_dir=job.run_dir,
@@ -18,16 +18,16 @@ def parent_of(job: Job, manifest: Manifest, spec: JobSpec) -> Parent:
     )
 
 
-def check_steps_remaining(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
+def check_steps_remaining(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:
     """Return why a clone would end before its first step; empty if it would not, or if this is not known yet."""
-    training, begins = spec.training, f"step {manifest.step} of {job.id}, where the clone starts"
+    training, begins = spec.run.training, f"step {manifest.step} of {job.id}, where the clone starts"
     if training.max_steps is not None and training.max_steps <= manifest.step:
         message = f"max_steps={training.max_steps} is not after {begins}; it includes the steps of the parent"
         return [Problem("/training/max_steps", f"{message}, so choose more than {manifest.step}")]
     if training.max_tokens is not None and training.max_tokens <= manifest.tokens:
         message = f"max_tokens={training.max_tokens} does not exceed the {manifest.tokens} tokens of {begins}"
         return [Problem("/training/max_tokens", f"{message}; choose more")]
-    before, epochs = job.spec.training, training.epochs
+    before, epochs = job.spec.run.training, training.epochs
     if epochs is None or spec.data != job.spec.data:
         return []
     # An end within an epoch is known only if the job reached it, and nothing else has ended the job.

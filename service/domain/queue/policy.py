@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from service.domain.access.roles import ANY, Principal, Role
 from service.domain.queue.entry import QueueEntry
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PriorityLimits:
     by_project: Mapping[str, int] = field(default_factory=dict)
     """Maximum by project; "*" applies to all other projects, and is 0 if it is not given."""
 
-    def problem(self, caller: Principal, spec: JobSpec) -> Problem | None:
+    def problem(self, caller: Principal, spec: AnyJobSpec) -> Problem | None:
         """Return why the caller may not submit a spec with its priority; None if it may."""
         most = self.by_project.get(spec.project, self.by_project.get(ANY, 0))
         # An admin of the project alone must not preempt others either.

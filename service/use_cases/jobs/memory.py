@@ -20,7 +20,7 @@ from train_loop.plan import (
     tokenizer_bytes,
     unknown_memory,
 )
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, JobSpec, Problem
 
 _REMEDIES = 3
 _SMALL_BYTES = 1 << 30
@@ -52,8 +52,9 @@ def _describe(largest: LargestRead) -> tuple[str, str]:
     return f"{kind} of {format_bytes(largest.row)}", "write shorter rows"
 
 
-def memory_warnings(spec: JobSpec, plan: Plan, largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> list[str]:
+def memory_warnings(job: AnyJobSpec, plan: Plan, largest: LargestRead | None, nodes: Sequence[NodeRoom]) -> list[str]:
     """Return the warnings about the memory of a job at its largest size: unknown, likely too small, or crowded."""
+    spec = job.run
     needs = certain_needs(spec, plan)
     most = max(needs, key=lambda need: (need.device_bytes, need.host_bytes))
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
@@ -66,17 +67,18 @@ def memory_warnings(spec: JobSpec, plan: Plan, largest: LargestRead | None, node
             f"{' and '.join(sizes)}"
         ]
     crowded = _crowded(task_bytes(spec, largest), nodes)
-    return [*_likely(spec, plan, nodes), *crowded, *_unseen(largest, nodes), *_tokenizer(spec, largest, nodes)]
+    return [*_likely(job, plan, nodes), *crowded, *_unseen(largest, nodes), *_tokenizer(spec, largest, nodes)]
 
 
-def _likely(spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
+def _likely(job: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]:
     """Return a warning if a step needs more than the nodes have, by the estimate or in the default layout."""
+    spec = job.run
     need = estimated_need(spec, plan)
     less = [replace(one, host=None if one.host is None else max(one.host - one.object_store, 0)) for one in nodes]
     if not fits(spec, need, less):
         on_gpu = bool(need.device) and fits(spec, replace(need, device=()), less)
         has_experts = plan.shape.active is not None
-        changes = memory_remedies(spec, "device" if on_gpu else "host", has_experts=has_experts)
+        changes = memory_remedies(job, "device" if on_gpu else "host", has_experts=has_experts)
         remedies = "; ".join(changes[:_REMEDIES])
         return [
             f"a worker may run out of memory: {need.when}, each needs about {describe_terms(need, on_device=on_gpu)}, "

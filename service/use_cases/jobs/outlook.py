@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from service.errors import InvalidRequest
 from train_loop.plan import Device, NodeRoom, Outlook, Plan, device_named, device_of, outlook_on
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,14 @@ class DeviceQuestion:
             raise InvalidRequest([Problem("/query/device", str(error))]) from error
 
 
-def find_outlook(question: DeviceQuestion, spec: JobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> Outlook | None:
+def find_outlook(question: DeviceQuestion, spec: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> Outlook | None:
     """Return what a plan means on the device; None if no device is named or known. Raises InvalidRequest."""
     named, on_gpu = question.named, bool(spec.scaling.resources_per_worker.get("GPU"))
+    if not spec.trains:
+        if named is not None or question.suggests:
+            rule = "forecasts are those of training, and the job trains nothing; leave out device and suggest"
+            raise InvalidRequest([Problem("/query/device", rule)])
+        return None
     if named is not None and not on_gpu:
         rule = "the workers of the spec request no GPU; add GPU: 1 to scaling.resources_per_worker"
         raise InvalidRequest([Problem("/query/device", rule)])
@@ -38,7 +43,7 @@ def find_outlook(question: DeviceQuestion, spec: JobSpec, plan: Plan, nodes: Seq
             rule = "no GPU of the cluster is known; name a device"
             raise InvalidRequest([Problem("/query/suggest", rule)])
         return None
-    return outlook_on(spec, plan, device, suggests=question.suggests)
+    return outlook_on(spec.run, plan, device, suggests=question.suggests)
 
 
 def _device_of_nodes(nodes: Sequence[NodeRoom]) -> Device | None:

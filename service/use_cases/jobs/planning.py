@@ -37,7 +37,7 @@ from train_loop.plan import (
     why_split,
 )
 from train_loop.run_dir import Parent, versions_here
-from train_loop.spec import NODE, JobSpec, Problem, SpecError, Spelling
+from train_loop.spec import NODE, AnyJobSpec, Problem, SpecError, Spelling
 
 Plans = dict[int, Plan]
 """Plan for each possible number of workers of a job; at least one."""
@@ -60,7 +60,7 @@ class CheckedSpec:
 class PlanView:
     """A plan, its layout on the cluster, and warnings."""
 
-    spec: JobSpec
+    spec: AnyJobSpec
     plan: Plan
     """The plan for the largest number of workers."""
     sizes: tuple[int, ...]
@@ -85,7 +85,7 @@ class Planner:
     preflight: Preflight
     cluster: Cluster
 
-    def resolved(self, spec: JobSpec) -> JobSpec:
+    def resolved(self, spec: AnyJobSpec) -> AnyJobSpec:
         """Return a spec whose fsdp_size is a number: node becomes that of the cluster's nodes. Raises InvalidSpec."""
         if spec.strategy.fsdp_size != NODE:
             return spec
@@ -96,7 +96,7 @@ class Planner:
             raise InvalidSpec([Problem("/strategy/fsdp_size", str(error))]) from error
         return spec.model_copy(update={"strategy": spec.strategy.model_copy(update={"fsdp_size": size})})
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> CheckedSpec:
+    def check(self, spec: AnyJobSpec, parent: Parent | None = None) -> CheckedSpec:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, parent)
         if parent is None:
@@ -106,32 +106,32 @@ class Planner:
         warning = parent.manifest.other_torch(versions_here().get("torch"))
         return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
 
-    def cached(self, spec: JobSpec) -> CheckedSpec | None:
+    def cached(self, spec: AnyJobSpec) -> CheckedSpec | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
         found = self.preflight.cached(spec)
         return None if found is None else self._checked(spec, found, self.cluster.rooms())
 
-    def _checked(self, spec: JobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
+    def _checked(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
         """Return the plans that break no rule, and fit the memory of the nodes unless they are None."""
         plans = self._plans(spec, found, nodes or ())
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
         memory = [] if nodes is None else memory_warnings(spec.at(most), plans[most], found.largest, nodes)
-        reserved = reservations(spec, plans, found.largest, nodes or ())
+        reserved = reservations(spec.run, plans, found.largest, nodes or ())
         return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved, found.code)
 
-    def _plans(self, spec: JobSpec, found: PreflightReport, nodes: Sequence[NodeRoom]) -> Plans:
+    def _plans(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom]) -> Plans:
         plans, broken = _planned(spec, found.shape)
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
         _, unfit = _schedule(spec, plans, found)
-        problems = [*([starves] if starves else []), *device_problems(spec), *broken, *unfit, *found.problems]
+        problems = [*([starves] if starves else []), *device_problems(spec.run), *broken, *unfit, *found.problems]
         if problems or found.shape is None or not plans:
             raise InvalidSpec(problems)
         return _fitting(spec, plans, found.shape, found.largest, nodes)
 
     def view(
-        self, spec: JobSpec, cancellation: Cancellation | None = None, question: DeviceQuestion = NO_QUESTION
+        self, spec: AnyJobSpec, cancellation: Cancellation | None = None, question: DeviceQuestion = NO_QUESTION
     ) -> PlanView:
         """Return the largest plan, laid out on the cluster's nodes, and what it means on a device.
 
@@ -152,7 +152,7 @@ class Planner:
         outlook = find_outlook(question, spec.at(max(plans)), plan, nodes or ())
         return PlanView(spec, plan, sizes_of(spec, plans), placed, tuple(warnings), found.preview, end, outlook=outlook)
 
-    def warnings(self, spec: JobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
+    def warnings(self, spec: AnyJobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
         """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
 
         Such a job never starts, has peers on several nodes, uses none of the GPUs, lacks CPUs for its data, or
@@ -173,26 +173,26 @@ class Planner:
 
 
 def _fitting(
-    spec: JobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None, nodes: Sequence[NodeRoom]
+    spec: AnyJobSpec, plans: Plans, shape: ModelShape, largest: LargestRead | None, nodes: Sequence[NodeRoom]
 ) -> Plans:
     """Return the plans that fit the memory of nodes. Raises InvalidSpec if none does."""
     lacks = (
-        memory_problem(spec, plans, shape, nodes) or reservation_problem(spec, plans, nodes),
-        preparation_problem(spec, largest, nodes),
+        memory_problem(spec, plans, shape, nodes) or reservation_problem(spec.run, plans, nodes),
+        preparation_problem(spec.run, largest, nodes),
     )
     if problems := list(filter(None, lacks)):
         raise InvalidSpec(problems)
     return plans_that_fit(spec, plans, nodes)
 
 
-def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
+def _split(spec: AnyJobSpec, cluster: Capacity | None) -> list[str | None]:
     """Return why groups that exchange in each layer cross nodes: peers, experts, shards; None if none of a kind does.
 
     A layout keeps peers on one node, and shard groups smaller than the job, if any layout does.
     """
     if cluster is None:
         return []
-    strategy, scaling, nodes, allows = spec.strategy, spec.scaling, cluster.nodes, partial(allows_size, spec)
+    strategy, scaling, nodes, allows = spec.strategy, spec.scaling, cluster.nodes, partial(allows_size, spec.run)
     whole = strategy.shard_group
     split = partial(why_split, scaling, nodes, allows=allows, whole=whole)
     return [
@@ -202,19 +202,19 @@ def _split(spec: JobSpec, cluster: Capacity | None) -> list[str | None]:
     ]
 
 
-def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
+def sizes_of(spec: AnyJobSpec, plans: Plans) -> tuple[int, ...]:
     """Return the possible numbers of workers of an elastic job; empty otherwise."""
     return tuple(plans) if spec.scaling.elastic else ()
 
 
-def _schedule(spec: JobSpec, plans: Plans, found: PreflightReport) -> tuple[PlannedEnd, list[Problem]]:
+def _schedule(spec: AnyJobSpec, plans: Plans, found: PreflightReport) -> tuple[PlannedEnd, list[Problem]]:
     """Return the end of a job, as far as it is known, and the problems of its schedule."""
     if not plans:
         return UNKNOWN_END, []
-    return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
+    return check_schedule(spec.run.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
 
 
-def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:
+def _planned(spec: AnyJobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:
     """Return the plans for a model of known shape, or the broken rules."""
     try:
         return (plan_sizes(spec, shape) if shape else {}), []

@@ -9,6 +9,7 @@ from service.errors import InvalidSpec
 from train_loop.plan import fitting_sizes
 from train_loop.spec import (
     NODE,
+    AnyJobSpec,
     JobSpec,
     Problem,
     ScalingSpec,
@@ -19,7 +20,7 @@ from train_loop.spec import (
     dump,
     load,
     override,
-    parse,
+    parse_any,
     read_yaml,
     refuse_hidden,
     show,
@@ -30,7 +31,7 @@ _SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size
 """Fields that the number of workers may break."""
 
 
-def parse_spec(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
+def parse_spec(body: bytes, authorise: Callable[[str], None]) -> AnyJobSpec:
     """Parse a spec that a caller sent; `authorise` is called with its project before the rest is checked.
 
     Raises InvalidSpec, and the errors of `authorise`.
@@ -40,7 +41,7 @@ def parse_spec(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
         project = raw.get("project", JobSpec.model_fields["project"].default) if isinstance(raw, dict) else None
         if isinstance(project, str):
             authorise(project)
-        spec = parse(raw)
+        spec = parse_any(raw)
         _check_labels(spec.labels.items())
         return spec
     except SpecError as error:
@@ -56,7 +57,7 @@ def positions_in(body: bytes) -> Iterator[None]:
         raise InvalidSpec(add_positions(error.problems, body)) from error
 
 
-def spellings_in(body: bytes, spec: JobSpec) -> tuple[Spelling, ...]:
+def spellings_in(body: bytes, spec: AnyJobSpec) -> tuple[Spelling, ...]:
     """Return what a valid body writes in another way than the spec that it became, with the number of each `node`."""
     raw = read_yaml(body)
     size = {"strategy.fsdp_size": spec.strategy.fsdp_size}
@@ -68,7 +69,7 @@ def spellings_in(body: bytes, spec: JobSpec) -> tuple[Spelling, ...]:
     return tuple(found)
 
 
-def apply_overrides(job: Job, overrides: Mapping[str, object]) -> JobSpec:
+def apply_overrides(job: Job, overrides: Mapping[str, object]) -> AnyJobSpec:
     """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
     try:
         spec = override(job.spec.model_copy(update={"scaling": job.requested_scaling}), overrides)
@@ -92,17 +93,17 @@ def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
         raise SpecError(problems)
 
 
-def with_digest(spec: JobSpec, sha256: str | None) -> JobSpec:
+def with_digest(spec: AnyJobSpec, sha256: str | None) -> AnyJobSpec:
     """Return a spec that names the SHA-256 of its own code, as it was when the spec was checked."""
     if spec.code is None or sha256 is None:
         return spec
     return spec.model_copy(update={"code": spec.code.model_copy(update={"sha256": sha256})})
 
 
-def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
+def resize_spec(spec: AnyJobSpec, scaling: ScalingSpec) -> AnyJobSpec:
     """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
     resized = spec.scaled(scaling)
-    if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
+    if scaling.bounds != spec.scaling.bounds and not spec.resizable:
         raise InvalidSpec(
             [
                 Problem(
@@ -120,7 +121,7 @@ def resize_spec(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
 
 
 @contextmanager
-def clone_advised(job_id: str, spec: JobSpec) -> Iterator[None]:
+def clone_advised(job_id: str, spec: AnyJobSpec) -> Iterator[None]:
     """Replace remedies of an InvalidSpec that the block raises by a clone, if the size of a job needs another strategy.
 
     A resume changes the size only.
@@ -128,7 +129,7 @@ def clone_advised(job_id: str, spec: JobSpec) -> Iterator[None]:
     try:
         yield
     except InvalidSpec as error:
-        raise InvalidSpec([_with_clone(problem, job_id, spec) for problem in error.problems]) from error
+        raise InvalidSpec([_with_clone(problem, job_id, spec.run) for problem in error.problems]) from error
 
 
 def _with_clone(problem: Problem, job_id: str, spec: JobSpec) -> Problem:

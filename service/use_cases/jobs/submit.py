@@ -19,7 +19,7 @@ from service.use_cases.jobs.outlook import DeviceQuestion
 from service.use_cases.jobs.planning import NO_QUESTION, CheckedSpec, PlanView, sizes_of
 from service.use_cases.jobs.specs import apply_overrides, parse_spec, spellings_in, with_digest
 from train_loop.run_dir import Manifest, Parent
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec
 
 _SMALL = 8192
 """Maximum size in bytes of a spec that is parsed in a group: parsing, at most 5 ms, delays the others."""
@@ -126,14 +126,14 @@ class Submitter:
         spec = self._parse(caller, body)
         return replace(self.jobs.planner.view(spec, cancellation, question), spellings=spellings_in(body, spec))
 
-    def _parse(self, caller: Principal, body: bytes) -> JobSpec:
+    def _parse(self, caller: Principal, body: bytes) -> AnyJobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
         require_any_editor(caller)
         spec = parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
         self._check_limits(caller, spec)
         return self.jobs.planner.resolved(spec)
 
-    def _check_limits(self, caller: Principal, spec: JobSpec) -> None:
+    def _check_limits(self, caller: Principal, spec: AnyJobSpec) -> None:
         """Raise InvalidSpec if the caller may not submit a job of this priority, or with its own code."""
         if problems := [*filter(None, (self.priorities.problem(caller, spec), self.code.problem(spec)))]:
             raise InvalidSpec(problems)
@@ -152,7 +152,7 @@ class Submitter:
             return None
         return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked)), checked.notes)
 
-    def _build(self, spec: JobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
+    def _build(self, spec: AnyJobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
         spec = with_digest(spec, checked.code)
         job_id, now = self.new_id(), self.jobs.clock()
@@ -165,7 +165,7 @@ class Submitter:
             raise CheckpointNotFound(parent.job, parent.manifest.step)
         return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
-    def _build_clone(self, origin: Job, step: int | None, spec: JobSpec) -> tuple[Job, tuple[str, ...]]:
+    def _build_clone(self, origin: Job, step: int | None, spec: AnyJobSpec) -> tuple[Job, tuple[str, ...]]:
         """Build a checked clone; return it with the warnings of its checks."""
         manifest, parent = self._checkpoint_to_clone(origin, step), None
         if manifest is not None:

@@ -29,7 +29,7 @@ class _Facts:
 
 def audit_job(run_dirs: RunDirs, job: Job, cancellation: Cancellation) -> RunAudit:
     """Audit a job. Reads its run directory line by line. Raises NotAudited, CallCancelled."""
-    if not job.spec.training.audit_samples:
+    if not job.spec.run.training.audit_samples:
         raise NotAudited(job.id)
     read = partial(_lines, run_dirs, job.run_dir, cancellation)
     facts = _read_events(read("events"))
@@ -37,7 +37,7 @@ def audit_job(run_dirs: RunDirs, job: Job, cancellation: Cancellation) -> RunAud
 
 
 def _schedule(run_dirs: RunDirs, job: Job, facts: _Facts) -> Schedule:
-    training, mixed = job.spec.training, sum(one.weight is not None for one in job.spec.data.sources) > 1
+    training, mixed = job.spec.run.training, sum(one.weight is not None for one in job.spec.data.sources) > 1
     by_epochs, first = training.epochs is not None, job.parent.step if job.parent else 0
     consumed = _consumed(run_dirs, job, facts.samples, mixed=mixed)
     end = None

@@ -53,7 +53,7 @@ CASES = {
     "schema": Case(
         "schema",
         '"$id": "urn:trainshed:job-spec"',
-        "$schema $id title properties",
+        "$schema $id title $defs",
         "schema --output {home}/nowhere/job.schema.json",
         "{home}/nowhere/job.schema.json: No such file or directory; name a writable file in an existing folder",
         bad_code=2,

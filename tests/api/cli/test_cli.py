@@ -27,7 +27,7 @@ def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeServi
     assert run("clone", "job-0001", *changes).stdout == "job-0002\n"
     job = service.get("job-0002")
     assert job.parent is not None
-    assert (job.parent.step, job.spec.training.learning_rate, job.spec.training.max_steps) == (10, 5e-4, 30)
+    assert (job.parent.step, job.spec.run.training.learning_rate, job.spec.run.training.max_steps) == (10, 5e-4, 30)
     assert job.spec.labels == {"team": "nlp"}
     assert "step 10 of job-0001" in run("show", "job-0002").stdout
     assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the text is neither")
@@ -287,7 +287,7 @@ def test_submit_command_applies_changes(home: Path, service: FakeService) -> Non
         "submit", "-", "--set", "training.max_steps=7", "--set", "labels.team=nlp", stdin=spec_body(labels={"by": "me"})
     )
     spec = service.get("job-0001").spec
-    assert (spec.training.max_steps, spec.labels) == (7, {"by": "me", "team": "nlp"})
+    assert (spec.run.training.max_steps, spec.labels) == (7, {"by": "me", "team": "nlp"})
     refused = run("submit", str(home / "spec.json"), "--set", "seed=1", "--set", "training.max_steps=soon")
     assert (refused.exit_code, refused.stderr) == (
         1,

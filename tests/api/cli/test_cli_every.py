@@ -38,6 +38,7 @@ ELSEWHERE = {
     "check-model": "starts ranks: tests/distributed/test_check_model.py",
     "weights convert": "imports torch in a process: tests/distributed/checkpoint/test_export.py",
     "nodes": "needs a cluster that answers: test_nodes.py",
+    "results": "needs an inference job: tests/api/test_infer.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
     **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),
 }

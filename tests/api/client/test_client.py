@@ -78,7 +78,7 @@ def test_submit_with_lost_answer_returns_the_same_job(client: Client, proxy: Pro
     proxy.faults.extend([lose, lose])
     clone = job.clone(name="again", from_checkpoint=0)
     assert [found.id for found in client.jobs()] == [clone.id, job.id]
-    assert (clone.name, service.get(clone.id).spec.training) == ("again", service.get(job.id).spec.training)
+    assert (clone.name, service.get(clone.id).spec.run.training) == ("again", service.get(job.id).spec.run.training)
 
 
 def start(service: FakeService, job_id: str) -> None:

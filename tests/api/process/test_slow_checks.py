@@ -16,7 +16,7 @@ from tests.support.fakes.stores import MemoryPreflight
 from tests.support.servers.streams import Address
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec
 
 MANY = 60
 """More requests than the server has threads for sync handlers."""
@@ -30,7 +30,7 @@ class StuckPreflight(MemoryPreflight):
     begun: int = 0
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Wait for `go`, then check as MemoryPreflight does."""
         self.begun += 1
@@ -63,7 +63,7 @@ class PatientPreflight(MemoryPreflight):
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Wait for the cancellation or for `go`."""
         self.begun.set()

@@ -14,7 +14,7 @@ from service.use_cases.jobs.audit_entries import action_entry
 from tests.support.fakes.service import KEY, FakeService, a_job, raw_spec, spec_body
 from tests.support.fakes.stores import MemoryPreflight
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 
 def problems(client: TestClient, spec: Any) -> list[tuple[str, str]]:
@@ -324,7 +324,7 @@ def test_cancel_with_unknown_field_is_rejected(client: TestClient) -> None:
 
 class BrokenPreflight(MemoryPreflight):
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         raise RuntimeError("the password is 1234")
 

@@ -12,7 +12,7 @@ from service.ports import Cancellation, IdempotencyKey, NewJob, PreflightReport
 from tests.support.fakes.service import FakeService, a_job, spec_body
 from tests.support.fakes.stores import MemoryPreflight
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 BODIES = (spec_body(), spec_body(priority=1))
 
@@ -59,7 +59,9 @@ def test_key_in_flight_is_a_conflict(client: TestClient, service: FakeService) -
     key, begun, proceed = {"Idempotency-Key": "k2"}, threading.Event(), threading.Event()
     slow = spec_body(name="slow")
 
-    def check(spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None) -> PreflightReport:
+    def check(
+        spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         begun.set()
         proceed.wait(30)
         return MemoryPreflight.check(service.preflight, spec, parent)
@@ -80,7 +82,9 @@ def test_key_that_another_replica_used_meanwhile_gives_its_job(client: TestClien
     body = spec_body(name="raced")
     once = IdempotencyKey("k3", hashlib.sha256(body.encode()).hexdigest(), "")
 
-    def check(spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None) -> PreflightReport:
+    def check(
+        spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+    ) -> PreflightReport:
         service.store.add(NewJob(a_job("job-theirs", now=service.clock.now), once))
         return MemoryPreflight.check(service.preflight, spec, parent)
 

@@ -62,7 +62,7 @@ def folder(gathered: tuple[Path, list[dict[str, Any]]]) -> Path:
     (folder / "out").mkdir()
     write_weights(find_inputs(folder / "whole.pt"), folder / "out", shard_bytes=20_000)
     run_dir = RunDir(folder / "first")
-    write_run_configs(run_dir.spec(), run_dir, folder / "out", dtype="fp32")
+    write_run_configs(run_dir.spec().run, run_dir, folder / "out", dtype="fp32")
     return folder
 
 

@@ -30,6 +30,17 @@ def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
     return {"name": "tiny", **merged}
 
 
+def infer_spec(**parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of an inference job as plain data, with fields overridden."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"config": TINY, "dtype": "fp32"},
+        "data": {"train": {"path": "/data/*.parquet"}, "columns": {"input_ids": "ids"}, "sequence_length": 32},
+        "scaling": {"num_workers": 1},
+    }
+    merged = {name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()}
+    return {"name": "tiny", "kind": "infer", **merged}
+
+
 def code_spec(**parts: dict[str, Any]) -> dict[str, Any]:
     """Return a valid spec with own code as plain data, with fields overridden."""
     base: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ from service.ports import (
 from train_loop.model.folder import model_shape
 from train_loop.plan import Capacity, LargestRead, NodeRoom, Preview, SampleCount
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import AnyJobSpec, Problem
 
 _QUEUE = "queue"
 
@@ -322,7 +322,7 @@ class MemoryPreflight:
     starting: str | None = None
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
         shape = model_shape(spec.model) if spec.model.path is None else None
@@ -336,7 +336,7 @@ class MemoryPreflight:
         """Return the reason that a test set; None if there is none."""
         return self.starting
 
-    def cached(self, spec: JobSpec) -> PreflightReport | None:
+    def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of an earlier check of the same spec without problems, else None."""
         return self.in_order.get(spec.model_dump_json())
 

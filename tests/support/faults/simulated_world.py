@@ -18,7 +18,7 @@ from tests.support.fakes.stores import MemoryJobStore
 from tests.support.faults.true_reasons import contradiction
 from train_loop.plan import Capacity, NodeRoom
 from train_loop.run_dir import Outcome, Stop
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec, JobSpec
 from train_loop.spec.scaling import WorkerRange
 
 CPUS = 8.0
@@ -173,7 +173,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------ the run directories
 
-    def prepare(self, run_dir: str, spec: JobSpec, size: Any, *, attempt: int) -> None:
+    def prepare(self, run_dir: str, spec: AnyJobSpec, size: Any, *, attempt: int) -> None:
         """Fence off older attempts. Raises StaleAttempt if a newer one has fenced off this one."""
         self.fence_off(run_dir, attempt=attempt)
         self.disks[run_dir].prepared = max(self.disks[run_dir].prepared, attempt)

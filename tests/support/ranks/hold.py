@@ -42,6 +42,16 @@ def obey_holds() -> None:
         return train_step(loop, *arguments)
 
     train.TrainingLoop.train_step = wait_and_train
+    infer = import_module("train_loop.infer")
+    compute = infer.InferenceLoop.compute
+
+    def wait_and_compute(loop: Any, *arguments: Any) -> Any:
+        loop.session.mark(loop.done, computes)
+        while _is_held(folder / f"{loop.session.run_dir.root.name}.hold", loop.done):
+            time.sleep(0.02)
+        return compute(loop, *arguments)
+
+    infer.InferenceLoop.compute = wait_and_compute
 
 
 def _is_held(file: Path, step: int) -> bool:

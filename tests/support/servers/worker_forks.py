@@ -30,6 +30,7 @@ MODULES = (
     "torch.distributed.fsdp",
     "train_loop.checkpoint.restore",
     "train_loop.data.prepare.cache",
+    "train_loop.infer",
     "train_loop.sinks.forward",
     "train_loop.train",
     "transformers.models.qwen3.modeling_qwen3",

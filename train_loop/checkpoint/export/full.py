@@ -170,7 +170,7 @@ class _Opened(NamedTuple):
 def _open(run_dir: RunDir, step: int) -> _Opened:
     """Return a verified checkpoint, and its model without weights."""
     manifest = find_verified(run_dir, step)
-    here = _at_this_size(run_dir.spec())
+    here = _at_this_size(run_dir.spec().run)
     plan = plan_job(here, model_shape(here.model))
     mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))
     return _Opened(here, manifest, build_sharded(here, mesh, needs_weights=False))

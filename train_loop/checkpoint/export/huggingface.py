@@ -167,7 +167,7 @@ class Source:
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
-    spec = with_own_code(run_dir.spec(), run_dir)
+    spec = with_own_code(run_dir.spec().run, run_dir)
     find_verified(run_dir, step)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(

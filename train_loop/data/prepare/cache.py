@@ -172,6 +172,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     head = spec.model.label_head
     later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
     later |= {"head": MASKED_LM} if spec.model.masked and not columns.tokenised else {}
+    later |= {"ends": "plain"} if _is_plain(spec) and not columns.tokenised else {}
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
         later
@@ -187,6 +188,11 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "vocab": vocab if columns.tokenised or _has_more(spec, tokenizer, vocab) else None,
         }
     )
+
+
+def _is_plain(spec: JobSpec) -> bool:
+    """Return whether text gets no EOS although the model predicts tokens; other heads are named themselves."""
+    return not spec.model.ends_text and spec.model.masked is None and spec.model.label_head is None
 
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:

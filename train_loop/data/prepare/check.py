@@ -62,7 +62,7 @@ def main() -> int:
 
 def check_run(run_dir: RunDir, rows: int) -> list[tuple[str, bool]]:
     """Return a line for each source of text, and whether it differs. Raises DataError without prepared samples."""
-    spec = run_dir.spec()
+    spec = run_dir.spec().run
     dataset = _dataset(spec, run_dir, run_dir.data)
     found = _check(spec, dataset, rows)
     evaluated = evaluation_spec(spec, dataset)

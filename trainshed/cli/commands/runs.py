@@ -1,25 +1,35 @@
-"""`trainshed events`, `metrics`, `logs` and `describe`: a run's output and choices; `diff` compares two runs."""
+"""`trainshed events`, `metrics`, `logs`, `describe` and `results`: what a run wrote; `diff` compares two runs."""
 
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import BaseModel, RootModel
 
 from service.api.schemas import DigestsOut, JobOut, Level, LinePage, TextPage
+from train_loop.run_dir import RunDir, storage_failed
 from trainshed import Api, Line
 from trainshed.cli.comparison import compare, values_by_step
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
 from trainshed.cli.exit_codes import Exit, detach_on_interrupt, fail
 from trainshed.cli.ids import complete_job, find_job
+from trainshed.cli.lazy import lazily
 from trainshed.cli.options import JOB_HELP, After, AsJson, AsJsonLines, Follow, JobRef, Limit
 from trainshed.cli.output.describe import show_built, show_score
 from trainshed.cli.output.differences import show_difference
 from trainshed.cli.output.jobs import show_failure
-from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_text
+from trainshed.cli.output.printing import next_command, show_json, show_line, show_next, show_note, show_text
 from trainshed.cli.output.sparklines import show_curves
+
+if TYPE_CHECKING:
+    from train_loop.data import read_results
+else:
+    # Loads pyarrow, which would slow down all other commands.
+    read_results = lazily("train_loop.data.read_results")
 
 _POINTS = 1000
 _PAGE = 1000
@@ -239,3 +249,35 @@ def _digests(api: Api, jobs: tuple[str, str], step: int | None) -> tuple[Digests
         one, other = ({found.step for found in api.checkpoints(job).data} for job in jobs)
         step = max(one & other, default=None)
     return None if step is None else (api.digests(jobs[0], step), api.digests(jobs[1], step))
+
+
+def results(
+    job: JobRef,
+    limit: Annotated[int, typer.Option(min=1, help="maximum number of rows (ignored with --output)")] = 20,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="write all rows to a new Parquet file")
+    ] = None,
+) -> None:
+    """Print committed results of an inference job as JSON lines. Reads the job's run directory."""
+    with connect() as api:
+        found = api.job(find_job(api, job))
+    if found.spec.kind != "infer":
+        fail(f"{found.id} is a job of kind: {found.spec.kind}, which has no results; see `trainshed checkpoints`")
+    try:
+        _show_results(RunDir.at(found.run_dir), limit, output)
+    except Exception as error:
+        if not storage_failed(error):
+            raise
+        fail(f"{found.run_dir}/results cannot be read here: {error}; run the command where this storage is mounted")
+    show_next(f"show {found.id}")
+
+
+def _show_results(run_dir: RunDir, limit: int, output: Path | None) -> None:
+    if output is not None:
+        if output.exists():
+            fail(f"{output} exists; choose a new file")
+        show_note(f"{read_results.write_rows(run_dir, output)} rows")
+        show_text(str(output))
+        return
+    for row in islice(read_results.read_rows(run_dir), limit):
+        show_text(read_results.dump_row(row))

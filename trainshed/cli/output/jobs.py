@@ -54,7 +54,7 @@ def show_job(job: JobOut) -> None:
 def _mesh(job: JobOut) -> dict[str, str | None]:
     """Return the facts about the mesh of the newest or the next attempt; none for jobs of older rules."""
     with suppress(ValueError):
-        return mesh_facts(mesh_of(job.spec.scaled(job.scaling)))
+        return mesh_facts(mesh_of(job.spec.scaled(job.scaling).run))
     return {}
 
 
@@ -90,7 +90,8 @@ def progress_of(job: JobOut) -> str:
     if not done.step:
         return ""
     loss = f" loss {done.loss:.4f}" if done.loss is not None else ""
-    return f"{done.step}/{done.of or '?'}{loss}"
+    unit = "" if done.unit == "step" else f" {done.unit}s"
+    return f"{done.step}/{done.of or '?'}{unit}{loss}"
 
 
 def pace_of(job: JobOut) -> str:

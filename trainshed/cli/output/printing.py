@@ -63,6 +63,8 @@ def show_next(command: str) -> None:
 
 def next_command(job: JobOut) -> str:
     """Return the suggested next command for a job in its state."""
+    if job.spec.kind == "infer" and job.state is JobState.SUCCEEDED:
+        return f"results {job.id}"
     return _NEXT_COMMANDS[job.state].format(job.id)
 
 

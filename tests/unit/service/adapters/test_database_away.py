@@ -30,7 +30,7 @@ from tests.support.fakes.stores import MemoryPreflight
 from tests.support.servers.postgres import PostgresServer, own_postgres
 from tests.support.servers.serving import serving
 from train_loop.run_dir import Parent
-from train_loop.spec import JobSpec
+from train_loop.spec import AnyJobSpec
 
 KEY = {"Idempotency-Key": "k"}
 SECONDS = 1.0
@@ -77,7 +77,7 @@ class BreakingPreflight(MemoryPreflight):
     database: Postgres | Sqlite | None = None
 
     def check(
-        self, spec: JobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
+        self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         if self.database is not None:
             self.database.disconnect()

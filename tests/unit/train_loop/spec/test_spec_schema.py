@@ -44,7 +44,7 @@ def test_committed_schema_equals_the_models() -> None:
 
 def test_every_object_forbids_unknown_fields_and_every_field_has_a_description() -> None:
     schema = job_schema()
-    for name, part in {"JobSpec": schema, **schema["$defs"]}.items():
+    for name, part in schema["$defs"].items():
         assert part["additionalProperties"] is False, name
         assert part["description"], name
         properties = part["properties"].items()

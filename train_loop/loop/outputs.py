@@ -1,0 +1,115 @@
+"""The outputs of an inference job for the rows of a batch. n: rows, T: sequence length, V: vocabulary, H: width."""
+
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from train_loop.data.dataset import IGNORE
+from train_loop.data.order import PADDING
+from train_loop.loop.batch import MicroBatch
+from train_loop.loop.objectives.objective import call_model
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.parallel.mesh import Mesh
+from train_loop.spec import InferSpec
+
+_TOKENS_AT_ONCE = 4096
+"""Tokens whose logits are converted to fp32 at once."""
+
+
+class RowResult(NamedTuple):
+    """The result of a row."""
+
+    row: int
+    tokens: int
+    value: Any
+    """A value of the output's Arrow type, as numpy or Python has it."""
+
+
+class Output(Protocol):
+    """An output that an inference job can have."""
+
+    @property
+    def column(self) -> str:
+        """Return the name of its column in the results."""
+        ...
+
+    @property
+    def type(self) -> pa.DataType:
+        """Return the Arrow type of the column."""
+        ...
+
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+        """Call the model, and return the results of the batch's rows. A collective call; peers return the same."""
+        ...
+
+
+class Logprobs:
+    """The log probability of each token after the first, given those before it."""
+
+    column, type = "logprobs", pa.list_(pa.float32())
+
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+        """Return a float32 array with a value per token after the first for each row."""
+        found = token_logprobs(anatomy, batch, mesh).cpu().numpy()
+        return [RowResult(row, size, found[place, : size - 1]) for place, row, size in _rows(batch)]
+
+
+class Perplexity:
+    """The perplexity of each row: the exponential of the mean of -logprobs; null for a row of one token."""
+
+    column, type = "perplexity", pa.float64()
+
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+        """Return a number for each row."""
+        found = token_logprobs(anatomy, batch, mesh).double().sum(1).tolist()
+        return [
+            RowResult(row, size, torch.tensor(-found[place] / (size - 1), dtype=torch.float64).exp().item())
+            if size > 1
+            else RowResult(row, size, None)
+            for place, row, size in _rows(batch)
+        ]
+
+
+class Embeddings:
+    """The vector that the model's embedding head gives for each row."""
+
+    column, type = "embedding", pa.list_(pa.float32())
+
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+        """Return a float32 array [H] for each row."""
+        found = call_model(anatomy, batch).float().cpu().numpy()
+        return [RowResult(row, size, found[place]) for place, row, size in _rows(batch)]
+
+
+OUTPUTS: dict[str, Output] = {"logprobs": Logprobs(), "perplexity": Perplexity(), "embeddings": Embeddings()}
+
+
+def output_of(spec: InferSpec) -> Output:
+    """Return the output that a spec asks for."""
+    return OUTPUTS[spec.output]
+
+
+def token_logprobs(anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> Tensor:
+    """Return the log probability of the token after each position, [n, T] in fp32 on every rank; 0 without one.
+
+    A collective call of the ranks that share the sequence.
+    """
+    logits, labels = call_model(anatomy, batch), batch.labels
+    parts = zip(*(torch.split(one, _TOKENS_AT_ONCE) for one in (logits.flatten(0, 1), labels.flatten())), strict=True)
+    losses = [F.cross_entropy(some.float(), its, ignore_index=IGNORE, reduction="none") for some, its in parts]
+    mine = -torch.cat(losses).view(labels.shape)
+    if mesh.plan.sp == 1:
+        return mine
+    whole = [torch.empty_like(mine) for _ in range(mesh.plan.sp)]
+    dist.all_gather(whole, mine.contiguous(), group=mesh.sp)
+    return torch.cat(whole, 1)
+
+
+def _rows(batch: MicroBatch) -> list[tuple[int, int, int]]:
+    """Return the place, the id and the number of tokens of each row that is not padding."""
+    numbers = zip(batch.samples.tolist(), batch.lengths.tolist(), strict=True)
+    return [(place, row, size) for place, (row, size) in enumerate(numbers) if row != PADDING]

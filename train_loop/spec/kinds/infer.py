@@ -1,0 +1,202 @@
+"""The spec of a job of `kind: infer`: it computes outputs of a model for each row, and trains nothing."""
+
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import to_json
+
+from train_loop.spec.base import SpecModel, only
+from train_loop.spec.checkpoint import CheckpointSpec
+from train_loop.spec.data import DataSpec, LongRows, Sources
+from train_loop.spec.heads import CAUSAL_LM, EmbeddingSpec, LabelHeadSpec
+from train_loop.spec.job import JobSpec, Labels, Name, Priority
+from train_loop.spec.kinds.outputs import InferSpec
+from train_loop.spec.model import ModelSpec
+from train_loop.spec.scaling import FailureSpec, ScalingSpec
+from train_loop.spec.strategy import StrategySpec
+from train_loop.spec.training import TrainingSpec
+
+_MODEL = ("path", "config", "tokenizer", "head", "dtype", "attn_implementation", "experts_implementation")
+_STRATEGY = (
+    *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
+    *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
+)
+_COLUMNS = ("text", "input_ids")
+_RESULTS = ("row", "tokens", "logprobs", "perplexity", "embedding")
+"""Columns of results, beside those of the rows."""
+
+
+class InferModelSpec(ModelSpec):
+    """The model of an inference job. Its weights are held in `dtype`."""
+
+    @property
+    def ends_text(self) -> bool:
+        """False: text has the tokens that transformers' tokenizer gives it, without another EOS."""
+        return False
+
+    @model_validator(mode="after")
+    def _is_honoured(self) -> "InferModelSpec":
+        for fault in _unused(self, (*_MODEL, "router_dtype"), "with kind: infer, which trains nothing"):
+            raise ValueError(fault)
+        if self.dtype == "fp16":
+            raise ValueError("dtype=fp16 is not supported with kind: infer; choose bf16 or fp32")
+        return self
+
+
+class InferDataSpec(DataSpec):
+    """The rows of an inference job: row i of the files in name order has the id i in the results."""
+
+    eval: Annotated[Sources | None, only(None)] = Field(
+        default=None, description="held-out rows belong to training; null"
+    )
+    on_bad_rows: Annotated[Literal["fail", "skip"], only("fail")] = Field(
+        default="fail", description="invalid rows fail the job: each row has results"
+    )
+    on_long_rows: Annotated[LongRows | None, only("fail", "truncate", "truncate_left")] = Field(
+        default="fail",
+        description="rows longer than sequence_length; truncate keeps their start, truncate_left their end",
+    )
+    packing: Annotated[bool, only(False)] = Field(default=False, description="rows are never packed")
+    shuffle: Annotated[bool, only(False)] = Field(default=False, description="results have the order of the rows")
+    seed: Annotated[int, only(0)] = Field(default=0, description="the order is that of the rows; 0")
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> "InferDataSpec":
+        for source in self.sources:
+            columns = self.columns_of(source)
+            for fault in _unused(columns, _COLUMNS, "with kind: infer yet; name columns.text or columns.input_ids"):
+                raise ValueError(f"columns.{fault}")
+            for name in set(columns.names).intersection(_RESULTS):
+                raise ValueError(f"column {name!r} has the name of a column of the results; rename it in the files")
+            if source.weight is not None:
+                raise ValueError("weight has no effect with kind: infer, which reads each row once; remove it")
+        return self
+
+
+class InferJobSpec(SpecModel):
+    """The spec of an inference job."""
+
+    name: Name = Field(description="name of the job: lower-case letters, digits and hyphens, at most 40 characters")
+    kind: Literal["infer"] = Field(description="kind of the job")
+    project: Name = Field(
+        default="default",
+        description="project of the job: lower-case letters, digits and hyphens, at most 40 characters",
+    )
+    priority: Priority = 0
+    labels: Labels = Field(default={})
+    model: InferModelSpec = Field(description="the model, and the head that gives embeddings")
+    data: InferDataSpec = Field(description="the rows, in data.train")
+    infer: InferSpec = Field(default=InferSpec(), description="the outputs for each row")
+    strategy: StrategySpec = Field(
+        default=StrategySpec(), description="sharding over the workers: FSDP2, HSDP and Ulysses"
+    )
+    scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
+    failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
+
+    @property
+    def code(self) -> None:
+        """None: own code is not supported."""
+        return
+
+    @property
+    def run(self) -> JobSpec:
+        """Return the run that has the job's model, rows and mesh, as the loop and the plan read them.
+
+        Its optimizer and schedule have no effect, because nothing is trained.
+        """
+        model = self.model.model_copy(update={"master_dtype": self.model.dtype, "gradient_checkpointing": "none"})
+        if self.infer.output == "embeddings" and model.head == CAUSAL_LM:
+            model = model.model_copy(update={"head": LabelHeadSpec(embedding=EmbeddingSpec())})
+        # Rules of training do not apply, such as columns of pairs for embeddings.
+        return JobSpec.model_construct(
+            **{name: getattr(self, name) for name in ("name", "project", "priority", "labels", "strategy")},
+            model=model,
+            data=self.data,
+            training=TrainingSpec(
+                learning_rate=1.0, per_device_train_batch_size=self.infer.batch_size, chunked_loss=False
+            ),
+            checkpoint=CheckpointSpec(every_steps=None, save_final=False),
+            scaling=self.scaling,
+            failure=self.failure,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """False: only the forward pass is computed."""
+        return False
+
+    @property
+    def unit(self) -> str:
+        """What the steps of progress are: rows with results."""
+        return "row"
+
+    @property
+    def batch_field(self) -> str:
+        """The field with the rows of a call of the model, by which memory can be saved."""
+        return "infer.batch_size"
+
+    @property
+    def resizable(self) -> bool:
+        """True: the results of a row do not depend on the number of workers."""
+        return True
+
+    def at(self, workers: int) -> "InferJobSpec":
+        """Return the spec with a chosen number of workers."""
+        return self.scaled(self.scaling.at(workers))
+
+    def scaled(self, scaling: ScalingSpec) -> "InferJobSpec":
+        """Return the spec with another scaling."""
+        return self.model_copy(update={"scaling": scaling})
+
+    def at_any_size(self) -> "InferJobSpec":
+        """Return the spec without the fields that may change on resume."""
+        return self.model_copy(
+            update={
+                "scaling": ScalingSpec(),
+                "strategy": self.strategy.over_all_workers,
+                "infer": self.infer.model_copy(update={"batch_size": 1}),
+            }
+        )
+
+    @model_validator(mode="after")
+    def _is_honoured(self) -> "InferJobSpec":
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        model, strategy, output = self.model, self.strategy, self.infer.output
+        for fault in _unused(strategy, _STRATEGY, "with kind: infer"):
+            yield f"strategy.{fault}"
+        if model.dtype != strategy.param_dtype:
+            yield (
+                f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; remove one or make them "
+                "equal"
+            )
+        if not model.has_source:
+            yield "exactly one of model.path and model.config is needed, and none is given; add one of them"
+        if model.tokenizer is not None and not self.data.reads_text:
+            yield "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already"
+        yield from self._head_faults()
+        if output == "embeddings" and strategy.ulysses_size > 1:
+            yield "output: embeddings reads whole rows, and ranks would see parts of a row; set ulysses_size: 1"
+
+    def _head_faults(self) -> Iterator[str]:
+        head, output = self.model.head, self.infer.output
+        is_embedding = isinstance(head, LabelHeadSpec) and head.embedding is not None
+        if head != CAUSAL_LM and not is_embedding:
+            yield "model.head is not supported with kind: infer; choose causal_lm or embedding"
+        elif is_embedding and output != "embeddings":
+            yield f"model.head: embedding gives no output: {output}; choose output: embeddings, or head: causal_lm"
+        elif isinstance(head, LabelHeadSpec) and head.embedding is not None:
+            for fault in _unused(head.embedding, ("pooling", "normalize"), "with kind: infer, which trains nothing"):
+                yield f"model.head.embedding.{fault}"
+
+
+def _unused(part: SpecModel, used: Collection[str], why: str) -> Iterator[str]:
+    """Yield a fault for each field with another value than its default that is not among the used ones."""
+    for name, field in type(part).model_fields.items():
+        value: Any = getattr(part, name)
+        if name not in used and value != field.get_default(call_default_factory=True):
+            yield f"{name}={to_json(value).decode():.100} is not supported {why}; remove {name}"
