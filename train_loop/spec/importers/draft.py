@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import JsonValue
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from train_loop.spec.base import Problem, SpecError
@@ -256,20 +255,13 @@ def has(data: Mapping[str, Any], target: str) -> bool:
     return True
 
 
-def field_of(target: str) -> FieldInfo | None:
-    """Return a field of the spec; None if this version has no such field."""
+def default_of(target: str) -> JsonValue:
+    """Return the default of a field of the spec; None if it is required."""
     part, *names = target.split(".")
     fields: Any = JobSpec.model_fields[part].annotation
     for name in names[:-1]:
         fields = type(fields.model_fields[name].default)
-    found: FieldInfo | None = fields.model_fields.get(names[-1])
-    return found
-
-
-def default_of(target: str) -> JsonValue:
-    """Return the default of a field of the spec; None if it is required."""
-    field = field_of(target)
-    default: Any = None if field is None else field.get_default()
+    default: Any = fields.model_fields[names[-1]].get_default() if names[-1] in fields.model_fields else None
     return _UNSET.get(target, None if default is PydanticUndefined else default)
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from train_loop.spec.importers.draft import Draft, Drop, Rule, Take, unneeded
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import accepts, flag, names, number
+from train_loop.spec.importers.values import flag, names, number
+from train_loop.spec.names import NODE
 
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
@@ -27,7 +28,7 @@ RULES: dict[str, Rule] = {
     "backward_prefetch": unneeded(_PREFETCH.format("backward")),
     "backward_prefetch_policy": unneeded(_PREFETCH.format("backward")),
     "forward_prefetch": unneeded(_PREFETCH.format("forward")),
-    "ignored_modules": Drop("every parameter is sharded"),
+    "ignored_modules": Drop("name their parameters in strategy.ignored_params"),
     "mixed_precision_policy": unneeded("dtypes come from mixed_precision"),
     "xla": Drop("there is no XLA"),
     "xla_fsdp_v2": Drop("there is no XLA"),
@@ -81,12 +82,7 @@ def write_sharding(draft: Draft, path: str, name: str, per_host: int | None) -> 
     )
     if name.startswith("HYBRID"):
         reason = "shards inside a host, copies between hosts"
-        if per_host is None and accepts("strategy.fsdp_size", "node"):
-            draft.write(path, "strategy.fsdp_size", "node", reason=reason)
-        elif per_host is None:
-            draft.need("strategy.fsdp_size", 8, f"{reason}: write the number of GPUs of a host", field=path)
-        else:
-            draft.write(path, "strategy.fsdp_size", per_host, reason=reason)
+        draft.write(path, "strategy.fsdp_size", NODE if per_host is None else per_host, reason=reason)
 
 
 def _wrapping(draft: Draft, field: str, given: dict[str, str]) -> None:

@@ -15,7 +15,6 @@ from train_loop.spec.importers.values import (
     dtype,
     is_absolute,
     job_name,
-    knows,
     model_folder,
     number,
     schedule,
@@ -60,6 +59,7 @@ def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[
     _model(draft, chosen, role)
     _precision(draft, chosen)
     _mesh(draft, f"{chosen}.strategy_args.strategy_config", _workers(draft, chosen))
+    _memory(draft, f"{chosen}.strategy_args.strategy_config")
     _training(draft, chosen, is_sft=role == "sft_train")
     read_data(draft, chosen, is_sft=role == "sft_train")
     _experts(draft, chosen)
@@ -189,11 +189,22 @@ def _experts(draft: Draft, worker: str) -> None:
             draft.write(loss, "training.router_aux_loss.coef", 0, reason=f"{reason}; set coef to add it", numbers=True)
         else:
             draft.differ(reason, target="training.router_aux_loss.coef", written=0)
-    accumulate = f"{config}.reduce_scatter_during_grad_accumulation"
-    if draft.has(accumulate) and knows("strategy.gradient_sync"):
-        draft.write(accumulate, "strategy.gradient_sync", "every" if draft.get(accumulate) else "last")
+
+
+def _memory(draft: Draft, config: str) -> None:
+    """Translate when gradients are reduced, and where optimizer states are."""
+    often, moved = f"{config}.reduce_scatter_during_grad_accumulation", "is_offload_optimizer_states_in_train_step"
+    reduced = dtype(draft.get(f"{config}.reduce_dtype", "fp32"))
+    if draft.get(often) is False and reduced == "fp32":
+        draft.write(often, "strategy.gradient_sync", "last")
+    elif draft.get(often) is False:
+        draft.drop(often, Drop(f"sums in {reduced} would lose small gradients, so each micro-batch is reduced",
+                               harmless=()))  # fmt: skip
     else:
-        draft.leave(accumulate, "gradients are reduced after each micro-batch; numbers stay")
+        draft.leave(often, "gradients are reduced after each micro-batch")
+    shared = number(draft.get(f"{config}.ep_size", 1)) != 1
+    if draft.get(moved) is True and not draft.get(f"{config}.offload_policy", False) and not shared:
+        draft.write(moved, "strategy.offload_policy", "optimizer")
 
 
 def _untile(draft: Draft, config: str) -> None:

@@ -44,7 +44,9 @@ PIPELINE: dict[str, Rule] = {
     "profiler_output_dir": _RUN,
     "model_download_type": unneeded("models are read from storage"),
     "is_offload_states": unneeded("one worker group has its devices for itself"),
-    "is_offload_optimizer_states_in_train_step": unneeded("strategy.offload_policy keeps them in host memory"),
+    "is_offload_optimizer_states_in_train_step": Drop(
+        "optimizer states stay on the device; see strategy.offload_policy"
+    ),
     "query_key": Drop("prompts are one column: join both columns in your rows", numbers=True),
     "system_key": Drop("system prompts are one text (data.system_prompt), or messages of the rows", numbers=True),
     "global_template": Drop("rows are rendered by the tokenizer's own chat template", numbers=True),

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from train_loop.spec.importers.draft import Draft, Drop, put
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import accepts, number
+from train_loop.spec.importers.values import number
+from train_loop.spec.schedule import PLATEAU
 from train_loop.spec.training import OPTIMIZER_OPTIONS
 
 
@@ -12,34 +13,24 @@ def read_warmup(draft: Draft, steps: str, ratio: str) -> None:
     """Translate a warm-up that is given in steps, or as a fraction of the run. Steps above 0 win."""
     count, share = number(draft.get(steps, 0)), number(draft.get(ratio, 0))
     if isinstance(count, float) and 0 < count < 1:
-        _write_share(draft, steps, count)
+        draft.write(steps, "training.warmup_steps", count)
     elif isinstance(count, float) and count.is_integer():
         draft.write(steps, "training.warmup_steps", int(count))
     elif isinstance(count, int) and count > 0 and draft.has(ratio):
         draft.note(ratio, Outcome.NOT_NEEDED, reason="the warm-up in steps wins")
     elif isinstance(share, int | float) and 0 < share < 1:
-        _write_share(draft, ratio, share)
+        draft.write(ratio, "training.warmup_steps", share)
         draft.leave(steps, "the warm-up is a fraction")
     elif draft.has(ratio):
         draft.drop(ratio, Drop("not a fraction of the run", numbers=True, harmless=(0, 0.0)))
 
 
-def _write_share(draft: Draft, field: str, share: float) -> None:
-    steps = draft.given.get("training", {}).get("max_steps")
-    if accepts("training.warmup_steps", share):
-        draft.write(field, "training.warmup_steps", share)
-    elif isinstance(steps, int):
-        draft.write(field, "training.warmup_steps", -int(-share * steps // 1), reason=f"{share:g} of max_steps")
-    else:
-        reason = f"write {share:g} of the steps that trainshed plan prints"
-        draft.need("training.warmup_steps", 0, reason, field=field)
-
-
 def drop_unused(draft: Draft) -> None:
     """Remove options that the chosen schedule and optimizer do not read, which the spec refuses."""
     training = {**draft.assumed.get("training", {}), **draft.given.get("training", {})}
-    if training.get("lr_scheduler_type") == "constant" and training.get("warmup_steps"):
-        _remove(draft, "warmup_steps", "the constant schedule has no warm-up")
+    schedule = training.get("lr_scheduler_type")
+    if schedule in ("constant", PLATEAU) and training.get("warmup_steps"):
+        _remove(draft, "warmup_steps", f"the schedule {schedule} has no warm-up")
     used = OPTIMIZER_OPTIONS.get(str(training.get("optimizer", "adamw")))
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if used is not None and name not in used and name in training:

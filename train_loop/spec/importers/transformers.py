@@ -10,7 +10,7 @@ from train_loop.spec.importers.fsdp import read_fsdp, sharding_name, write_shard
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.schedules import drop_unused, read_warmup
 from train_loop.spec.importers.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
-from train_loop.spec.importers.values import flag, knows, number, schedule_options
+from train_loop.spec.importers.values import flag, number, schedule_options
 
 TOOL = "TrainingArguments"
 DISTRIBUTED_TOOL = "DistributedConfig"
@@ -62,7 +62,7 @@ def _precision(draft: Draft) -> None:
             draft.note(name, Outcome.NOT_NEEDED, reason="off" if name not in chosen else "bf16 is on, too")
     if not chosen:
         draft.assume("bf16", "model.dtype", "fp32", tool=f"{TOOL}, without autocast")
-    if flag(draft.get("tf32", False)) and knows("strategy.matmul_precision"):
+    if flag(draft.get("tf32", False)):
         draft.write("tf32", "strategy.matmul_precision", "high")
 
 
@@ -182,7 +182,7 @@ def _loop(draft: Draft) -> None:
                 draft.take(field, f"training.lr_scheduler_kwargs.{name}")
             else:
                 draft.drop(field, Drop("the schedule has no such option here", numbers=True))
-    if flag(draft.get("full_determinism", False)) and knows("training.deterministic"):
+    if flag(draft.get("full_determinism", False)):
         draft.write("full_determinism", "training.deterministic", True)
     limit = number(draft.get("save_total_limit"))
     if limit is None:

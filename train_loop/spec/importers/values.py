@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue
 
 from train_loop.spec.heads import CAUSAL_LM
-from train_loop.spec.importers.draft import NotSupportedError, field_of
+from train_loop.spec.importers.draft import NotSupportedError
 from train_loop.spec.names import nearest_value
 from train_loop.spec.scaling import MOST_WORKERS
 from train_loop.spec.schedule import SCHEDULE_OPTIONS, Schedule
@@ -27,22 +27,6 @@ _MOST_CHARACTERS = 4096
 _MOST_DEVICES = 65536
 MODEL_FOLDER = "/models"
 DATA_FOLDER = "/data"
-
-
-def knows(target: str) -> bool:
-    """Return whether this version's spec has a field."""
-    return field_of(target) is not None
-
-
-def accepts(target: str, value: JsonValue) -> bool:
-    """Return whether the type of a field of the spec has a value."""
-    field = field_of(target)
-    kind: Any = None if field is None else field.annotation
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
 
 
 def dtype(value: Any) -> JsonValue:

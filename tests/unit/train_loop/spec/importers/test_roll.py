@@ -163,6 +163,17 @@ def test_tiles_of_experts_and_towers_for_images_are_left_out() -> None:
     assert some.model.freeze_module_prefix == ("model.embed_tokens",)
 
 
+def test_gradients_and_optimizer_states_are_where_roll_has_them() -> None:
+    last = config(reduce_scatter_during_grad_accumulation=False)
+    last["is_offload_optimizer_states_in_train_step"] = True
+    spec = job(imported(last))
+    assert (spec.strategy.gradient_sync, spec.strategy.offload_policy) == ("last", "optimizer")
+    half = imported(config(reduce_scatter_during_grad_accumulation=False, reduce_dtype="bf16"))
+    assert job(half).strategy.gradient_sync == "every"
+    field = "sft_train.strategy_args.strategy_config.reduce_scatter_during_grad_accumulation"
+    assert fates(half)[field] == (Outcome.NOT_SUPPORTED, None)
+
+
 def test_fields_that_a_job_lacks_are_reported_and_marked() -> None:
     raw = block(
         model_args={"lora_target": "all-linear", "lora_rank": 32},

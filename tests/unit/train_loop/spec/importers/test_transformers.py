@@ -15,7 +15,6 @@ from tests.unit.train_loop.spec.importers.cases import fates, imported, job, mar
 from train_loop.spec import SpecError
 from train_loop.spec.importers import Outcome
 from train_loop.spec.importers.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
-from train_loop.spec.importers.values import accepts
 
 HANDLED = {"bf16", "fp16", "num_train_epochs", "max_steps", "eval_steps", "save_steps", "fsdp", "fsdp_config"}
 """Fields whose meaning depends on others."""
@@ -96,6 +95,19 @@ def test_defaults_are_written_and_marked_where_they_differ() -> None:
         ({"optim": "adafactor", "adam_beta2": 0.95}, "training.optimizer", "adafactor"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "training.lr_scheduler_type", "wsd"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, "training.warmup_steps", 0),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "training.lr_scheduler_type", "cosine_with_restarts"),
+        (
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "warmup_steps": 5,
+                "eval_strategy": "steps",
+                "eval_steps": 10,
+            },
+            "training.warmup_steps",
+            0,
+        ),
+        ({"tf32": True}, "strategy.matmul_precision", "high"),
+        ({"full_determinism": True}, "training.deterministic", True),
         ({"max_steps": 200, "num_train_epochs": 3.0}, "training.num_train_epochs", None),
         ({"save_strategy": "no"}, "checkpoint.every_steps", None),
         ({"save_strategy": "steps", "save_steps": 20}, "checkpoint.every_steps", 20),
@@ -140,12 +152,8 @@ def test_best_model_needs_evaluated_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("field", ["warmup_steps", "warmup_ratio"])
-def test_fraction_of_warmup_is_steps_or_to_be_replaced(field: str) -> None:
-    has_fractions = accepts("training.warmup_steps", 0.5)
-    of_steps = job(imported({**LEAST, field: 0.03, "max_steps": 1000}))
-    assert of_steps.training.warmup_steps == (0.03 if has_fractions else 30)
-    found = imported({**LEAST, field: 0.03})
-    assert ("training.warmup_steps" in {row.target for row in found.needed}) != has_fractions
+def test_fraction_of_the_run_is_a_warmup(field: str) -> None:
+    assert job(imported({**LEAST, field: 0.03})).training.warmup_steps == 0.03
 
 
 @pytest.mark.parametrize(
