@@ -16,7 +16,7 @@ from train_loop.spec.importers.values import attention, dtype, flag, number
 TOOL = "Accelerate"
 _SIGNS = frozenset({"distributed_type", "compute_environment", "fsdp_config", "mixed_precision", "num_processes"})
 _HOSTS = unneeded("Ray places the workers on hosts")
-_CLOUD = Drop("there are no TPUs and no SageMaker")
+_CLOUD = Drop("TPUs and SageMaker are not supported")
 _OTHER = Drop("every job trains with FSDP2")
 
 _RULES: dict[str, Rule] = {
@@ -31,7 +31,7 @@ _RULES: dict[str, Rule] = {
     "same_network": _HOSTS,
     "main_training_function": unneeded("the loop is Trainshed's"),
     "enable_cpu_affinity": unneeded("Ray gives each worker its CPUs"),
-    "downcast_bf16": unneeded("there are no TPUs"),
+    "downcast_bf16": unneeded("TPUs are not supported"),
     "tpu_name": _CLOUD,
     "tpu_zone": _CLOUD,
     "tpu_use_cluster": _CLOUD,
@@ -40,8 +40,8 @@ _RULES: dict[str, Rule] = {
     "tpu_env": _CLOUD,
     "command_file": _CLOUD,
     "commands": _CLOUD,
-    "deepspeed_config.*": Drop("there is no DeepSpeed; ZeRO stage 3 is FSDP2's default"),
-    "deepspeed_config": Drop("there is no DeepSpeed; ZeRO stage 3 is FSDP2's default"),
+    "deepspeed_config.*": Drop("DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default"),
+    "deepspeed_config": Drop("DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default"),
     "megatron_lm_config.*": _OTHER,
     "megatron_lm_config": _OTHER,
     "mpirun_config.*": _HOSTS,
@@ -165,4 +165,4 @@ def _devices(draft: Draft) -> None:
     backend = str(draft.get("dynamo_config.dynamo_backend", draft.get("dynamo_backend", "NO"))).upper()
     if backend == "INDUCTOR":
         field = "dynamo_config.dynamo_backend" if draft.has("dynamo_config.dynamo_backend") else "dynamo_backend"
-        draft.write(field, "model.compile", True, reason="each layer is compiled by itself")
+        draft.write(field, "model.compile", True, reason="each layer is compiled separately")

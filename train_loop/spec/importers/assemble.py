@@ -37,7 +37,7 @@ class SourceFile:
     name: str
     text: bytes
     read: Read = _absent
-    """Reads configs beside the file, which Hydra's `defaults` name."""
+    """Reads configs next to the file, which Hydra's `defaults` name."""
 
 
 class SourceError(SpecError):

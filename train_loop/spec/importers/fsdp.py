@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
         "model.gradient_checkpointing", lambda value: "full" if flag(value) else "none", "memory only"
     ),
     "state_dict_type": unneeded("checkpoints are sharded; export writes a Hugging Face folder, and full one file"),
-    "use_orig_params": unneeded("FSDP2 shards each parameter by itself"),
+    "use_orig_params": unneeded("FSDP2 shards each parameter separately"),
     "cpu_ram_efficient_loading": unneeded("each rank reads only its part of the weights"),
     "sync_module_states": unneeded("each rank reads the same weights by name"),
     "limit_all_gathers": unneeded("FSDP2 needs no such limit: it frees memory without waiting for the CPU"),
@@ -30,10 +30,10 @@ RULES: dict[str, Rule] = {
     "forward_prefetch": unneeded(_PREFETCH.format("forward")),
     "ignored_modules": Drop("name their parameters in strategy.ignored_params"),
     "mixed_precision_policy": unneeded("dtypes come from mixed_precision"),
-    "xla": Drop("there is no XLA"),
-    "xla_fsdp_v2": Drop("there is no XLA"),
-    "xla_fsdp_grad_ckpt": Drop("there is no XLA"),
-    "xla_fsdp_settings.*": unneeded("there is no XLA"),
+    "xla": Drop("XLA is not supported"),
+    "xla_fsdp_v2": Drop("XLA is not supported"),
+    "xla_fsdp_grad_ckpt": Drop("XLA is not supported"),
+    "xla_fsdp_settings.*": unneeded("XLA is not supported"),
 }
 
 

@@ -1,6 +1,6 @@
 """Hydra's `defaults` lists and OmegaConf's `${a.b}` references, as far as plain data needs them.
 
-Resolvers (`${oc.env:NAME}`), relative and nested references stay as they are; a field that the spec needs refuses them.
+Resolvers (`${oc.env:NAME}`), relative and nested references stay unchanged; a field that the spec needs refuses them.
 """
 
 import re
@@ -22,7 +22,7 @@ _TO_ROOT = frozenset({"_here_", "_global_"})
 
 
 def compose(data: Mapping[str, Any], read: Read) -> dict[str, Any]:
-    """Return a config merged with those that its `defaults` list names. Raises SpecError.
+    """Return a config merged with the configs that its `defaults` list names. Raises SpecError.
 
     As in Hydra since 1.1, the config itself comes last unless the list has `_self_`.
     """
@@ -63,9 +63,7 @@ class _Composer:
         if part is not None and not isinstance(part, dict):
             raise _refused(f"the config {name}.yaml of defaults is not a mapping of fields")
         if part and part.get("defaults"):
-            raise _refused(
-                f"the config {name}.yaml has defaults of its own, which are not read; write them into the file"
-            )
+            raise _refused(f"the config {name}.yaml has defaults, too, which are not read; write them into the file")
         for step in reversed(package):
             part = {step: part}
         return part or {}

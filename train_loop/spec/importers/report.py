@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 
 class Outcome(StrEnum):
-    """What became of a field."""
+    """The fate of a field of a source."""
 
     TAKEN = "taken"
     """A field of the spec has its value."""

@@ -77,7 +77,7 @@ def _evaluation(draft: Draft, arguments: str, *, is_sft: bool) -> None:
     files, own = "validation.data_args.file_name", f"{arguments}.eval_file_name"
     used = next((field for field in (own, files) if draft.has(field)), None) if is_sft else None
     if used is None:
-        draft.drop("eval_steps", Drop("there are no rows to evaluate: add data.eval and training.eval_steps"))
+        draft.drop("eval_steps", Drop("rows to evaluate are missing: add data.eval and training.eval_steps"))
         draft.drop(own, Drop("the rows of rollouts", Outcome.NOT_IMPORTED))
         return
     _files(draft, used, "data.eval.path")

@@ -29,7 +29,7 @@ PIPELINE: dict[str, Rule] = {
     "logging_dir": _RUN,
     "checkpoint_config": _RUN,
     "checkpoint_config.*": _RUN,
-    "resume_from_checkpoint": unneeded("a job resumes by itself; a clone starts from a checkpoint of another job"),
+    "resume_from_checkpoint": unneeded("a job resumes automatically; a clone starts from a checkpoint of another job"),
     "hydra.*": unneeded("settings of Hydra itself"),
     "defaults": unneeded("the configs that it names are part of this file"),
     "system_envs.*": _RAY,
@@ -51,7 +51,7 @@ PIPELINE: dict[str, Rule] = {
     "system_key": Drop("system prompts are one text (data.system_prompt), or messages of the rows", numbers=True),
     "global_template": Drop("rows are rendered by the tokenizer's own chat template", numbers=True),
 }
-"""Fields of all pipelines; those that depend on others are handled before. The rest concerns rollouts and rewards."""
+"""Fields of all pipelines; fields that depend on others are handled before. The rest concerns rollouts and rewards."""
 
 WORKER: dict[str, Rule] = {
     "name": unneeded("the name of the worker"),
@@ -70,7 +70,7 @@ WORKER: dict[str, Rule] = {
     "model_args.freeze_module_prefix": Take("model.freeze_module_prefix", frozen),
     "model_args.adapter_name_or_path": _LORA,
     "model_args.additional_target": _LORA,
-    "model_args.autocast_adapter_dtype": unneeded("there are no adapters"),
+    "model_args.autocast_adapter_dtype": unneeded("adapters are not supported"),
     "model_args.lora_alpha": _LORA,
     "model_args.lora_dropout": _LORA,
     "model_args.lora_rank": _LORA,

@@ -93,7 +93,7 @@ def _evaluation(draft: Draft) -> None:
     name = "eval_strategy" if draft.has("eval_strategy") else "evaluation_strategy"
     strategy = str(draft.get(name, "no")).lower().rpartition(".")[2]
     if strategy == "no":
-        draft.leave("eval_steps", "eval_strategy is no")
+        draft.leave("eval_steps", "eval_strategy: no")
         return
     every = _every(draft, "eval_steps", number(draft.get("logging_steps", 500)))
     if strategy == "epoch" or every is None:
@@ -111,7 +111,7 @@ def _checkpoints(draft: Draft) -> None:
     every = _every(draft, "save_steps", 500)
     if strategy == "no":
         draft.write("save_strategy", "checkpoint.every_steps", None, reason="only the last step is saved")
-        draft.leave("save_steps", "save_strategy is no")
+        draft.leave("save_steps", "save_strategy: no")
     elif strategy in ("epoch", "best") or every is None:
         draft.need(
             "checkpoint.every_steps", 500, "write the steps of an epoch, which trainshed plan prints",
@@ -131,7 +131,9 @@ def _best(draft: Draft) -> None:
     metric = str(draft.get("metric_for_best_model", "loss"))
     name = _BEST.get(metric, metric)
     if name not in _BEST.values() and name != "eval_perplexity":
-        draft.drop("load_best_model_at_end", Drop(f"there is no metric {metric:.60}; see checkpoint.keep_best"))
+        draft.drop(
+            "load_best_model_at_end", Drop(f"the metric {metric:.60} does not exist here; see checkpoint.keep_best")
+        )
         return
     higher = draft.get("greater_is_better")
     mode = "max" if (flag(higher) if higher is not None else not metric.endswith("loss")) else "min"

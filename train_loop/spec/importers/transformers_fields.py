@@ -12,7 +12,7 @@ _RUN = unneeded("the service chooses the run directory")
 _OPERATOR = unneeded("the operator chooses trackers (TRAINSHED_SINKS)")
 _HUB = unneeded("trainshed export writes a Hugging Face folder, which you upload")
 _READER = unneeded("Ray Data reads and prepares the rows")
-_DDP = unneeded("there is no DDP")
+_DDP = unneeded("DDP is not used")
 _LOGS = unneeded("each rank has a log; trainshed logs --level filters it")
 _EVALUATION = Drop("evaluation computes loss, perplexity and the metrics of model.head")
 _SCRIPT = unneeded("a spec with data.eval is evaluated")
@@ -45,7 +45,7 @@ RULES: dict[str, Rule] = {
     ),
     "bf16_full_eval": unneeded("evaluation computes in model.dtype"),
     "fp16_full_eval": unneeded("evaluation computes in model.dtype"),
-    "half_precision_backend": unneeded("FSDP2 casts parameters; there is no autocast"),
+    "half_precision_backend": unneeded("FSDP2 casts parameters; autocast is not used"),
     "tf32": Drop("matrix products of fp32 use torch's default", numbers=True),
     "gradient_checkpointing": Take("model.gradient_checkpointing", lambda on: "full" if flag(on) else "none", "memory"),
     "activation_checkpointing": Take(
@@ -55,12 +55,12 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing_kwargs.*": unneeded("layers are recomputed without reentrant autograd"),
     "activation_checkpointing_kwargs": unneeded("layers are recomputed without reentrant autograd"),
     "activation_checkpointing_kwargs.*": unneeded("layers are recomputed without reentrant autograd"),
-    "torch_compile": Take("model.compile", flag, "each layer is compiled by itself"),
+    "torch_compile": Take("model.compile", flag, "each layer is compiled separately"),
     "torch_compile_backend": Drop("layers are compiled by inductor", harmless=(None, "inductor")),
     "torch_compile_mode": Drop("layers are compiled in the default mode", harmless=(None, "default")),
     "use_liger_kernel": Drop("the loss is computed in chunks (training.chunked_loss), and MLPs in tiles if asked for"),
-    "liger_kernel_config": Drop("there are no Liger kernels"),
-    "liger_kernel_config.*": Drop("there are no Liger kernels"),
+    "liger_kernel_config": Drop("Liger kernels are not supported"),
+    "liger_kernel_config.*": Drop("Liger kernels are not supported"),
     "use_cache": unneeded("training keeps no cache"),
     "neftune_noise_alpha": Drop("embeddings get no noise", numbers=True),
     "torch_empty_cache_steps": Drop("the allocator keeps its cache"),
@@ -79,8 +79,8 @@ RULES: dict[str, Rule] = {
     "trackio_space_id": _OPERATOR,
     "trackio_bucket_id": _OPERATOR,
     "trackio_static_space_id": _OPERATOR,
-    "eval_strategy": Drop("there is no evaluation", harmless=("no", None)),
-    "evaluation_strategy": Drop("there is no evaluation", harmless=("no", None)),
+    "eval_strategy": Drop("nothing is evaluated", harmless=("no", None)),
+    "evaluation_strategy": Drop("nothing is evaluated", harmless=("no", None)),
     "eval_delay": Drop("evaluation begins with the first eval_steps", harmless=(None, 0)),
     "per_device_eval_batch_size": Drop("evaluation uses per_device_train_batch_size; its loss is the same"),
     "prediction_loss_only": _EVALUATION,
@@ -108,7 +108,7 @@ RULES: dict[str, Rule] = {
     "metric_for_best_model": unneeded("load_best_model_at_end is off"),
     "greater_is_better": unneeded("load_best_model_at_end is off"),
     "ignore_data_skip": Drop("a resumed job always continues with the next sample", numbers=True),
-    "restore_callback_states_from_checkpoint": unneeded("there are no callbacks"),
+    "restore_callback_states_from_checkpoint": unneeded("callbacks do not exist here"),
     "full_determinism": Drop("see training.reproducible; kernels are torch's own choice"),
     "seed": Take("training.seed", number),
     "data_seed": Take("data.seed", number),
@@ -128,7 +128,7 @@ RULES: dict[str, Rule] = {
     "remove_unused_columns": unneeded("data.columns names the columns to read"),
     "label_names": unneeded("data.columns names the columns to read"),
     "train_sampling_strategy": Drop(
-        "samples are shuffled, or in order with data.shuffle: false", numbers=True, harmless=(None, "random")
+        "samples are shuffled, or sequential with data.shuffle: false", numbers=True, harmless=(None, "random")
     ),
     "group_by_length": Drop("samples are packed to one length instead (data.packing)", numbers=True),
     "length_column_name": unneeded("rows are not grouped by length"),
@@ -138,22 +138,26 @@ RULES: dict[str, Rule] = {
     "ddp_static_graph": _DDP,
     "ddp_backend": unneeded("NCCL on GPUs, gloo on CPUs"),
     "ddp_timeout": unneeded("failure.hang_timeout_seconds"),
-    "deepspeed": Drop("there is no DeepSpeed; ZeRO stage 3 is FSDP2's default, stage 2 reshard_after_forward: false"),
-    "deepspeed.*": Drop("there is no DeepSpeed; ZeRO stage 3 is FSDP2's default, stage 2 reshard_after_forward: false"),
+    "deepspeed": Drop(
+        "DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default, stage 2 reshard_after_forward: false"
+    ),
+    "deepspeed.*": Drop(
+        "DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default, stage 2 reshard_after_forward: false"
+    ),
     "debug": Drop("training.on_nonfinite: fail stops at the first non-finite step"),
     "skip_memory_metrics": unneeded("metrics always have the peak memory"),
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
-    "resume_from_checkpoint": unneeded("a job resumes by itself; a clone starts from a checkpoint of another job"),
+    "resume_from_checkpoint": unneeded("a job resumes automatically; a clone starts from a checkpoint of another job"),
     "local_rank": unneeded("Ray starts the workers"),
     "jit_mode_eval": unneeded("evaluation is not traced"),
     "torchdynamo": Drop("layers are compiled by inductor (model.compile)"),
-    "tpu_num_cores": unneeded("there are no TPUs"),
+    "tpu_num_cores": unneeded("TPUs are not supported"),
     "past_index": unneeded("models keep no past between steps"),
-    "mp_parameters": unneeded("there is no SageMaker"),
+    "mp_parameters": unneeded("SageMaker is not supported"),
 }
-"""What becomes of each field; those that depend on others are handled before."""
+"""The rule of each field. Fields that depend on others are handled before."""
 
 DEFAULTS: dict[str, tuple[str, JsonValue]] = {
     "per_device_train_batch_size": ("training.per_device_train_batch_size", 8),
@@ -185,10 +189,10 @@ DISTRIBUTED: dict[str, Rule] = {
     "fsdp_plan.*": Drop("units are chosen by strategy.wrap_policy"),
     "fsdp_cpu_offload": Take("strategy.offload_policy", flag),
     "fsdp_mixed_precision": unneeded("off"),
-    "pp_size": Drop("there is no pipeline parallelism; use more fsdp_size", harmless=(None, 1)),
+    "pp_size": Drop("pipeline parallelism is not supported; use more fsdp_size", harmless=(None, 1)),
     "ep_size": Take("strategy.ep_size", number),
     "ep_plan": _PLAN,
     "ep_plan.*": _PLAN,
     "ep_implementation": Drop("tokens are exchanged all to all", harmless=(None, "auto", "all_to_all")),
 }
-"""What becomes of each field of a DistributedConfig."""
+"""The rule of each field of a DistributedConfig."""

@@ -134,7 +134,7 @@ def _source(file: Path) -> SourceFile:
 
 
 def _reader(file: Path) -> Callable[[str], bytes | None]:
-    """Return a function that reads the configs which Hydra finds beside a file."""
+    """Return a function that reads the configs which Hydra finds next to a file."""
 
     def read(name: str) -> bytes | None:
         beside = file.parent / f"{name}.yaml"

@@ -15,7 +15,7 @@ _NUMBERS = "≠ "
 
 
 def spec_with_comments(found: Imported, names: Sequence[str]) -> str:
-    """Return the spec as YAML, with comments on what the user replaces and on what changes numbers."""
+    """Return the spec as YAML, with comments on values to replace and on changes of numbers."""
     lines = [f"imported from {name} ({kind})" for name, kind in zip(names, found.formats, strict=True)]
     lines += [f"replace {row.target}: {row.reason}" for row in found.needed]
     lines += [f"changes numbers: {_subject(row)}: {row.reason}" for row in found.changes]

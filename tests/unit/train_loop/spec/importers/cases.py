@@ -30,7 +30,7 @@ def documents(name: str) -> dict[str, bytes]:
 
 
 def beside(name: str) -> bytes | None:
-    """Read a config beside ROLL's examples."""
+    """Read a config that ROLL's examples name."""
     return ENVIRONMENTS if name == "../config/traj_envs" else None
 
 

@@ -66,7 +66,7 @@ def test_defaults_are_composed_as_hydra_does(data: dict[str, Any], expected: dic
     ("defaults", "message"),
     [
         (["absent"], "absent.yaml of defaults cannot be read"),
-        (["nested"], "nested.yaml has defaults of its own"),
+        (["nested"], "nested.yaml has defaults, too"),
         (["../up"], "has no package; write ../up@_here_"),
         (["base"] * 17, "over 16 configs"),
         ([3], "is not the name of a config"),
