@@ -152,6 +152,13 @@ class CheckpointDamaged(ServiceError):
         )
 
 
+class CheckpointUnknown(ServiceError):
+    """A checkpoint of a format that this version does not read, such as that of a newer version."""
+
+    code = "checkpoint_unknown"
+    status = 409
+
+
 class ExportNotFound(ServiceError):
     """An export that was not requested."""
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from service.adapters.helper_processes.checkpoints import HelperTools
 from service.errors import Busy, VerifyFailed
 from service.ports import Cancellation, Digests
-from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.checkpoints import checkpoint, edit
 from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.fakes.service import FakeService, spec_body
 from tests.support.waiting import wait_for
@@ -44,6 +44,20 @@ def test_checkpoint_list_shows_fields_of_the_manifests(client: TestClient, url: 
     assert client.get(url).json() == {
         "data": [{"step": 10, "tokens": 10} | expected, {"step": 20, "tokens": 20} | expected]
     }
+
+
+def test_checkpoint_of_a_newer_version_is_named(
+    client: TestClient, service: FakeService, job_id: str, url: str
+) -> None:
+    edit(service.run_dir(job_id), 20, format=9)
+    clone = client.post(f"/jobs/{job_id}/clone", json={"from_checkpoint": 20})
+    for answer in (client.get(url), clone):
+        assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint_unknown")
+        assert answer.json()["detail"].startswith(
+            "the checkpoint of step 20 has format 9, but this version of Trainshed"
+        )
+    # The job itself still comes to its end.
+    assert service.run_dirs.committed(service.get(job_id).run_dir) == 20
 
 
 def test_verify_reads_the_whole_checkpoint(client: TestClient, service: FakeService, job_id: str, url: str) -> None:

@@ -14,7 +14,7 @@ from service.adapters.storage.roots import StorageRoots, root_of
 from service.adapters.storage.run_summary import RunSummaryReader
 from service.domain.jobs.condition import Conditions
 from service.domain.jobs.observation import LatestAttempt, WorkerStatus
-from service.errors import StaleAttempt, UnusableRunDir
+from service.errors import CheckpointUnknown, StaleAttempt, UnusableRunDir
 from service.ports import (
     EMPTY_SUMMARY,
     AttemptObservation,
@@ -35,6 +35,7 @@ from train_loop.run_dir import (
     Parent,
     RunDir,
     Stop,
+    UnknownFormatError,
     is_remote,
     read_appended,
     read_lines,
@@ -206,12 +207,20 @@ class LocalRunDirs:
 
     def committed(self, run_dir: str) -> int | None:
         """Return the newest committed step, or the number of committed shards of results; None if there is none."""
-        return self._open(run_dir).committed()
+        directory = self._open(run_dir)
+        try:
+            return directory.committed()
+        except UnknownFormatError:
+            # Another version has committed it; a job that cannot read it must still come to its end.
+            return max(directory.checkpoint_folders(), default=None)
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
-        """Return the committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first. Raises CheckpointUnknown."""
         directory = self._open(run_dir)
-        return [Checkpoint(manifest, directory.is_pinned(step)) for step, manifest in directory.manifests().items()]
+        try:
+            return [Checkpoint(manifest, directory.is_pinned(step)) for step, manifest in directory.manifests().items()]
+        except UnknownFormatError as error:
+            raise CheckpointUnknown(str(error)) from error
 
     def pin(self, run_dir: str, step: int) -> bool:
         """Pin a checkpoint, so that retention keeps it. Return False if it does not exist."""

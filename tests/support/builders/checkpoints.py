@@ -1,10 +1,12 @@
 """Small committed checkpoints, for tests that do not read their content."""
 
+import hashlib
+import json
 from pathlib import Path
 
 from train_loop.checkpoint.manifest import describe_file
 from train_loop.checkpoint.store.open import open_store
-from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir
+from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir, read_whole
 
 
 def manifest(step: int, *, attempt: int = 1, epoch: int = 0, metrics: dict[str, float] | None = None) -> Manifest:
@@ -40,3 +42,12 @@ def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, 
     draft = unfinished(run_dir, step, attempt=attempt, epoch=epoch, **files)
     open_store(run_dir, Fence(attempt, epoch)).commit(draft)
     return run_dir.checkpoint(step)
+
+
+def edit(run_dir: RunDir, step: int, **fields: object) -> None:
+    """Write a manifest as another version would: with unknown fields, sealed by the same rule."""
+    path = run_dir.checkpoint(step) / "manifest.json"
+    written = json.loads(read_whole(path)) | fields
+    rest = {name: value for name, value in written.items() if name != "digest"}
+    digest = hashlib.sha256(json.dumps(rest, separators=(",", ":")).encode()).hexdigest()
+    path.write_bytes(json.dumps(rest | {"digest": digest}, indent=4).encode())

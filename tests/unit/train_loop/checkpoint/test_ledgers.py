@@ -1,8 +1,6 @@
 """Checkpoint store guarantees on both kinds of storage: with and without renamable folders."""
 
 import errno
-import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.builders.checkpoints import checkpoint, unfinished
+from tests.support.builders.checkpoints import checkpoint, edit, unfinished
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store import folder as folder_store
@@ -18,7 +16,7 @@ from train_loop.checkpoint.store import objects as object_store
 from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import check_fence
-from train_loop.run_dir import ExportStatus, ExportWish, Fence, RunDir, UnknownFormatError, create_object, read_whole
+from train_loop.run_dir import ExportStatus, ExportWish, Fence, RunDir, UnknownFormatError, create_object
 from train_loop.spec import CheckpointSpec
 
 MODULES = (folder_store, object_store)
@@ -271,15 +269,6 @@ def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeyp
         with pytest.raises(OSError, match="Stale"):
             verify(folder, manifest)
     assert newest_verified(run_dir) == (manifest, {})
-
-
-def edit(run_dir: RunDir, step: int, **fields: object) -> None:
-    """Write a manifest as another version would: with unknown fields, sealed by the same rule."""
-    path = run_dir.checkpoint(step) / "manifest.json"
-    written = json.loads(read_whole(path)) | fields
-    rest = {name: value for name, value in written.items() if name != "digest"}
-    digest = hashlib.sha256(json.dumps(rest, separators=(",", ":")).encode()).hexdigest()
-    path.write_bytes(json.dumps(rest | {"digest": digest}, indent=4).encode())
 
 
 def test_checkpoints_of_other_versions_verify(run_dir: RunDir) -> None:
