@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, check_folder, only
+from train_loop.spec.base import SpecModel, check_folder, is_default, only
 from train_loop.spec.heads import CAUSAL_LM, WITH_DEFAULTS, Head, LabelHeadSpec
 from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec
 
@@ -48,8 +48,7 @@ class ModelSpec(SpecModel):
     )
     load: Literal["every_rank", "rank0"] = Field(
         default="every_rank",
-        # Specs of older versions keep their digests.
-        exclude_if=lambda load: load == "every_rank",
+        exclude_if=is_default("every_rank"),
         description="readers of the weights at path: every_rank: each worker reads its own slices; rank0: one worker "
         "of each replica reads all of them and sends them to the others",
     )

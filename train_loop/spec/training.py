@@ -117,8 +117,7 @@ class TrainingSpec(SpecModel):
     )
     optimizer_state: str | None = Field(
         default=None,
-        # Specs of older versions keep their digests.
-        exclude_if=lambda uri: uri is None,
+        exclude_if=is_default(None),
         description="URI of a folder with the optimizer state of another run, from `checkpoint full --with optimizer` "
         "and `trainshed weights convert`; the run goes on at its step, with the weights in model.path",
     )
