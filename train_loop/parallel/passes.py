@@ -10,11 +10,10 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.precise_units import check_precision
 from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
 from train_loop.parallel.ulysses import apply_ulysses
-from train_loop.parallel.units import expert_units, innermost, repeated_layers, wrapped_layers
+from train_loop.parallel.units import check_precision, expert_units, innermost, repeated_layers, wrapped_layers
 from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer

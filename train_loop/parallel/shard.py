@@ -19,8 +19,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
 from train_loop.model.whole import whole_parameters
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.precise_units import join_units
-from train_loop.parallel.units import find_units
+from train_loop.parallel.units import find_units, join_units
 from train_loop.spec import StrategySpec
 from train_loop.spec.model import Dtype
 from train_loop.telemetry.timers import ComputeTimer

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
-from train_loop.parallel.precise_units import join_units
-from train_loop.parallel.units import find_units, repeated_layers
+from train_loop.parallel.units import find_units, join_units, repeated_layers
 from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 

@@ -38,9 +38,8 @@ from train_loop.model.load import match_folder
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import tiled_mlps
-from train_loop.parallel.precise_units import check_precision
 from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
-from train_loop.parallel.units import expert_units, find_units, repeated_layers
+from train_loop.parallel.units import check_precision, expert_units, find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
