@@ -1,4 +1,4 @@
-"""Specs in the words of other tools: the plan shows what was written and what it became, jobs store the latter."""
+"""Specs with names of other tools: the plan shows both forms, jobs store the canonical one."""
 
 from typing import Any
 

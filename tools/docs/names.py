@@ -20,8 +20,8 @@ def page() -> str:
     ]
     others = ", ".join(code(f"{section}.{name}") for section, name in REWRITTEN)
     parts = [
-        "# Names of other tools\n\nA spec may use these spellings. The plan lists each as written, and what it became; "
-        'jobs store the canonical form. Numbers may be text, as `"1e-4"`. Fields with more spellings, or that become '
+        "# Names of other tools\n\nA spec may use these spellings. The plan lists each with its canonical form, and "
+        'jobs store that. Numbers may be text, as `"1e-4"`. Fields with more spellings, or that become '
         f"other fields: {others}. [Job specs](../guides/spec.md#names-of-other-tools) explains them.\n",
         "## Spellings of dtypes\n",
         table(("written", "dtype"), dtypes),

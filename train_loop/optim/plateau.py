@@ -1,4 +1,4 @@
-"""The schedule reduce_lr_on_plateau: torch's, with a learning rate that evaluations lower and steps leave as it is."""
+"""The schedule reduce_lr_on_plateau: torch's, whose learning rate only evaluations lower."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ class Plateau:
     """A schedule that lowers the learning rate when the loss of evaluations has stopped to fall.
 
     It decides by numbers that are the same on all ranks. Its state includes the learning rates, so that a resumed run
-    goes on with the same ones.
+    has the same ones.
     """
 
     def __init__(self, optimizer: Optimizer, **options: Any) -> None:

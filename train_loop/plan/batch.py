@@ -88,7 +88,7 @@ def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batc
 
 
 def plan_end(training: TrainingSpec, *, samples: int, global_batch: int, origin: Origin = START) -> End:
-    """Return the setting that ends the run: of max_steps and num_train_epochs, the one that is reached first."""
+    """Return the setting that ends the run: the earlier of max_steps and num_train_epochs."""
     if training.max_tokens is not None:
         return "max_tokens"
     ends = _steps_of_ends(training, samples=samples, global_batch=global_batch, origin=origin)

@@ -81,7 +81,7 @@ def _parse(raw: Any, model: type[S]) -> S:
 
 
 def spellings(raw: Any) -> tuple[Spelling, ...]:
-    """Return what plain data of a spec writes in another way than the schema, and what it becomes. Raises SpecError."""
+    """Return the values of a spec that are written in another way than the schema has them. Raises SpecError."""
     return canonical(check_mapping(raw), KINDS.get(kind_of(check_mapping(raw)), JobSpec)).spellings
 
 
@@ -100,7 +100,7 @@ def check_mapping(raw: Any) -> dict[Any, Any]:
 def override(spec: S, patch: Mapping[str, Any]) -> S:
     """Return a spec with a patch merged into it, mapping by mapping. Raises SpecError."""
     check_data(patch)
-    # What a field of another tool becomes replaces those of the spec.
+    # A field of another tool replaces the fields that it stands for.
     form = canonical(patch, JobSpec)
     if form.problems:
         raise SpecError([*form.problems])

@@ -184,5 +184,5 @@ class PlanOut(BaseModel):
     choices: ChoicesOut
     outlook: OutlookOut | None = Field(description="the plan on a GPU; null if none is named or known")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source")
-    spellings: list[SpellingOut] = Field(description="values written in another way, and what they became")
+    spellings: list[SpellingOut] = Field(description="values written in another way, with their canonical form")
     warnings: list[str]

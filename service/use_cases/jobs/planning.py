@@ -73,7 +73,7 @@ class PlanView:
     end: PlannedEnd = UNKNOWN_END
     """The last optimizer step, and the setting that sets it, if they are known before the data is prepared."""
     spellings: tuple[Spelling, ...] = ()
-    """Values that the text of the spec writes in another way, and what they became."""
+    """Values that the text of the spec writes in another way, with their canonical form."""
     outlook: Outlook | None = None
     """Memory and throughput on a device; None if no device is named or known."""
 

@@ -58,7 +58,7 @@ def positions_in(body: bytes) -> Iterator[None]:
 
 
 def spellings_in(body: bytes, spec: AnyJobSpec) -> tuple[Spelling, ...]:
-    """Return what a valid body writes in another way than the spec that it became, with the number of each `node`."""
+    """Return the values that a valid body writes in another way than its spec, with the number of each `node`."""
     raw = read_yaml(body)
     size = {"strategy.fsdp_size": spec.strategy.fsdp_size}
     found = [

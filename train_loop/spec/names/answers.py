@@ -16,7 +16,7 @@ _UNKNOWN = "no such field"
 
 
 def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
-    """Return the message about an unknown field at a place of a spec: what it may have meant, or that it is to come."""
+    """Return the message about an unknown field at a place of a spec: its likely meaning, or that it is to come."""
     rewritten = (f"{section}.{name}" for section, name in REWRITTEN)
     name, fields = place[-1][:LONGEST], [*dict.fromkeys((*field_paths(model), *rewritten))]
     known = normalised(name)
@@ -45,7 +45,7 @@ def field_paths(model: type[BaseModel]) -> tuple[str, ...]:
 def _paths(model: type[BaseModel], before: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{before}{name}"
-        # Fields of a part that is not supported yet are no help.
+        # Fields of a part that is not supported yet do not help.
         if any(isinstance(one, Only) for one in field.metadata):
             continue
         for inner in _models(field.annotation):

@@ -19,7 +19,7 @@ class Spelling:
     """A value of a spec that was written in another way than the schema's."""
 
     field: str
-    """The field as it was written, as strategy.sharding_strategy."""
+    """The written field, such as strategy.sharding_strategy."""
     written: Any
     became: Mapping[str, Any]
     """The fields that it became, with their values."""
@@ -30,13 +30,13 @@ class Canonical(NamedTuple):
 
     values: dict[str, Any]
     spellings: tuple[Spelling, ...]
-    """What was written in another way."""
+    """The values that are written in another way."""
     problems: tuple[Problem, ...]
     """Fields that contradict others, or whose values no tool has; the values lack them."""
 
 
 def canonical(raw: Mapping[str, Any], model: type[BaseModel]) -> Canonical:
-    """Return plain data of a spec, or of a part of it, in canonical form. Other invalid values stay as they are."""
+    """Return plain data of a spec, or of a part of it, in canonical form. Other invalid values stay."""
     spellings, problems = list[Spelling](), list[Problem]()
     values: dict[str, Any] = _read(raw, [model], [], spellings.append)
     for (section, name), rewrite in REWRITTEN.items():

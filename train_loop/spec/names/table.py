@@ -181,7 +181,8 @@ _NOT_NEEDED = _by_name(
     {
         "the service chooses the run directory; see run_dir of the job": "output_dir save_dir checkpoint_dir "
         "logging_dir storage_path",
-        "a job resumes by itself, and a clone starts from another job's checkpoint": "resume_from_checkpoint resume",
+        "jobs resume without a setting, and a clone starts from another job's checkpoint": "resume_from_checkpoint "
+        "resume",
         "the operator chooses sinks with TRAINSHED_SINKS": "report_to wandb_project wandb_entity loggers track_with",
         "Ray Data uses the free CPUs": "dataloader_num_workers preprocessing_num_workers num_proc "
         "dataloader_prefetch_factor dataloader_persistent_workers dataset_processes",
@@ -202,8 +203,7 @@ _NOT_NEEDED = _by_name(
         "checkpoints have a shard for each rank, and exports whole tensors": "state_dict_type fsdp_state_dict_type "
         "full_state_dict sharded_state_dict state_dict_config optim_state_dict_config offload_to_cpu rank0_only "
         "distributed_checkpoint dcp",
-        "parameters of FSDP2 units are DTensors of their own; see the plan for units and sizes": "dtensor fsdpmodule "
-        "flat_parameter",
+        "each parameter of a unit is a DTensor; see the plan for units and sizes": "dtensor fsdpmodule flat_parameter",
         "the first layers are gathered before they are needed": "unshard",
         "gradients are clipped by their norm over all ranks": "clip_grad_norm_",
         "the loop starts its processes and groups itself": "init_process_group process_group backend ddp_backend "
