@@ -14,14 +14,14 @@ from train_loop.spec.importers.report import Imported, Outcome, Row
 from train_loop.spec.importers.values import DATA_FOLDER, MODEL_FOLDER
 from train_loop.spec.job import JobSpec
 from train_loop.spec.names import field_paths
-from train_loop.spec.parse import merged, parse
+from train_loop.spec.parse import merged, parse_any
 from train_loop.spec.text import add_positions, read_yaml
 
 _ENDS = ("num_train_epochs", "max_steps", "max_tokens")
 _RATE = 5e-5
 _PLACEHOLDERS: dict[str, tuple[JsonValue, str]] = {
     "model.path": (f"file://{MODEL_FOLDER}/MODEL", "the URI of the model's folder below a storage root"),
-    "data.train.path": (f"file://{DATA_FOLDER}/train.jsonl", "the URI of the training rows below a storage root"),
+    "data.train.path": (f"file://{DATA_FOLDER}/train.jsonl", "the URI of the rows below a storage root"),
     "training.learning_rate": (_RATE, "no file has a learning rate; this is TrainingArguments' default"),
 }
 
@@ -61,8 +61,9 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
             raise _located(error.problems, file) from error
     spec = _merge([draft for _, _, draft in drafts])
     rows = _rows([draft for _, _, draft in drafts], spec)
+    is_training = spec.get("kind", "train") == "train"
     for target, (value, reason) in _PLACEHOLDERS.items():
-        if not has(spec, target):
+        if not has(spec, target) and (is_training or target != "training.learning_rate"):
             put(spec, target, value)
             rows.append(Row(field="", outcome=Outcome.NEEDED, target=target, written=value, reason=reason,
                             changes_numbers=target == "training.learning_rate"))  # fmt: skip
@@ -71,7 +72,7 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
     spec = merged({"name": "imported"} | spec, overrides)
     rows = [row for row in rows if not (row.outcome is Outcome.NEEDED and has(overrides, str(row.target)))]
     try:
-        parse(spec)
+        parse_any(spec)
     except SpecError as error:
         raise _traced(error.problems, drafts, overrides) from error
     return Imported(formats=tuple(name for _, name, _ in drafts), spec=_ordered(spec), rows=tuple(rows))

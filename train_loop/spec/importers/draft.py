@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import JsonValue
 from pydantic_core import PydanticUndefined
@@ -259,6 +260,8 @@ def default_of(target: str) -> JsonValue:
     """Return the default of a field of the spec; None if it is required."""
     part, *names = target.split(".")
     fields: Any = JobSpec.model_fields[part].annotation
+    # An optional part is a union with None.
+    fields = next((one for one in get_args(fields) if one is not NoneType), fields)
     for name in names[:-1]:
         fields = type(fields.model_fields[name].default)
     default: Any = fields.model_fields[names[-1]].get_default() if names[-1] in fields.model_fields else None

@@ -7,8 +7,9 @@ from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers.draft import LOOP, Draft, Drop, pointer_of
 from train_loop.spec.importers.references import Read, compose, resolve
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.roll_data import read_data
+from train_loop.spec.importers.roll_data import read_data, read_length
 from train_loop.spec.importers.roll_fields import DEFAULTS, PIPELINE, WORKER
+from train_loop.spec.importers.roll_infer import keep_inference
 from train_loop.spec.importers.schedules import drop_unused, read_warmup
 from train_loop.spec.importers.values import (
     devices,
@@ -22,6 +23,7 @@ from train_loop.spec.importers.values import (
 
 TOOL = "ROLL"
 _TRAIN, _INFER = "fsdp2_train", "fsdp2_infer"
+_BATCH = "infer_batch_size"
 _DEPTH = 3
 _MODELS = {"critic": "reward_pretrain", "student": "student_pretrain", "teacher": "teacher_pretrain"}
 _OBJECTIVES = {
@@ -52,44 +54,46 @@ def _strategies(data: Mapping[str, Any], before: str = "", depth: int = 0) -> It
 def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[Draft, str]:
     """Return the draft of a job from ROLL's configuration, and the worker that it is of. Raises SpecError."""
     whole = resolve(compose(data, read))
-    chosen = _choose(dict(_strategies(whole)), worker)
+    strategies = dict(_strategies(whole))
+    chosen = _choose(strategies, worker)
     draft = Draft({**whole, **({"defaults": data["defaults"]} if "defaults" in data else {})})
-    role = chosen.rpartition(".")[2]
+    role, trains = chosen.rpartition(".")[2], strategies[chosen] == _TRAIN
     draft.take("exp_name", "name", job_name)
     _model(draft, chosen, role)
     _precision(draft, chosen)
     _mesh(draft, f"{chosen}.strategy_args.strategy_config", _workers(draft, chosen))
-    _memory(draft, f"{chosen}.strategy_args.strategy_config")
-    _training(draft, chosen, is_sft=role == "sft_train")
-    read_data(draft, chosen, is_sft=role == "sft_train")
+    if trains:
+        _memory(draft, f"{chosen}.strategy_args.strategy_config")
+        _training(draft, chosen, is_sft=role == "sft_train")
+        read_data(draft, chosen, is_sft=role == "sft_train")
+        _objective(draft, chosen, role)
+    else:
+        read_length(draft)
     _experts(draft, chosen)
-    _objective(draft, chosen, role)
-    draft.apply(WORKER, below=chosen)
+    draft.apply(WORKER if trains else {name: rule for name, rule in WORKER.items() if name != _BATCH}, below=chosen)
     draft.apply(PIPELINE)
     _others(draft, chosen, whole, is_sft=role == "sft_train")
-    drop_unused(draft)
+    if trains:
+        drop_unused(draft)
+    else:
+        keep_inference(draft, chosen)
     draft.finish(TOOL)
     return draft, chosen
 
 
 def _choose(strategies: Mapping[str, str], worker: str | None) -> str:
-    """Return the worker to import. Raises SpecError if it is not clear, or does not train with FSDP2."""
+    """Return the worker to import. Raises SpecError if it is not clear, or does not use FSDP2."""
     ours = {path: strategy for path, strategy in strategies.items() if strategy in (_TRAIN, _INFER)}
     training = [path for path, strategy in ours.items() if strategy == _TRAIN]
     if worker is None and len(training) == 1:
         return training[0]
-    if worker in training:
-        return str(worker)
     if worker in ours:
-        message = (
-            f"{worker} only computes ({_INFER}), and kind: infer is not supported yet; choose a worker that trains"
-        )
-        raise SpecError([Problem(f"{pointer_of(worker)}/strategy_args/strategy_name", message)])
-    found = ", ".join(training) or "none"
+        return str(worker)
+    found = ", ".join(f"{path} ({strategy})" for path, strategy in ours.items()) or "none"
     message = (
-        f"invalid worker {worker}; workers with strategy_name={_TRAIN} are {found}"
+        f"invalid worker {worker}; workers with FSDP2 are {found}"
         if worker is not None
-        else f"the file has {len(training)} workers with strategy_name={_TRAIN} ({found}); choose one with --worker"
+        else f"the file has {len(training)} workers with strategy_name={_TRAIN}, so choose one with --worker: {found}"
     )
     raise SpecError([Problem("", message)])
 
@@ -248,7 +252,7 @@ def _others(draft: Draft, worker: str, whole: Mapping[str, Any], *, is_sft: bool
     """Report the other workers, and in pipelines of reinforcement learning all that is not known."""
     for path, strategy in _strategies(whole):
         if path != worker:
-            hint = f"; import it with --worker {path}" if strategy == _TRAIN else ""
+            hint = f"; import it with --worker {path}" if strategy in (_TRAIN, _INFER) else ""
             draft.note(path, Outcome.NOT_IMPORTED, reason=f"another worker ({strategy:.40}){hint}")
     names: Sequence[str] = () if is_sft else [name for name in whole if name != worker.partition(".")[0]]
     rule = Drop("rollouts, rewards and their losses are not part of a training job", Outcome.NOT_IMPORTED)

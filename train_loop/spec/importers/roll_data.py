@@ -17,7 +17,7 @@ def read_data(draft: Draft, worker: str, *, is_sft: bool) -> None:
     arguments = f"{worker}.data_args"
     _files(draft, f"{arguments}.file_name", "data.train.path")
     _columns(draft, arguments, is_sft=is_sft)
-    _length(draft)
+    read_length(draft)
     _evaluation(draft, arguments, is_sft=is_sft)
     packing = f"{worker}.use_sequence_packing"
     draft.assume(packing, "data.packing", False, tool="ROLL, which pads each row")
@@ -61,7 +61,8 @@ def is_noted(draft: Draft, field: str) -> bool:
     return not draft.has(field) or any(row.field == field for row in draft.rows)
 
 
-def _length(draft: Draft) -> None:
+def read_length(draft: Draft) -> None:
+    """Translate the lengths of prompts, responses and sequences."""
     lengths = ("prompt_length", "response_length")
     sizes: list[Any] = [number(draft.get(name, 1024 if name == "prompt_length" else None)) for name in lengths]
     if draft.has("sequence_length"):

@@ -104,7 +104,7 @@ WORKER: dict[str, Rule] = {
     "data_args.preprocessing_num_workers": unneeded("Ray Data uses the free CPUs"),
     "data_args.tag": unneeded("rows are not chosen by tag"),
     "data_args.id": unneeded("samples are counted"),
-    "strategy_args.strategy_name": unneeded("every job trains with FSDP2"),
+    "strategy_args.strategy_name": unneeded("every job uses FSDP2"),
     "strategy_args.strategy_config.param_dtype": Take("model.dtype", dtype),
     "strategy_args.strategy_config.reduce_dtype": Take("strategy.reduce_dtype", dtype),
     "strategy_args.strategy_config.reshard_after_forward": Take("strategy.reshard_after_forward"),

@@ -15,7 +15,7 @@ from tests.unit.train_loop.spec.importers.cases import (
     mesh_of,
     unreported,
 )
-from train_loop.spec import SpecError
+from train_loop.spec import InferJobSpec, SpecError, parse_any
 from train_loop.spec.importers import Outcome
 from train_loop.spec.importers.references import compose, resolve
 
@@ -81,19 +81,32 @@ def test_pipeline_of_sft_becomes_the_same_job() -> None:
 
 def test_worker_is_chosen_by_name_and_others_are_not_imported() -> None:
     raw = {**block(), "student": block()["sft_train"]}
-    with pytest.raises(SpecError, match=r"2 workers with strategy_name=fsdp2_train \(sft_train, student\).*--worker"):
+    with pytest.raises(
+        SpecError, match=r"2 workers with strategy_name=fsdp2_train, so choose one with --worker: sft_train"
+    ):
         imported(raw)
     found = imported(raw, worker="student")
     assert found.formats == ("ROLL, worker student",)
     assert fates(found)["sft_train.device_mapping"] == (Outcome.NOT_IMPORTED, None)
-    with pytest.raises(SpecError, match=r"invalid worker critic; workers with strategy_name=fsdp2_train are sft_train"):
+    with pytest.raises(SpecError, match=r"invalid worker critic; workers with FSDP2 are sft_train \(fsdp2_train\)"):
         imported(raw, worker="critic")
 
 
-def test_worker_that_only_infers_is_refused_by_name() -> None:
-    name = "examples/qwen2.5-7B-rlvr_megatron/rlvr_fsdp2_sp2.yaml"
-    with pytest.raises(SpecError, match=r"reference only computes \(fsdp2_infer\), and kind: infer is not supported"):
-        imported(FILES[name], worker="reference")
+@pytest.mark.parametrize("name", [name for name, text in FILES.items() if b"fsdp2_infer" in text])
+def test_worker_that_only_computes_becomes_a_job_of_kind_infer(name: str) -> None:
+    raw = yaml.safe_load(FILES[name])
+    whole = resolve(compose(raw, beside))
+    worker = next(path for path in ("reference", "teacher") if path in whole)
+    found = imported(FILES[name], worker=worker)
+    spec = parse_any(found.spec)
+    assert isinstance(spec, InferJobSpec)
+    assert unreported(found, {**whole, **({"defaults": raw["defaults"]} if "defaults" in raw else {})}) == set()
+    assert [row for row in found.rows if row.outcome is Outcome.UNKNOWN] == []
+    source: Any = whole[worker]
+    assert spec.strategy.fsdp_size == source["strategy_args"]["strategy_config"]["fsdp_size"]
+    assert spec.strategy.ulysses_size == source["model_args"].get("ulysses_size", 1)
+    assert spec.infer.batch_size == source.get("infer_batch_size", 16)
+    assert {row.target for row in found.needed} == {"model.path", "data.train.path"}
 
 
 @pytest.mark.parametrize(
