@@ -19,7 +19,7 @@ _WITHOUT = {
     "strategy.efsdp_size": _SHARED,
     "strategy.offload_policy": "weights stay on the device; numbers stay",
 }
-"""Fields that only training has, with what a job that infers does."""
+"""Fields that only training has, with the reason."""
 _BATCH = 16
 """ROLL's default of infer_batch_size."""
 
