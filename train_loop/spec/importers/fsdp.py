@@ -22,9 +22,7 @@ RULES: dict[str, Rule] = {
     ),
     "state_dict_type": unneeded("checkpoints are sharded; export writes a Hugging Face folder, and full one file"),
     "use_orig_params": unneeded("FSDP2 shards each parameter separately"),
-    "cpu_ram_efficient_loading": unneeded(
-        "each rank reads only its part of the weights; model.load: rank0 reads them once"
-    ),
+    "cpu_ram_efficient_loading": unneeded("each rank reads its part of the weights; model.load: rank0 reads all once"),
     "sync_module_states": unneeded("each rank reads the same weights by name"),
     "limit_all_gathers": unneeded("FSDP2 needs no such limit: it frees memory without waiting for the CPU"),
     "backward_prefetch": unneeded(_PREFETCH.format("backward")),
