@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from train_loop.plan import plan_batch, plan_mesh
-from train_loop.spec import JobSpec, parse_text
+from train_loop.spec import dump, load, parse_any_text
 
 PAGES = {file.stem: file.read_text() for file in Path("docs/coming-from").glob("*.md")}
 EXAMPLES = sorted(Path("examples/coming-from").glob("*.yaml"))
@@ -56,14 +56,20 @@ def test_pages_show_every_example() -> None:
     assert shown == {str(file) for file in EXAMPLES}
 
 
-MESHES = {"roll": (2, 4, 2, 1), "fsdp1": (1, 8, 1, 1), "accelerate": (2, 2, 1, 2), "trainer": (1, 8, 1, 1)}
+MESHES = {
+    "roll": (2, 4, 2, 1),
+    "roll-infer": (2, 4, 1, 1),
+    "fsdp1": (1, 8, 1, 1),
+    "accelerate": (2, 2, 1, 2),
+    "trainer": (1, 8, 1, 1),
+}
 """Replicas, shards, parts of sequences and parts of layers of each example."""
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.stem))
 def test_example_plans_the_mesh_of_its_guide(file: Path) -> None:
-    job = parse_text(file.read_text())
-    assert job == JobSpec.model_validate_json(job.model_dump_json())
+    job = parse_any_text(file.read_text())
+    assert job == load(dump(job))
     strategy = job.strategy
     mesh = plan_mesh(
         world=job.scaling.world,
@@ -72,4 +78,4 @@ def test_example_plans_the_mesh_of_its_guide(file: Path) -> None:
         tp_size=strategy.tp_size,
     )
     assert (mesh.ddp, mesh.fsdp, mesh.sp, mesh.tp) == MESHES[file.stem]
-    assert plan_batch(job.training, dp=mesh.dp).global_batch >= mesh.dp
+    assert plan_batch(job.run.training, dp=mesh.dp).global_batch >= mesh.dp
