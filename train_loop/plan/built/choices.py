@@ -43,7 +43,7 @@ def planned_choices(spec: JobSpec, plan: Plan) -> Choices:
 
 
 def dtypes_of(spec: JobSpec, *, has_experts: bool) -> dict[str, str]:
-    """Return the dtypes of a run: of weights, reduction and computation, and of modules that differ."""
+    """Return the dtypes of a run: of weights, reduction and computation, and of modules that differ, by pattern."""
     model, strategy = spec.model, spec.strategy
     compute = strategy.param_dtype
     own = {
@@ -52,7 +52,8 @@ def dtypes_of(spec: JobSpec, *, has_experts: bool) -> dict[str, str]:
         "output": strategy.output_dtype,
     }
     plain: dict[str, str] = {"weights": model.master_dtype, "reduction": strategy.reduce_dtype, "compute": compute}
-    return plain | {part: dtype for part, dtype in own.items() if dtype is not None and dtype != compute}
+    parts = {part: dtype for part, dtype in own.items() if dtype is not None and dtype != compute}
+    return plain | parts | dict(strategy.precision)
 
 
 def _chunk_tokens(spec: JobSpec, plan: Plan) -> int | None:

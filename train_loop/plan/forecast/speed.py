@@ -19,6 +19,7 @@ from train_loop.plan.forecast.work import (
     matrix_flops,
     memory_bytes,
     recomputed,
+    state_bytes,
     update_bytes,
 )
 from train_loop.plan.mesh import Axis
@@ -29,8 +30,10 @@ from train_loop.spec import JobSpec
 _FLASH, _MASKED = (0.2, 0.7), (0.12, 0.45)
 """Part of the peak that attention kernels reach: older ones to FlashAttention 3, and those with a mask."""
 _MEMORY = (0.6, 0.9)
-_WITHIN, _ACROSS, _TO_HOST = (0.5, 0.85), (0.3, 0.85), (0.4, 0.8)
-"""Part of a link's bandwidth that exchanges reach: within a host, between hosts, and between GPU and host."""
+_WITHIN, _ACROSS = (0.5, 0.85), (0.3, 0.85)
+"""Part of a link's bandwidth that exchanges reach: within a host, and between hosts."""
+_PINNED, _PAGED = (0.4, 0.8), (0.1, 0.4)
+"""Part of the bandwidth between GPU and host that copies reach, with pinned memory and without."""
 _LAYER_SECONDS = Range(0.05e-3, 0.5e-3)
 """Seconds that a core needs to start the kernels of a layer's pass; computation cannot be faster."""
 _SHARE_OF_HOST, _OF_CORE = Range(25e9, 50e9), Range(4e9, 12e9)
@@ -71,6 +74,12 @@ def why_no_forecast(spec: JobSpec, plan: Plan, device: Device) -> str | None:
         (spec.model.masked is not None, "no measured run of an encoder supports an interval yet"),
         (shape.model_type in WITHOUT_ATTENTION, "no formula here counts the work of recurrent layers"),
         (shape.whole_scores, "attention that computes whole matrices of scores has no measured run"),
+        (bool(spec.strategy.precision), "modules with a dtype of their own (precision) have no measured run"),
+        (spec.training.deterministic, "deterministic algorithms have no measured run"),
+        (
+            dtype == "fp32" and spec.strategy.matmul_precision != "highest",
+            "fp32 products in TF32 or bf16 (matmul_precision) have no measured run",
+        ),
         (spec.training.optimizer == "muon", "the work of muon's orthogonal updates is not counted"),
         (device.peak(dtype) is None, f"{device.title} has no kernels in {dtype}; choose fp16 or fp32"),
         (
@@ -110,7 +119,7 @@ def _micro_batch(spec: JobSpec, plan: Plan, device: Device) -> dict[str, Range]:
         "kernel_starts": _LAYER_SECONDS.times(plan.shape.layers * (3 + recomputed(spec))),
         "exchange_of_parameters": _sum(_on_link(one, device) for one in sent if one.hidden),
         "exchange_of_activations": _sum(_on_link(one, device) for one in sent if not one.hidden),
-        "host_transfer": host_bytes(spec, plan).over(device.host_link, _TO_HOST),
+        "host_transfer": host_bytes(spec, plan).over(device.host_link, _to_host(spec)),
     }
 
 
@@ -130,10 +139,15 @@ def _seconds(spec: JobSpec, plan: Plan, micro: dict[str, Range]) -> Range:
 def _optimizer(spec: JobSpec, plan: Plan, device: Device) -> Range:
     """Return the seconds of an optimizer step: its bytes in the memory of the GPU, or of the host if offloaded."""
     work = update_bytes(spec, plan)
-    if not spec.strategy.offload_policy:
-        return work.over(device.bandwidth, _MEMORY)
+    if spec.strategy.offload_policy is not True:
+        moved = state_bytes(spec, plan)
+        return work.over(device.bandwidth, _MEMORY).plus(Range(moved, moved).over(device.host_link, _to_host(spec)))
     rate = _host_rate(spec)
     return Range(work.least / rate.most, work.most / rate.least)
+
+
+def _to_host(spec: JobSpec) -> tuple[float, float]:
+    return _PINNED if spec.strategy.pin_memory else _PAGED
 
 
 def _host_rate(spec: JobSpec) -> Range:
@@ -182,8 +196,8 @@ def _assumptions(spec: JobSpec, plan: Plan, device: Device) -> Iterator[str]:
             f"{_percent(_ACROSS)} are reached"
         )
     if spec.strategy.offload_policy or spec.model.gradient_checkpointing == "offload":
-        yield f"GPU and host exchange {_percent(_TO_HOST)} of {device.host_link / 1e9:g} GB/s"
-    if spec.strategy.offload_policy:
+        yield f"GPU and host exchange {_percent(_to_host(spec))} of {device.host_link / 1e9:g} GB/s"
+    if spec.strategy.offload_policy is True:
         rate = _host_rate(spec).times(1e-9)
         yield f"the optimizer on the host reads and writes {rate.least:g} to {rate.most:g} GB/s a worker"
     yield "data, evaluation and checkpoints do not delay steps"

@@ -125,12 +125,15 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (strategy.reshard_after_forward is False, {"strategy": {"reshard_after_forward": True}}),
         (1 < strategy.shards < world, {"strategy": {"fsdp_size": 0}}),
         (not strategy.apply_tiled_mlp, {"strategy": {"apply_tiled_mlp": True}}),
-        (not strategy.offload_policy, {"strategy": {"offload_policy": True}}),
+        (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
     ]
     yield from (Choice((patch,)) for helps, patch in simple if helps)
     recompute = [mode for mode in ("full", "offload") if model.gradient_checkpointing not in (mode, "offload")]
     if recompute:
         yield Choice(tuple({"model": {"gradient_checkpointing": mode}} for mode in recompute))
+    if strategy.offload_policy is not True:
+        levels: list[bool | str] = [True] if strategy.offload_policy else ["optimizer", True]
+        yield Choice(tuple({"strategy": {"offload_policy": level}} for level in levels))
     yield Choice(tuple({"strategy": {"ulysses_size": strategy.ulysses_size * by}, "training": kept} for by in doubles))
     if training.optimizer == "adamw":
         yield Choice(({"training": {"optimizer": "adamw_8bit"}},), changes_results=True)

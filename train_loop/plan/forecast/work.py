@@ -120,22 +120,31 @@ def host_bytes(spec: JobSpec, plan: Plan) -> Range:
     """Return the bytes that a micro-batch moves between a worker's GPU and the memory of its host."""
     shape, found = _of_worker(plan), 0.0
     master, value = DTYPE_BYTES[spec.model.master_dtype], DTYPE_BYTES[spec.strategy.param_dtype]
-    if spec.strategy.offload_policy:
+    if spec.strategy.offload_policy is True:
         found += master * (_gathers(spec) * shape.parameters + shape.trained) / plan.mesh.fsdp
     if spec.model.gradient_checkpointing == "offload":
         found += 2.0 * value * tokens_of(spec, plan) * shape.hidden * shape.layers
     return Range(found, found)
 
 
+def state_bytes(spec: JobSpec, plan: Plan) -> float:
+    """Return the bytes of optimizer states that an update copies from the host to the GPU and back; 0 if they stay."""
+    if spec.strategy.offload_policy != "optimizer":
+        return 0.0
+    return 2.0 * sum(term.bytes for term in plan.memory if term.name == "optimizer")
+
+
 def exchanges(spec: JobSpec, plan: Plan) -> tuple[Exchange, ...]:
     """Return what a worker sends in a micro-batch: parameters and gradients, sequence parts, and parts of layers."""
     shape, mesh, tokens = _of_worker(plan), plan.mesh, tokens_of(spec, plan)
     value, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
-    passes, again = 2 + recomputed(spec), plan.shape.trained / plan.shape.parameters
+    # Micro-batches share the one exchange of their gradients.
+    gradients = reduced * shape.trained / (plan.batch.accumulation if spec.strategy.gradient_sync == "last" else 1)
+    passes = 2 + recomputed(spec)
     sizes = {
-        "fsdp": (value * _gathers(spec) + reduced * again) * shape.parameters,
+        "fsdp": value * _gathers(spec) * shape.parameters + gradients,
         # An all-reduce sends each value twice.
-        "ddp": 2.0 * reduced * shape.trained / mesh.fsdp,
+        "ddp": 2.0 * gradients / mesh.fsdp,
         "sp": 2.0 * value * passes * tokens * (shape.heads + shape.kv_heads) * shape.head_dim * shape.layers,
         "tp": 4.0 * value * passes * tokens * shape.hidden * shape.layers,
     }

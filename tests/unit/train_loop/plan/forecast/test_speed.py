@@ -33,7 +33,7 @@ def planned(**step: Any) -> tuple[JobSpec, Plan]:
             },
             data={"sequence_length": step["length"], "packing": step.get("packing", False)},
             training={"per_device_train_batch_size": rows, "gradient_accumulation_steps": times},
-            strategy={"offload_policy": step.get("offload", False)},
+            strategy={"offload_policy": step.get("offload", False)} | step.get("strategy", {}),
             scaling={"num_workers": gpus, "resources_per_worker": {"CPU": 12.0, "GPU": 1.0}},
         )
     )
@@ -95,6 +95,9 @@ def test_llama_2_70b_fits_eight_a100_offloaded_at_the_speed_that_is_told() -> No
     [
         ({"training": {"optimizer": "muon"}}, "muon's orthogonal updates"),
         ({"data": {"packing": False}, "model": {"config": TINY, "head": "masked_lm"}}, "of an encoder"),
+        ({"training": {"deterministic": True}}, "deterministic algorithms"),
+        ({"strategy": {"precision": {"lm_head": "fp32"}}}, "modules with a dtype of their own"),
+        ({"strategy": {"matmul_precision": "high"}}, "fp32 products in TF32"),
         ({"scaling": {"num_workers": 16}}, "the network between hosts of 8 A40 is unknown"),
     ],
 )
@@ -133,6 +136,8 @@ def test_parts_add_up_to_the_slow_end() -> None:
         ({"recompute": "none"}, True),
         ({"compile": True}, True),
         ({"offload": True}, False),
+        ({"offload": "optimizer"}, False),
+        ({"accumulation": 4, "strategy": {"gradient_sync": "last"}}, True),
         ({"length": 16384}, False),
     ],
 )
@@ -142,6 +147,15 @@ def test_changes_move_the_forecast_as_they_move_steps(change: dict[str, Any], fa
     assert before is not None
     assert after is not None
     assert (after.typical > before.typical) is faster
+
+
+def test_pinned_memory_speeds_offloading() -> None:
+    device = device_named("a100-80g")
+    steps = [LLAMA | {"offload": True, "strategy": {"pin_memory": pinned}} for pinned in (True, False)]
+    pinned, paged = (throughput_on(*planned(**step), device) for step in steps)
+    assert pinned is not None
+    assert paged is not None
+    assert pinned.tokens_per_second.least > 1.2 * paged.tokens_per_second.least
 
 
 def test_exchanges_across_hosts_slow_the_step() -> None:
