@@ -1,4 +1,4 @@
-"""Plans on a GPU: memory against the device, throughput, and what would make it fit."""
+"""Plans on a GPU: memory against the device, throughput, and suggestions."""
 
 from pathlib import Path
 from typing import Any

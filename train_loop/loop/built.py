@@ -1,4 +1,4 @@
-"""The event `model_built`: what was chosen for a run, as it was built."""
+"""The event `model_built`: all choices for a run, from the built model."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from train_loop.plan import dtypes_of
 
 
 def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
-    """Write `model_built` with the units of the model and all that was chosen for it."""
+    """Write `model_built` with the units of the model and all choices for it."""
     found, anatomy = unit_tree(run.state.model), run.objective.anatomy
     run.session.journal.event(
         "model_built",

@@ -1,4 +1,4 @@
-"""The score of a run's forecast: measured throughput and memory against those that its plan expects."""
+"""The score of a run's forecast: measured throughput and memory against the plan's."""
 
 import statistics
 from collections.abc import Mapping

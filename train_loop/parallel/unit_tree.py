@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 def unit_tree(model: nn.Module) -> UnitTree:
     """Return the units of a sharded model, the outermost first, and its modules as `print(model)` shows them.
 
-    Layers that are equal are one entry of the tree. Units that have no parameters of their own are left out.
+    Layers that are equal are one entry of the tree. Units without parameters are left out.
     """
     owners = dict[int, tuple[FSDPModule, Tensor]]()
     _find_owners(model, None, owners)

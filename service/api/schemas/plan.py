@@ -116,7 +116,7 @@ class UnitOut(BaseModel):
 
 
 class ChoicesOut(BaseModel):
-    """What is chosen for the run, as its event `model_built` says it, too; workers decide about `auto`."""
+    """Choices for the run, as its event `model_built` says it, too; workers decide about `auto`."""
 
     units: list[UnitOut] | None = Field(description="FSDP units; null if they are unknown")
     tree: str | None = Field(description="modules as print(model) shows them; the names of units begin with FSDP")
@@ -134,7 +134,7 @@ class OutlookOut(BaseModel):
 
     device: DeviceOut
     verdict: Literal["fits", "tight", "does_not_fit"] = Field(
-        description="tight: what is certain fits, and the whole estimate with a margin does not"
+        description="tight: the certain terms fit, and the whole estimate with a margin does not"
     )
     needed_bytes: int = Field(description="estimated memory at the peak of a step, with that of CUDA itself")
     step_seconds: RangeOut | None

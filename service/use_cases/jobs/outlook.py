@@ -1,4 +1,4 @@
-"""What a plan means on a device: one that the caller names, or that of the cluster's nodes."""
+"""Outlook of a plan on a device: a named one, or the device of the cluster's nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from train_loop.spec import AnyJobSpec, Problem
 
 @dataclass(frozen=True)
 class DeviceQuestion:
-    """What a caller asks about devices."""
+    """A caller's question about devices."""
 
     device: str | None = None
     """Name of a device in the table; None for that of the cluster, if it is known."""
     suggests: bool = False
-    """True to list what would make the plan fit."""
+    """True to list changes with which the plan fits."""
 
     @property
     def named(self) -> Device | None:
@@ -27,7 +27,7 @@ class DeviceQuestion:
 
 
 def find_outlook(question: DeviceQuestion, spec: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> Outlook | None:
-    """Return what a plan means on the device; None if no device is named or known. Raises InvalidRequest."""
+    """Return the outlook of a plan on the device; None if no device is named or known. Raises InvalidRequest."""
     named, on_gpu = question.named, bool(spec.scaling.resources_per_worker.get("GPU"))
     if not spec.trains:
         if named is not None or question.suggests:

@@ -1,1 +1,1 @@
-"""What was chosen for a run: its FSDP units, dtypes, kernels and optimizer, as plans and events say it. Torch-free."""
+"""Choices for a run: FSDP units, dtypes, kernels and optimizer, for plans and events. Torch-free."""

@@ -1,4 +1,4 @@
-"""What a plan chooses for a run, in the words of the event `model_built`."""
+"""Choices of a plan for a run, with the fields of the event `model_built`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from train_loop.spec import JobSpec
 
 @dataclass(frozen=True)
 class Choices:
-    """What is chosen for a run, besides its mesh and units."""
+    """Choices for a run, besides its mesh and units."""
 
     dtypes: Mapping[str, str]
     """dtype of weights between steps, of gradients' reduction, of computation, and of modules that differ from it."""
@@ -29,7 +29,7 @@ class Choices:
 
 
 def planned_choices(spec: JobSpec, plan: Plan) -> Choices:
-    """Return what a plan chooses. The workers decide about `auto`, which depends on what is installed there."""
+    """Return the choices of a plan. The workers decide about `auto`, which depends on their packages."""
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
     return Choices(
         dtypes=dtypes_of(spec, has_experts=plan.shape.active is not None),

@@ -1,1 +1,1 @@
-"""What a plan means on a device: whether it fits, how fast it is, and what would make it fit. Torch-free."""
+"""A plan on a device: memory, throughput, and changes with which it fits. Torch-free."""

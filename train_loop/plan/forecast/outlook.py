@@ -28,7 +28,7 @@ class Outlook:
 
 
 def outlook_on(spec: JobSpec, plan: Plan, device: Device, *, suggests: bool = False) -> Outlook:
-    """Return what a plan means on a device; with `suggests`, also what would make it fit."""
+    """Return the outlook of a plan on a device; with `suggests`, also changes with which it fits."""
     return Outlook(
         device,
         fit_on(spec, plan, device),

@@ -1,4 +1,4 @@
-"""The forecast of a run's throughput on a device: an interval, its parts in seconds, and what it assumes. Pure.
+"""The forecast of a run's throughput on a device: an interval, its parts in seconds, and assumptions. Pure.
 
 The fast end takes the high ends of all rates, and exchanges behind computation. The slow end takes the low ends, and
 exchanges that nothing hides. A test compares intervals with published and measured steps; the ranges below are those
@@ -74,7 +74,7 @@ def why_no_forecast(spec: JobSpec, plan: Plan, device: Device) -> str | None:
         (spec.model.masked is not None, "no measured run of an encoder supports an interval yet"),
         (shape.model_type in WITHOUT_ATTENTION, "no formula here counts the work of recurrent layers"),
         (shape.whole_scores, "attention that computes whole matrices of scores has no measured run"),
-        (bool(spec.strategy.precision), "modules with a dtype of their own (precision) have no measured run"),
+        (bool(spec.strategy.precision), "modules with another dtype (precision) have no measured run"),
         (spec.training.deterministic, "deterministic algorithms have no measured run"),
         (
             dtype == "fp32" and spec.strategy.matmul_precision != "highest",

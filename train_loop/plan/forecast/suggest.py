@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change with which a plan fits, and what it gives."""
+    """A change with which a plan fits, and its results."""
 
     patch: Patch
     fit: DeviceFit

@@ -1,6 +1,6 @@
-"""The work of a step for one worker: FLOPs, bytes of its own memory, and bytes that it exchanges. Pure.
+"""The work of a step for one worker: FLOPs, bytes of GPU memory, and exchanged bytes. Pure.
 
-Each amount is a range: its ends are those of the fastest and of the slowest kernels with the same result.
+Each amount is a range, from the fastest to the slowest kernels with the same result.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Exchange(NamedTuple):
     axis: Axis
     size: float
     hidden: bool
-    """True if computation may go on at the same time."""
+    """True if computation may overlap with it."""
 
 
 def tokens_of(spec: JobSpec, plan: Plan) -> int:
@@ -135,7 +135,7 @@ def state_bytes(spec: JobSpec, plan: Plan) -> float:
 
 
 def exchanges(spec: JobSpec, plan: Plan) -> tuple[Exchange, ...]:
-    """Return what a worker sends in a micro-batch: parameters and gradients, sequence parts, and parts of layers."""
+    """Return the exchanges of a worker in a micro-batch: parameters, gradients, sequence parts, and parts of layers."""
     shape, mesh, tokens = _of_worker(plan), plan.mesh, tokens_of(spec, plan)
     value, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
     # Micro-batches share the one exchange of their gradients.

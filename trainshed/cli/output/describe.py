@@ -1,4 +1,4 @@
-"""Text output of what was chosen for a run, and of the score of its forecast."""
+"""Text output of the choices for a run, and of the score of its forecast."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

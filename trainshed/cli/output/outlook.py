@@ -1,4 +1,4 @@
-"""Text output of a plan on a GPU: memory by term, throughput, and what would make it fit."""
+"""Text output of a plan on a GPU: memory by term, throughput, and suggestions."""
 
 from service.api.schemas import OutlookOut, PlanOut, RangeOut, SuggestionOut
 from trainshed.cli.output.printing import show_facts, show_table, show_text

@@ -1,4 +1,4 @@
-"""FSDP units that a plan lists: those that the loop makes, by class, with their parameters."""
+"""FSDP units of a plan equal the units of the loop, by class, with their parameters."""
 
 from typing import Any
 

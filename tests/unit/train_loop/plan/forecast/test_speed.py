@@ -96,7 +96,7 @@ def test_llama_2_70b_fits_eight_a100_offloaded_at_the_speed_that_is_told() -> No
         ({"training": {"optimizer": "muon"}}, "muon's orthogonal updates"),
         ({"data": {"packing": False}, "model": {"config": TINY, "head": "masked_lm"}}, "of an encoder"),
         ({"training": {"deterministic": True}}, "deterministic algorithms"),
-        ({"strategy": {"precision": {"lm_head": "fp32"}}}, "modules with a dtype of their own"),
+        ({"strategy": {"precision": {"lm_head": "fp32"}}}, "modules with another dtype"),
         ({"strategy": {"matmul_precision": "high"}}, "fp32 products in TF32"),
         ({"scaling": {"num_workers": 16}}, "the network between hosts of 8 A40 is unknown"),
     ],

@@ -1,4 +1,4 @@
-"""What would make a plan fit a GPU, and whether it fits."""
+"""Verdicts and suggestions: does a plan fit a GPU, and which changes make it fit."""
 
 import random
 from dataclasses import replace
