@@ -57,7 +57,7 @@ class Client:
         """Return the plan of a spec, after the checks of `submit`. Nothing is stored.
 
         With the name of a GPU (`device`), such as h100-80g, it is compared with that GPU instead of the cluster. With
-        `suggest`, it lists what would make it fit.
+        `suggest`, it lists changes with which it fits.
         """
         return self.api.plan(spec_text(spec), device=device, suggest=suggest)
 

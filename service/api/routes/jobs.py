@@ -150,7 +150,9 @@ async def plan(
     device: Annotated[
         str | None, Query(max_length=64, description="GPU to plan for, as h100-80g; default: that of the cluster")
     ] = None,
-    suggest: Annotated[bool, Query(description="list what would make the plan fit the GPU, cheapest first")] = False,
+    suggest: Annotated[
+        bool, Query(description="list changes with which the plan fits the GPU, cheapest first")
+    ] = False,
 ) -> PlanOut:
     """Check a spec as submit does and return its plan. Nothing is stored.
 

@@ -66,7 +66,7 @@ def plan(
     spec: SpecFile,
     device: Device = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="list what would make the plan fit the GPU, cheapest first")
+        bool, typer.Option("--suggest", help="list changes with which the plan fits the GPU, cheapest first")
     ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
