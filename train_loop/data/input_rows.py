@@ -1,4 +1,4 @@
-"""The rows of a spec's files as they are, for results beside them: row i is sample i of the prepared data."""
+"""The rows of a spec's files, which results repeat: row i is sample i of the prepared data."""
 
 from collections.abc import Iterator
 from itertools import islice

@@ -80,7 +80,7 @@ class JobSpec(SpecModel):
 
     @property
     def unit(self) -> str:
-        """What the steps of progress are: optimizer steps."""
+        """The unit of progress: optimizer steps."""
         return "step"
 
     @property

@@ -1,4 +1,4 @@
-"""The union of the specs of all kinds of jobs: what the service stores and the driver reads.
+"""The union of the specs of all kinds of jobs, which the service stores and the driver reads.
 
 `docs/contribute/kinds.md` says how a kind is added.
 """
@@ -26,6 +26,6 @@ AnyJobSpec = Annotated[
     Annotated[JobSpec, Tag("train")] | Annotated[InferJobSpec, Tag("infer")],
     Discriminator(kind_of),
 ]
-"""The spec of a job of any kind. The service and the driver use only what all kinds have."""
+"""The spec of a job of any kind. The service and the driver use only the members that all kinds have."""
 
 KINDS: Mapping[str, type[JobSpec] | type[InferJobSpec]] = MappingProxyType({"train": JobSpec, "infer": InferJobSpec})

@@ -24,7 +24,7 @@ _STRATEGY = (
 )
 _COLUMNS = ("text", "input_ids")
 _RESULTS = ("row", "tokens", "logprobs", "perplexity", "embedding")
-"""Columns of results, beside those of the rows."""
+"""Columns of results, in addition to those of the rows."""
 
 
 class InferModelSpec(ModelSpec):
@@ -128,7 +128,7 @@ class InferJobSpec(SpecModel):
 
     @property
     def unit(self) -> str:
-        """What the steps of progress are: rows with results."""
+        """The unit of progress: rows with results."""
         return "row"
 
     @property

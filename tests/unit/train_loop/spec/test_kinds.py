@@ -1,4 +1,4 @@
-"""Specs of several kinds: the union by `kind`, and what a job of kind infer refuses."""
+"""Specs of several kinds: the union by `kind`, and the settings that a job of kind infer refuses."""
 
 import json
 from typing import Any
