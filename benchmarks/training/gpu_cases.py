@@ -113,6 +113,7 @@ _MIXTURE = _PLAIN | {"master_dtype": "bf16"}
 _EXPERT_UNITS = {"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}}
 _SIX_LAYERS = QWEN3_30B_A3B | {"num_hidden_layers": 6}
 _TOY = Case(TOY, 64, rows=2, steps=12, first_counted=4, dtype="fp32", on_cpu=True)
+_TP2 = Case(QWEN3_4B, 8192, ranks=2, rows=2, model=_PLAIN, strategy={"tp_size": 2})
 
 CASES = {
     "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, documents=8, model=_FAST),
@@ -135,8 +136,9 @@ CASES = {
     "qwen3-moe-6-layers-ep2": Case(_SIX_LAYERS, 4096, ranks=2, rows=4, model=_MIXTURE, strategy={"ep_size": 2}),
     # One row per rank in each step.
     "qwen3-4b-8k-fsdp2": Case(QWEN3_4B, 8192, ranks=2, rows=1, model=_PLAIN),
-    "qwen3-4b-8k-tp2": Case(QWEN3_4B, 8192, ranks=2, rows=2, model=_PLAIN, strategy={"tp_size": 2}),
+    "qwen3-4b-8k-tp2": _TP2,
     "qwen3-4b-8k-fsdp2-tp2": Case(QWEN3_4B, 8192, ranks=4, rows=2, model=_PLAIN, strategy={"tp_size": 2}),
+    "qwen3-4b-8k-tp2-split": replace(_TP2, strategy={"tp_size": 2, "sequence_parallel": True}),
     "toy": replace(_TOY, model={"gradient_checkpointing": "none"}),
     "toy-packed": replace(_TOY, documents=3),
     "toy-mixture": replace(_TOY, config=TOY_MIXTURE),

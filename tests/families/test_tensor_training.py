@@ -11,7 +11,6 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.families.parity import (
     LENGTH,
@@ -27,6 +26,7 @@ from tests.families.parity import (
 )
 from tests.support.ranks.gradients import build, divisor, forget_meshes, mesh_of, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.waits import Waits
 from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.dataset import Rows
 from train_loop.loop.batch import StepBatch, micro_batches
@@ -173,22 +173,6 @@ def spread(tensor: Tensor, mesh: DeviceMesh, kind: Placement) -> DTensor:
     return DTensor.from_local(
         own.clone().contiguous(), mesh, [rows, kind], run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether a timer has stopped at each exchange of the ranks that share layers, and runs at each matrix product."""
-
-    def __init__(self, group: str, timer: ComputeTimer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.group, self.timer = group, timer
-        self.stopped, self.computed = list[bool](), list[bool]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and self.group in args:
-            self.stopped.append(self.timer._since is None)
-        elif func.name() in ("aten::mm", "aten::addmm", "aten::t"):
-            self.computed.append(self.timer._since is not None)
-        return func(*args, **(kwargs or {}))
 
 
 def waits() -> tuple[list[bool], list[bool]]:

@@ -54,7 +54,7 @@ class Positions:
 
 
 class Layers:
-    """Ranks share each layer (tensor parallelism)."""
+    """Ranks share each layer (tensor parallelism), and the tokens between its projections (sequence parallelism)."""
 
     def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
         """Return whether several ranks share a layer."""
@@ -63,8 +63,11 @@ class Layers:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Split the layers by the plan of the model's family."""
         assert mesh.tp is not None, "the plan has this axis"
-        with timing_exchanges(built.anatomy.model, built.timer):
-            built.anatomy.family.share_layers(built.anatomy, mesh.tp, built.attention)
+        anatomy, split_states = built.anatomy, built.spec.strategy.sequence_parallel
+        with timing_exchanges(anatomy.model, built.timer):
+            anatomy.family.share_layers(anatomy, mesh.tp, built.attention, split_states=split_states)
+        if split_states:
+            anatomy.family.split_states(anatomy, mesh.tp, built.attention, built.timer)
 
 
 class Experts:

@@ -114,7 +114,8 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
     kept = call.activations * spec.training.per_device_train_batch_size // (call.rows * mesh.sp)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     each = DTYPE_BYTES[spec.strategy.param_dtype] * tokens
-    inputs = each * shape.hidden * shape.layers if spec.model.gradient_checkpointing == "offload" else 0
+    own = shape.hidden * shape.layers // spec.strategy.token_parts
+    inputs = each * own if spec.model.gradient_checkpointing == "offload" else 0
     formula = f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sp"
     moved = MemoryTerm("offloaded_activations", inputs, "inputs of layers", beside)
     return (MemoryTerm("activations", max(kept - inputs, 0), formula), *([moved] if inputs else []))
@@ -272,11 +273,14 @@ def _activations(
     spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, beside: Place
 ) -> tuple[MemoryTerm, ...]:
     """Estimate the activations that layers keep for backward, and those of the layer that computes."""
-    # Inputs of norms, q, k, v and attention output; three MLP tensors, of which one tile exists at a time.
-    kept = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    # Inputs and outputs of norms, q, k, v and attention output; three MLP tensors, of which one tile exists at a time.
+    states, parts = shape.hidden, spec.strategy.token_parts
+    kept = 4 * states // parts + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
     wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
-    layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
+    own = "H" if parts == 1 else f"H / {parts}"
+    layer = f"4{own} + 2(heads + kv_heads)head_dim"
+    mlp = "3F" if tiles == 1 else f"3F / {tiles} tiles"
     # The formula leaves out tensors that are small compared with logits of a vocabulary.
     # A layer with experts has few of its config's sizes, and ranks that share layers may gather heads and MLPs.
     counted = shape.labels is not None or shape.active is not None or spec.strategy.tp_size > 1
@@ -289,7 +293,7 @@ def _activations(
         sizes = f"({layer} + {mlp}) x layers" if tiles == 1 else f"(({layer}) x layers + {mlp})"
         return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)
     recomputed = compute * tokens * (kept + wide // tiles)
-    saved, inputs = compute * tokens * shape.hidden * shape.layers, f"{each} x H x layers"
+    saved, inputs = compute * tokens * shape.layers * states // parts, f"{each} x {own} x layers"
     formula = f"{each} x ({layer} + {mlp}) of the current layer"
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)

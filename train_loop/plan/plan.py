@@ -55,7 +55,7 @@ class Plan:
 def plan_job(job: AnyJobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
     spec = job.run
-    problems = _ulysses_problems(spec, shape)
+    problems = [*_ulysses_problems(spec, shape), *_parts_problems(spec)]
     try:
         mesh = mesh_of(spec)
         tree, unfit = plan_tree(spec, mesh)
@@ -208,6 +208,19 @@ def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
             f"choose a multiple of {sp}, for example {length + sp - length % sp}"
         )
     return [Problem("/strategy/ulysses_size", message) for message in found]
+
+
+def _parts_problems(spec: JobSpec) -> list[Problem]:
+    """Return the problem of sequences that the workers which share layers cannot split evenly."""
+    strategy, length = spec.strategy, spec.data.sequence_length
+    parts = strategy.peers
+    if not strategy.sequence_parallel or length % parts == 0:
+        return []
+    message = (
+        f"sequence_parallel splits sequence_length={length} into {strategy.name_of_peers}={parts} parts, and they do "
+        f"not divide it; choose a multiple of {parts}, for example {length + parts - length % parts}"
+    )
+    return [Problem("/strategy/sequence_parallel", message)]
 
 
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:

@@ -73,6 +73,12 @@ class StrategySpec(SpecModel):
         description="workers that share each layer (tensor parallelism), by the plan of the model's family; fsdp_size "
         "and ulysses_size then count groups of that many workers",
     )
+    sequence_parallel: bool = Field(
+        default=False,
+        exclude_if=is_default(False),
+        description="with tp_size: norms and the residual stream have 1 / tp_size of the tokens of a sequence, which "
+        "attention and MLPs gather; saves memory (Megatron-LM's sequence parallelism)",
+    )
     ep_size: int = Field(
         default=1,
         ge=1,
@@ -217,6 +223,11 @@ class StrategySpec(SpecModel):
         return self.ulysses_size * self.tp_size
 
     @property
+    def token_parts(self) -> int:
+        """The number of parts of the tokens of a sequence between projections."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
     def name_of_peers(self) -> str:
         """The setting, or the product of settings, with the number of peers."""
         if self.tp_size == 1:
@@ -227,7 +238,7 @@ class StrategySpec(SpecModel):
     def over_all_workers(self) -> "StrategySpec":
         """The same strategy with one FSDP group of all workers, which share neither sequences, layers nor experts."""
         alone = {"fsdp_size": 0, "ulysses_size": 1, "tp_size": 1, "ep_size": 1, "efsdp_size": 0}
-        return self.model_copy(update=alone)
+        return self.model_copy(update=alone | {"sequence_parallel": False})
 
     @property
     def save_mode(self) -> SaveMode:
@@ -259,6 +270,20 @@ class StrategySpec(SpecModel):
             raise ValueError(
                 f"reshard_after_forward={reshard} shards again what is gathered, and ignored_params are never sharded; "
                 "choose reshard_after_forward true, false or null, or remove ignored_params"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_split_among_ranks_that_share_layers(self) -> "StrategySpec":
+        if self.sequence_parallel and self.tp_size == 1:
+            raise ValueError(
+                "sequence_parallel splits tokens among the workers that share layers, and tp_size=1 shares none; set "
+                "tp_size, or remove sequence_parallel; ulysses_size splits sequences without tp_size"
+            )
+        if self.sequence_parallel and self.ep_size > 1:
+            raise ValueError(
+                f"sequence_parallel is not proven with ep_size={self.ep_size}, whose workers with the same tokens send "
+                "a part of them each; remove sequence_parallel, or choose ep_size=1"
             )
         return self
 

@@ -20,6 +20,7 @@ from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec, ModelSpec, RouterAuxLossSpec
+from train_loop.telemetry.timers import ComputeTimer
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention function of a module: (module, query, key, value, attention_mask, ...) → (output, weights)."""
@@ -207,12 +208,24 @@ class Family(Protocol):
         """Return the function that computes a model's attention. From then on, modules look for `SPLIT_ATTENTION`."""
         raise ModelError(f"{type(model).__name__} has no attention that Ulysses can split; choose ulysses_size: 1")
 
-    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
+    def share_layers(
+        self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse], *, split_states: bool
+    ) -> None:
         """Split the layers of a model on the meta device over the ranks of a mesh, in place; each has all tokens.
 
-        `attention` names its attention modules, with all their heads.
+        `attention` names its attention modules, with all their heads. If `split_states` follows, projections exchange
+        nothing, and gradients of norms are parts of a sum.
         """
         raise ModelError(f"{type(anatomy.model).__name__} has no plan of how ranks share its layers; choose tp_size: 1")
+
+    def split_states(
+        self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse], timer: ComputeTimer
+    ) -> None:
+        """Give each rank that shares layers a part of the tokens between projections, in place.
+
+        The timer stops while ranks wait for each other.
+        """
+        raise ModelError(f"{type(anatomy.model).__name__} has no plan of layers; choose sequence_parallel: false")
 
     def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:
         """Split the experts of a model on the meta device over the ranks of a mesh, in place.

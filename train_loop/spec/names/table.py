@@ -157,6 +157,7 @@ FIELDS = _by_name(
         "cp_size context_parallel_size context_parallel_degree",
         "strategy.tp_size": "tp tp_degree tensor_parallel tensor_parallel_size tensor_model_parallel_size "
         "tensor_parallel_degree autotp_size",
+        "strategy.sequence_parallel": "enable_sequence_parallel",
         "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size expert_parallel_degree",
         "strategy.fsdp_size and scaling.num_workers": "dp_size dp_replicate_size data_parallel_replicate_degree "
         "dp_replicate device_mesh",

@@ -11,7 +11,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.parallel.tensor import check_plan
 from train_loop.model.families.causal.probe import probe
 from train_loop.model.folder import model_shape
-from train_loop.plan import ModelShape, Plan, groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.plan import KeptBytes, ModelShape, Plan, groups_across_hosts, plan_job, plan_mesh, why_split
 from train_loop.preflight.checks import check_model
 from train_loop.spec import ScalingSpec, SpecError, parse
 
@@ -186,3 +186,53 @@ def test_names_of_other_tools_lead_to_the_field() -> None:
     raw = raw_spec(strategy={"tensor_model_parallel_size": 2})
     with pytest.raises(SpecError, match=r"use strategy\.tp_size"):
         parse(raw)
+
+
+SPLIT = {"tp_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "found"),
+    [
+        ({"sequence_parallel": True}, "tp_size=1 shares none; set tp_size, or remove sequence_parallel"),
+        (SPLIT | {"ep_size": 2}, "sequence_parallel is not proven with ep_size=2"),
+    ],
+)
+def test_sequence_parallel_without_its_ranks_is_refused(strategy: dict[str, Any], found: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(raw_spec(strategy=strategy, scaling={"num_workers": 4}))
+    assert any(found in one.message for one in error.value.problems)
+
+
+def test_sequences_that_ranks_cannot_split_evenly_are_refused_with_numbers() -> None:
+    job = spec(strategy=SPLIT | {"ulysses_size": 2}, scaling={"num_workers": 4}, data={"sequence_length": 30})
+    with pytest.raises(SpecError) as error:
+        plan_job(job, model_shape(job.model))
+    assert [(one.pointer, one.message) for one in error.value.problems] == [
+        (
+            "/strategy/sequence_parallel",
+            "sequence_parallel splits sequence_length=30 into tp_size x ulysses_size=4 parts, and they do not "
+            "divide it; choose a multiple of 4, for example 32",
+        )
+    ]
+
+
+def test_sequence_parallel_of_a_family_that_is_not_proven_is_refused() -> None:
+    job = spec(model={"config": small("hrm_text")}, strategy=SPLIT, scaling={"num_workers": 4})
+    _, problems = check_model(job, may_read())
+    assert [one.pointer for one in problems] == ["/strategy/sequence_parallel"]
+    assert "sequence_parallel is not proven for model_type=hrm_text" in problems[0].message
+
+
+def test_parts_of_the_tokens_are_planned() -> None:
+    def kept(**strategy: Any) -> KeptBytes:
+        job = spec(model={"config": small("gemma2")}, strategy={"tp_size": 2} | strategy)
+        shape, problems = check_model(job.at(4), may_read())
+        assert problems == []
+        assert shape is not None
+        assert shape.kept is not None
+        return shape.kept
+
+    whole, split = kept(), kept(sequence_parallel=True)
+    assert split.inputs * 2 == whole.inputs
+    assert split.layer < whole.layer

@@ -15,12 +15,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.activations import XIELUActivation
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
@@ -252,3 +254,25 @@ def check_layers(config: PretrainedConfig) -> None:
             f"not supported yet: {config.model_type} has layers of type {', '.join(strange)}; choose a model "
             "whose layers have full, sliding, chunked or linear attention"
         )
+
+
+_ZERO_BIAS = ("Data2VecTextLMHead", "LongformerLMHead", "LukeLMHead", "EntityPredictionHead")
+"""Heads whose bias only the constructor sets, to 0."""
+
+
+def set_constants(module: nn.Module) -> None:
+    """Set values that transformers sets only in a module's constructor: a build on meta loses them."""
+    if isinstance(module, XIELUActivation):
+        # Constructor defaults of its alphas, which no model changes; softplus inverts expm1().log().
+        beta, eps = module._beta_scalar, module._eps_scalar
+        for parameter, value in ((module.alpha_p, 0.8), (module.alpha_n, 0.8 - beta)):
+            parameter.copy_(torch.tensor(value, dtype=parameter.dtype).expm1().log())
+        module.beta.fill_(beta)
+        module.eps.fill_(eps)
+    elif isinstance(module, Conv1D) and module.weight.isnan().all():
+        # GPT's rules, unlike GPT-2's, leave what the constructor drew.
+        module.weight.normal_(std=0.02)
+        module.bias.zero_()
+    # Compared by name: an import of its family would slow down the start of every rank.
+    elif type(module).__name__ in _ZERO_BIAS:
+        module.get_parameter("bias").zero_()

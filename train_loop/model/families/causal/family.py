@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.activations import XIELUActivation
-from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
@@ -30,6 +28,7 @@ from train_loop.model.families.causal.build import (
     check_decoder,
     config_of,
     decoder_of,
+    set_constants,
 )
 from train_loop.model.families.causal.config import SOURCE, stated
 from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
@@ -51,7 +50,9 @@ from train_loop.model.families.causal.heads import (
 )
 from train_loop.model.families.causal.parallel.expert import share_experts
 from train_loop.model.families.causal.parallel.part import cut_layers, held_by_rank
-from train_loop.model.families.causal.parallel.tensor import check_plan, heads_of_rank, share_layers
+from train_loop.model.families.causal.parallel.sequence import SplitStates, check_sequence
+from train_loop.model.families.causal.parallel.tensor import check_plan, expanded_plan, heads_of_rank, share_layers
+from train_loop.model.families.causal.parallel.token_parts import SharedParts
 from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
 from train_loop.model.families.causal.probe import (
     check_attention,
@@ -75,11 +76,10 @@ from train_loop.model.families.family import (
     StoredNames,
 )
 from train_loop.spec import JobSpec, ModelSpec
+from train_loop.telemetry.timers import ComputeTimer
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
-_ZERO_BIAS = ("Data2VecTextLMHead", "LongformerLMHead", "LukeLMHead", "EntityPredictionHead")
-"""Heads whose bias only the constructor sets, to 0."""
 _OLD_MASKS = re.compile(r"(^|\.)att(n|ention)\.(masked_)?bias$")
 """Causal masks and their fill values, which GPT-2, GPT-NeoX and others once stored as buffers."""
 
@@ -132,19 +132,21 @@ class Causal(Family):
             SettingCheck("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
             SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
             SettingCheck("/strategy/tp_size", lambda: check_plan(anatomy.model, seen, spec)),
+            SettingCheck("/strategy/sequence_parallel", lambda: check_sequence(anatomy.model, spec)),
             SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
             *check_experts(anatomy.model, anatomy.experts, spec),
         )
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
         sharing: dict[str, Any] = {"attention": seen.attention, "size": spec.strategy.tp_size}
-        cut = partial(cut_layers, **sharing)
+        parts, tiles = spec.strategy.token_parts, spec.strategy.tiled_num_shards
+        cut = partial(cut_layers, **sharing, parts=parts)
         return Examination(
             seen.attention,
             seen.after_head,
             settings,
             whole_scores=whole,
-            kept=partial(kept_for_backward, anatomy, dtype, length, tiles=spec.strategy.tiled_num_shards, cut=cut),
+            kept=partial(kept_for_backward, anatomy, dtype, length, tiles=tiles, cut=cut, parts=parts),
             held=partial(held_by_rank, anatomy, **sharing),
             cut=cut,
         )
@@ -159,9 +161,19 @@ class Causal(Family):
         apply_longrope(model, part=part, parts=parts)
         apply_counted(model, part=part, parts=parts)
 
-    def share_layers(self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
+    def share_layers(
+        self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse], *, split_states: bool
+    ) -> None:
         """Split the layers by transformers' plan."""
-        share_layers(anatomy, mesh, attention)
+        share_layers(anatomy, mesh, attention, split_states=split_states)
+
+    def split_states(
+        self, anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse], timer: ComputeTimer
+    ) -> None:
+        """Split the states of tokens between the projections of transformers' plan."""
+        plan = expanded_plan(anatomy.model, attention, mesh.size())
+        parts = SharedParts(mesh.get_group(), timer)
+        SplitStates(anatomy.model, plan, attention, parts).watch(anatomy.model)
 
     def share_experts(self, anatomy: Anatomy, mesh: DeviceMesh, tokens: DeviceMesh) -> None:
         """Split the experts by transformers' plan."""
@@ -198,7 +210,7 @@ class Causal(Family):
                     f"{SOURCE} cannot initialise {holder or type(model).__name__}"
                     f"{f': {said}' if (said := stated(error)) else ''}; correct the config, or choose another model"
                 ) from error
-        _set_constants(model.get_submodule(name))
+        set_constants(model.get_submodule(name))
 
     def tie(self, model: PreTrainedModel, blueprint: PreTrainedModel) -> None:
         """Tie as the config says."""
@@ -261,24 +273,6 @@ CAUSAL = Causal()
 def takes_only_tokens(model: nn.Module) -> bool:
     """Return whether a model can be called with neither positions nor masks, as a probe has found."""
     return getattr(model, "takes_only_tokens", False)
-
-
-def _set_constants(module: nn.Module) -> None:
-    """Set values that transformers sets only in a module's constructor: a build on meta loses them."""
-    if isinstance(module, XIELUActivation):
-        # Constructor defaults of its alphas, which no model changes; softplus inverts expm1().log().
-        beta, eps = module._beta_scalar, module._eps_scalar
-        for parameter, value in ((module.alpha_p, 0.8), (module.alpha_n, 0.8 - beta)):
-            parameter.copy_(torch.tensor(value, dtype=parameter.dtype).expm1().log())
-        module.beta.fill_(beta)
-        module.eps.fill_(eps)
-    elif isinstance(module, Conv1D) and module.weight.isnan().all():
-        # GPT's rules, unlike GPT-2's, leave what the constructor drew.
-        module.weight.normal_(std=0.02)
-        module.bias.zero_()
-    # Compared by name: an import of its family would slow down the start of every rank.
-    elif type(module).__name__ in _ZERO_BIAS:
-        module.get_parameter("bias").zero_()
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -165,13 +165,15 @@ def kept_for_backward(
     *,
     tiles: int,
     cut: Callable[[nn.Module], None],
+    parts: int = 1,
 ) -> KeptBytes | None:
     """Count the bytes that a call of a model keeps for backward; None if it cannot be called on meta.
 
-    The `tiled` MLPs compute in `tiles`. `cut` makes a copy of the model the part that a rank has.
+    The `tiled` MLPs compute in `tiles`. `cut` makes a copy of the model the part that a rank has, with one of `parts`
+    of the tokens between projections.
     """
     names = {module: name for name, module in anatomy.model.named_modules()}
-    tokens = min(sequence_length, _COUNTED) - 1
+    tokens = max((min(sequence_length, _COUNTED) - 1) // parts, 1) * parts
 
     def count(*, each: bool) -> KeptBytes:
         built, _ = _copy(anatomy, dtype)

@@ -18,6 +18,7 @@ from train_loop.model.families.causal.build import config_of
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.experts import experts_of
 from train_loop.model.families.causal.heads import has_labels
+from train_loop.model.families.causal.parallel.sequence import find_regions
 from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
 from train_loop.plan import divisors, one_of
@@ -184,23 +185,33 @@ def _splits(model: Any, projections: Sequence[str]) -> bool:
     return any(name.rpartition(".")[2] in projections and style == "colwise" for name, style in _plan(model).items())
 
 
-def share_layers(anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse]) -> None:
-    """Split a model on the meta device over a mesh, in place. Tied embeddings stay one parameter."""
+def share_layers(
+    anatomy: Anatomy, mesh: DeviceMesh, attention: Mapping[str, AttentionUse], *, split_states: bool = False
+) -> None:
+    """Split a model on the meta device over a mesh, in place. Tied embeddings stay one parameter.
+
+    With `split_states`, `SplitStates` must follow, which makes projections use the parameters that are split here.
+    """
     model, head, table, tied = anatomy.model, anatomy.head, anatomy.embeddings, anatomy.is_tied
     plan, names = expanded_plan(model, attention, mesh.size()), {module: name for name, module in model.named_modules()}
     if tied and head is not None and table is not None:
         # The head has its rows of the vocabulary, and the embeddings must have the same.
         plan |= dict.fromkeys((names[table], f"{names[table]}.weight"), "embedding_rowwise")
         del plan[f"{names[head]}.weight"]
+    regions = find_regions(model, plan, attention) if split_states else None
     whole = {name for name, style in plan.items() if style in (_OF_OWN_HEADS, OWN_ROWS)}
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in whole})
+    others = whole if regions is None else whole | regions.projections(plan).keys()
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in others})
     if tied and head is not None and table is not None:
         head.weight = table.weight
     few, experts = few_keys(plan, attention), () if anatomy.experts is None else anatomy.experts.modules
     for module, name in names.items():
         rows = _rows_of_rank(module, few[name], mesh) if name in few else None
+        is_part = name in whole or (regions is not None and regions.has_part(name))
         if module not in experts:
-            _keep_whole(module, mesh, Partial() if name in whole else Replicate(), rows)
+            _keep_whole(module, mesh, Partial() if is_part else Replicate(), rows)
+        if rows is not None and regions is None:
+            module.forward = functools.partial(_with_summed_gradient, mesh, module.forward)
     repeat_keys(model, attention, mesh.size() if few else 1)
 
 
@@ -251,8 +262,6 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Partial | Replica
         placed = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     module.forward = functools.partial(_with_plain, module, tuple(own), (gradient,), rows, module.forward)
-    if rows is not None:
-        module.forward = functools.partial(_with_summed_gradient, mesh, module.forward)
 
 
 def _with_plain(
