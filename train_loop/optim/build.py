@@ -23,7 +23,7 @@ class Place(NamedTuple):
     """The memory of an optimizer's state."""
 
     on_host: bool = False
-    """Whether it is host memory; else that of the parameters."""
+    """True for host memory, false for that of the parameters."""
     pin_memory: bool = False
 
 

@@ -23,7 +23,7 @@ class HostState(Optimizer):
     """An optimizer that steps a part of its parameters after the other, each with its state on their device."""
 
     pin_memory = False
-    """Whether the host memory is pinned, so that copies need not wait."""
+    """True if the host memory is pinned, so that copies need not wait."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Apply one step to every parameter that has a gradient."""

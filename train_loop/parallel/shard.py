@@ -82,7 +82,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
 def _precise_units(
     anatomy: Anatomy, strategy: StrategySpec, precision: Precision, router_dtype: Dtype | None
 ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
-    """Yield norms and routers in another dtype than the rest, which are units of their own."""
+    """Yield norms and routers in another dtype than the rest, which are separate units."""
     reduced = DTYPES[strategy.reduce_dtype]
     for norm in anatomy.norms if strategy.norm_dtype is not None else ():
         if norm not in precision.named:
@@ -131,7 +131,7 @@ class _Wholes:
 
 
 def _ranks_of(unit: nn.Module, anatomy: Anatomy, mesh: Mesh) -> DeviceMesh:
-    """Return the ranks that shard a unit: experts that ranks share have a mesh of their own."""
+    """Return the ranks that shard a unit: shared experts have another mesh."""
     if mesh.experts is None or anatomy.experts is None or unit not in anatomy.experts.modules:
         return mesh.fsdp
     return mesh.experts.efsdp

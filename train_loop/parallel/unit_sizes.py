@@ -1,4 +1,4 @@
-"""Sizes of FSDP units and of what they compute, for the memory plan."""
+"""Sizes of FSDP units and of their activations, for the memory plan."""
 
 from collections.abc import Container, Iterator
 from itertools import pairwise

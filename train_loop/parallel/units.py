@@ -210,7 +210,7 @@ def _chosen_ends(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
 
 
 def join_units(anatomy: Anatomy, units: list[list[nn.Module]], precision: Precision) -> list[list[nn.Module]]:
-    """Return units with those of modules of their own dtype, inner units before outer ones.
+    """Return units with those of modules with another dtype, inner units before outer ones.
 
     Tied embeddings and head are one unit. Raises ModelError for a parameter that two units share.
     """
@@ -250,7 +250,7 @@ def check_precision(anatomy: Anatomy, spec: JobSpec) -> None:
 
 
 def _check_whole(anatomy: Anatomy, found: Precision, wholes: Sequence[nn.Module], setting: str, why: str) -> None:
-    """Raise ModelError if a unit of its own dtype is inside one of the modules that a setting needs whole."""
+    """Raise ModelError if a unit of another dtype is inside one of the modules that a setting needs whole."""
     names = {one: name for name, one in anatomy.model.named_modules()}
     inside = {one: whole for whole in wholes for one in whole.modules() if one is not whole}
     for unit in found.units:

@@ -268,7 +268,7 @@ class StrategySpec(SpecModel):
         reshard = self.reshard_after_forward
         if self.ignored_params and isinstance(reshard, int) and not isinstance(reshard, bool):
             raise ValueError(
-                f"reshard_after_forward={reshard} shards again what is gathered, and ignored_params are never sharded; "
+                f"reshard_after_forward={reshard} shards parameters again, but ignored_params are never sharded; "
                 "choose reshard_after_forward true, false or null, or remove ignored_params"
             )
         return self

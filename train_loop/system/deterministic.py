@@ -11,5 +11,5 @@ _VARIABLES = {
 
 
 def deterministic_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a rank sets before CUDA starts, without those that the operator has set."""
+    """Return the variables that a rank sets before CUDA starts, except for variables of the operator."""
     return {name: value for name, value in _VARIABLES.items() if name not in environment}

@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "strategy": {"output_dtype": "bf16"},
         "training": {"chunked_loss": True},
     },
-    "inputs as they are": {"model": {"dtype": "bf16"}, "strategy": {"cast_forward_inputs": False}},
+    "uncast inputs": {"model": {"dtype": "bf16"}, "strategy": {"cast_forward_inputs": False}},
     "fp16": {"model": {"dtype": "fp16"}},
 }
 
@@ -105,9 +105,7 @@ def test_output_dtype_rounds_the_logits_of_chunks_too(runs: Path) -> None:
 
 def test_inputs_that_are_not_cast_have_the_compute_dtype_already(runs: Path) -> None:
     # All inputs of units are the outputs of others, but FSDP2 casts none of them.
-    assert [line["loss"] for line in lines(runs / "inputs as they are")] == [
-        line["loss"] for line in lines(runs / "bf16")
-    ]
+    assert [line["loss"] for line in lines(runs / "uncast inputs")] == [line["loss"] for line in lines(runs / "bf16")]
 
 
 def test_master_weights_have_the_master_dtype(runs: Path) -> None:

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"offload_policy": True},
     "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
     "head": {"wrap_policy": {"wrap_lm_output": True}},
-    "inputs as they are": {"cast_forward_inputs": False},
+    "uncast inputs": {"cast_forward_inputs": False},
 }
 
 
@@ -138,7 +138,7 @@ def test_all_units_or_none_are_offloaded(found: Any, case: str, offloaded: bool)
     assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
 
 
-@pytest.mark.parametrize(("case", "casts"), [("plain", True), ("inputs as they are", False)])
+@pytest.mark.parametrize(("case", "casts"), [("plain", True), ("uncast inputs", False)])
 def test_all_units_or_none_cast_their_inputs(found: Any, case: str, casts: bool) -> None:
     assert {unit["casts inputs"] for unit in found[case].values()} == {casts}
 

@@ -1,4 +1,4 @@
-"""`strategy.precision`: patterns of modules, the units that follow from them, and what is refused."""
+"""`strategy.precision`: patterns of modules, the units that follow from them, and rejected patterns."""
 
 from typing import Any
 
