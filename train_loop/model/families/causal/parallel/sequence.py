@@ -188,10 +188,11 @@ class SplitStates:
         The bias is added to a part of the tokens.
         """
         states = exchange(F.linear(wide, _own(projection.weight)), self._parts.sum, self._parts.gather)
-        bias = projection.bias
+        bias: Any = projection.bias
         if bias is None:
             return states
-        return states + (bias.to_local(grad_placements=[Partial()]) if isinstance(bias, DTensor) else bias)
+        part: Tensor = bias.to_local(grad_placements=[Partial()]) if isinstance(bias, DTensor) else bias
+        return states + part
 
 
 def _own(parameter: Any) -> Any:

@@ -42,7 +42,7 @@ class SharedParts(Parts):
     def gather(self, part: Tensor) -> Tensor:
         """Gather the parts of all ranks."""
         parts = self._wait(_OPERATORS.all_gather_into_tensor, part.contiguous())  # [P * B, ..., T/P, H]
-        return parts.unflatten(0, (self.ranks, -1)).movedim(0, -3).flatten(-3, -2)
+        return parts.reshape(self.ranks, -1, *parts.shape[1:]).movedim(0, -3).flatten(-3, -2)
 
     def sum(self, states: Tensor) -> Tensor:
         """Reduce and scatter."""
@@ -54,7 +54,7 @@ class SharedParts(Parts):
         return self._split(states).select(-3, dist.get_rank(self._group)).clone(memory_format=torch.contiguous_format)
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(-2, (self.ranks, -1))
+        return states.reshape(*states.shape[:-2], self.ranks, -1, states.shape[-1])
 
     def _wait(self, exchange: Callable[..., Tensor], *inputs: Tensor | str) -> Tensor:
         with self._timer.waiting():
@@ -103,7 +103,8 @@ class GatheredInput:
 
     def __init__(self, gather: Change) -> None:
         self.users = 0
-        self._gather, self._states = gather, None
+        self._gather = gather
+        self._states: Tensor | None = None
 
     def project(self, states: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return a linear projection of the gathered states, [..., T, H] → [..., T, F]; `part` is [..., T/P, H]."""
