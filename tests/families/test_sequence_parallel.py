@@ -1,6 +1,7 @@
 """Ranks that share layers, with a part of the tokens between projections each (sequence parallelism)."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class Step(NamedTuple):
     """Numbers of tokens of the inputs of layers and norms."""
     waits: list[bool]
     """Whether the timer has stopped, at each exchange of the ranks that share layers."""
+    exchanges: Counter[str]
+    """Exchanges by kind."""
     seconds: float
 
 
@@ -98,7 +101,7 @@ def step() -> Step:
     with waits:
         accumulate_plainly(objective, micro_batches(rows, 2, sharded.anatomy, mesh), 1, mesh)
     assert all(waits.computed), "the timer stops too long"
-    return Step(tokens, waits.stopped, sharded.timer.take())
+    return Step(tokens, waits.stopped, waits.kinds, sharded.timer.take())
 
 
 def job_width(job: JobSpec) -> int:
@@ -197,7 +200,12 @@ def test_ranks_exchange_what_the_formula_says_and_their_timers_stop(found: list[
     for rank in found:
         # Attention and MLP of two layers gather and scatter, forward and backward, and gather their input again. The
         # end of the layers gathers, and so does backward of their start.
-        assert rank["step"].waits == [True] * (2 * 2 * 5 + 2)
+        assert rank["step"].exchanges["all_gather_into_tensor"] == 2 * 2 * 3 + 2
+        assert rank["step"].exchanges["reduce_scatter_tensor"] == 2 * 2 * 2
+        # The embeddings are summed, and the gradients of four norms of heads and five of states.
+        assert rank["step"].exchanges["all_reduce"] == 1 + 4 + 5
+        # FSDP2 sums those of its root, here of the final norm, after the backward pass, while the timer runs.
+        assert all(rank["step"].waits[:-1])
         assert rank["step"].seconds > 0
 
 
