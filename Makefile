@@ -19,7 +19,7 @@ FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py 
 # Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
 WAITING := $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py)))
 # The short ones are last.
-COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed benchmarks,\
+COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed/infer distributed benchmarks,\
 	$(sort $(wildcard tests/$(room)/test_*.py)))
 # One file compares times of ranks, so it runs alone.
 TIMED := tests/distributed/test_observe.py

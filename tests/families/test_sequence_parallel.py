@@ -56,7 +56,7 @@ def differences() -> dict[tuple[str, str], float]:
 
 
 def without_sum() -> float:
-    """Return the difference if each rank keeps the gradient of its own tokens for a norm."""
+    """Return the difference if each rank keeps only the gradient of its tokens for a norm."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Regions, "has_part", lambda *_: False)
         return difference("qwen3", MESHES[0], NONE)
@@ -75,19 +75,19 @@ def without_exchange() -> str:
 
 
 class Step(NamedTuple):
-    """What a rank has seen in a step of one micro-batch."""
+    """Observations of a rank in a step of one micro-batch."""
 
     tokens: set[int]
     """Numbers of tokens of the inputs of layers and norms."""
     waits: list[bool]
-    """Whether the timer has stopped, at each exchange of the ranks that share layers."""
+    """True for each exchange of the ranks that share layers at which the timer has stopped."""
     exchanges: Counter[str]
     """Exchanges by kind."""
     seconds: float
 
 
 def step() -> Step:
-    """Return what a rank sees in a step of a model of two layers."""
+    """Return the observations of a rank in a step of a model of two layers."""
     job = parse(raw_job("qwen3", MESHES[0], uneven("qwen3")))
     mesh = mesh_of(job)
     sharded = build_sharded(job, mesh)

@@ -23,7 +23,7 @@ def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
         mesh=run.mesh.plan.axes,
         hosts=_ranks_by_host(workers),
         dtypes=dtypes_of(run.spec, has_experts=anatomy.experts is not None),
-        attention=_attention(run),
+        attention=anatomy.family.attention_kernel(anatomy.model),
         loss_chunk_tokens=_chunk_tokens(run.objective),
         checkpointing=run.spec.model.gradient_checkpointing,
         optimizer_groups=describe_groups(run.state.optimizers),
@@ -38,13 +38,6 @@ def _ranks_by_host(workers: list[dict[str, Any]]) -> dict[str, list[int]]:
     for worker in workers:
         hosts.setdefault(worker["host"], []).append(worker["rank"])
     return hosts
-
-
-def _attention(run: Run) -> str | None:
-    """Return the implementation of attention that a model of transformers uses; None for own code."""
-    config = getattr(run.objective.anatomy.model, "config", None)
-    found: str | None = getattr(config, "_attn_implementation", None)
-    return found
 
 
 def _chunk_tokens(objective: Objective) -> int | None:

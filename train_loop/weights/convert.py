@@ -67,7 +67,7 @@ def _read_and_write(inputs: Inputs, work: Path, options: Options) -> Converted:
 
 
 def _write_configs(inputs: Inputs, work: Path, options: Options, done: Converted) -> list[str]:
-    """Write config and tokenizer beside the weights. Return what is missing."""
+    """Write config and tokenizer next to the weights. Return the missing files."""
     home = options.config or inputs.home
     run_dir = inputs.run_dir if options.config is None else run_dir_at(options.config)
     if run_dir is not None:
@@ -80,7 +80,7 @@ def _write_configs(inputs: Inputs, work: Path, options: Options, done: Converted
         (work / name).write_bytes(content)
     if files:
         return []
-    return ["config.json not found beside the weights; a job needs it: copy it into the folder, or give --config"]
+    return ["config.json not found next to the weights; a job needs it: copy it into the folder, or give --config"]
 
 
 def _write_those_of_run(run_dir: RunDir, work: Path, done: Converted) -> list[str]:

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     kind: Kind | None
     """Shape and dtype; None for anything but a tensor that safetensors can hold."""
     what: str
-    """What it is, for messages."""
+    """Its kind, for messages."""
     memory: Hashable = None
     """Equal for entries that are the same tensor."""
     value: bool | int | float | str | None = None

@@ -16,7 +16,7 @@ from train_loop.system.input_files import check_regular, read_input
 _INDEX = "pytorch_model.bin.index.json"
 _WHOLE = "pytorch_model.bin"
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
-"""Pickles that Trainer of transformers writes beside weights."""
+"""Pickles that Trainer of transformers writes next to weights."""
 _MOST_FILES = 10_000
 _COPIED = re.compile(r"generation_config\.json|(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
 """Files of a model besides those of its tokenizer."""
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     """The files of one model."""
 
     pickles: tuple[Path, ...]
-    """Files of `torch.save`, in order; none for a checkpoint."""
+    """Files of `torch.save`, sorted; none for a checkpoint."""
     checkpoint: Path | None
     """Folder of a DCP checkpoint; None for pickles."""
     files_by_tensor: dict[str, str]

@@ -8,7 +8,7 @@ from train_loop.model.weight_map import some
 from train_loop.weights.entries import Entry
 
 _MODELS = ("state_dict", "model", "model_state_dict", "module", "net")
-"""Keys under which training programs save a model's state dict beside other things."""
+"""Keys under which training programs save a model's state dict with other things."""
 _BESIDE = frozenset(
     {
         *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states", "optimizer_state"),
@@ -28,7 +28,7 @@ class Chosen(NamedTuple):
     names: dict[tuple[str, ...], str]
     """Name in the model's folder of each entry, in the order of the file."""
     notes: list[str]
-    """What was left out or renamed."""
+    """Names that were left out or renamed."""
 
 
 def choose(entries: Sequence[Entry], entry: str | None = None) -> Chosen:
@@ -73,12 +73,12 @@ def _place(entries: Sequence[Entry], entry: str | None, notes: list[str]) -> tup
 
 
 def _leave_out(below: Iterable[Entry], depth: int, key: str, notes: list[str], *, chosen: bool) -> None:
-    """Note what stands beside a model's state dict. Raises UserError if that may be a part of the model."""
+    """Note the other entries of a file with a state dict. Raises UserError if they may be a part of the model."""
     others = [one for one in below if one.path[depth] != key]
     unknown = dict.fromkeys(one.path[depth] for one in others if one.kind is not None and not _known(one.path[depth]))
     if unknown and not chosen:
         raise UserError(
-            f"beside {key}, it holds tensors in {some(list(unknown))}; choose what to convert with --entry, such as "
+            f"next to {key}, it holds tensors in {some(list(unknown))}; choose what to convert with --entry, such as "
             f"--entry {key}"
         )
     left = list(dict.fromkeys(one.path[depth] for one in others))

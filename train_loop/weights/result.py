@@ -13,4 +13,4 @@ class Converted(BaseModel):
     dtype: str | None
     """Name of the dtype that all tensors of floats have; None if they have several."""
     notes: list[str]
-    """What was left out, renamed or not found."""
+    """Names that were left out, renamed or not found."""

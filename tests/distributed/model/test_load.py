@@ -128,7 +128,7 @@ def slices_that_are_wrong(folder: Path) -> list[str]:
 
 
 class Loaded(NamedTuple):
-    """What one rank has read of a folder, and whether it has the same weights whoever reads."""
+    """Bytes that one rank has read of a folder; true if it has the same weights with either reader."""
 
     equal: bool
     own_bytes: int

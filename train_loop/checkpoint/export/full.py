@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def gather(run_dir: RunDir, step: int, api: str, *, optimizer: bool) -> dict[str, Any]:
-    """Return the content of the file on rank 0: the model alone, or beside the optimizer state. A collective call.
+    """Return the content of the file on rank 0: the model alone, or with the optimizer state. A collective call.
 
     Raises UserError, CheckpointError.
     """
@@ -119,7 +119,7 @@ def load_model(run_dir: RunDir, step: int) -> nn.Module:
 
 
 def load_state(run_dir: RunDir, step: int) -> tuple[TrainState, TrainingState]:
-    """Return model and optimizers of a checkpoint, sharded over all ranks, and the rest of what a run goes on with.
+    """Return model and optimizers of a checkpoint, sharded over all ranks, and the rest that a run continues with.
 
     Raises UserError, CheckpointError.
     """

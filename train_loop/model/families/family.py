@@ -200,6 +200,10 @@ class Family(Protocol):
         """Set the attention implementation of a spec. Raises ModelError if it cannot run on the device."""
         return
 
+    def attention_kernel(self, model: nn.Module) -> str | None:
+        """Return the implementation of attention that was chosen; None if the family has no choice."""
+        return None
+
     def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
         """Make positions right on a rank that sees part number `part`, from 0, of the `parts` of a sequence."""
         return

@@ -37,7 +37,7 @@ _PINNED, _PAGED = (0.4, 0.8), (0.1, 0.4)
 _LAYER_SECONDS = Range(0.05e-3, 0.5e-3)
 """Seconds that a core needs to start the kernels of a layer's pass; computation cannot be faster."""
 _SHARE_OF_HOST, _OF_CORE = Range(25e9, 50e9), Range(4e9, 12e9)
-"""Bytes per second of host memory: a GPU's share of a host's, and what a core reaches."""
+"""Bytes per second of host memory: a GPU's share of a host's, and the rate of a core."""
 _PERCENT = 100
 
 

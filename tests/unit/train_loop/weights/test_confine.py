@@ -102,6 +102,6 @@ def test_failed_conversion_leaves_nothing_and_a_done_one_is_kept(found: dict[str
     assert "also holds b (of type int)" in found["half"]
     assert found["after"] == ["a.pt", "b.pt", "given", "secret", "work"]
     assert found["notes"] == [
-        "config.json not found beside the weights; a job needs it: copy it into the folder, or give --config"
+        "config.json not found next to the weights; a job needs it: copy it into the folder, or give --config"
     ]
     assert "already exists; choose a new folder" in found["again"]

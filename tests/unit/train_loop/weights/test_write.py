@@ -184,7 +184,10 @@ def many() -> dict[str, Any]:
         ({"s": torch.ones(2, 2).to_sparse()}, "also holds s (a tensor of sparse_coo torch.float32)"),
         ({"c": torch.ones(2, dtype=torch.complex64)}, "also holds c (a tensor of strided torch.complex64)"),
         ({"model": SMALL, "net": SMALL}, "it holds several state dicts: model, net; choose one with --entry"),
-        ({"model": SMALL, "head": {"w": torch.ones(1)}}, "beside model, it holds tensors in head; choose what to conv"),
+        (
+            {"model": SMALL, "head": {"w": torch.ones(1)}},
+            "next to model, it holds tensors in head; choose what to conv",
+        ),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two tensors would have the name a.b; rename one of them"),
         ({"epoch": 3}, "also holds epoch (of type int)"),
         ({}, "it holds no tensors; give the file of a model's state dict"),

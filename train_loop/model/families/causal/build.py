@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
+from train_loop.model.families.anatomy import modules_of
 from train_loop.model.families.causal.config import SOURCE, read_config, stated, with_values
 from train_loop.model.families.causal.refused import check_encoder, check_language, check_name
 from train_loop.model.folder import model_config
@@ -276,3 +277,14 @@ def set_constants(module: nn.Module) -> None:
     # Compared by name: an import of its family would slow down the start of every rank.
     elif type(module).__name__ in _ZERO_BIAS:
         module.get_parameter("bias").zero_()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the classes that transformers does not divide: the layers."""
+    return modules_of(model, getattr(model, "_no_split_modules", None) or ())
+
+
+def kernel_of(model: nn.Module) -> str | None:
+    """Return the implementation of attention that a model uses."""
+    found: str | None = getattr(config_of(model), "_attn_implementation", None)
+    return found

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
+from train_loop.model.families.anatomy import Anatomy, is_norm
 from train_loop.model.families.causal.attention import (
     apply_attention,
     attention_inputs,
@@ -28,6 +28,8 @@ from train_loop.model.families.causal.build import (
     check_decoder,
     config_of,
     decoder_of,
+    kernel_of,
+    layers_of,
     set_constants,
 )
 from train_loop.model.families.causal.config import SOURCE, stated
@@ -108,7 +110,7 @@ class Causal(Family):
         return Anatomy(
             model,
             self,
-            layers=tuple(modules_of(model, getattr(model, "_no_split_modules", None) or ())),
+            layers=tuple(layers_of(model)),
             embeddings=model.get_input_embeddings(),
             head=head_of(model),
             norms=tuple(one for one in model.modules() if is_norm(one)),
@@ -155,6 +157,10 @@ class Causal(Family):
         """Set the implementations of attention and experts of a spec. Raises ModelError if they cannot run here."""
         apply_attention(model, spec, device)
         choose_experts(model, spec, device)
+
+    def attention_kernel(self, model: nn.Module) -> str | None:
+        """Return the implementation that transformers uses."""
+        return kernel_of(model)
 
     def fit_positions(self, model: PreTrainedModel, *, part: int, parts: int) -> None:
         """Make each document use longrope's factors for its own length, and RoBERTa's kind count its tokens."""

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from train_loop.errors import ModelError
-from train_loop.model.families.anatomy import is_norm, modules_of
-from train_loop.model.families.causal.build import config_of
+from train_loop.model.families.anatomy import is_norm
+from train_loop.model.families.causal.build import config_of, layers_of
 from train_loop.model.families.causal.parallel.token_parts import Change, GatheredInput, Parts, exchange
 from train_loop.spec import JobSpec
 
@@ -61,7 +61,7 @@ class Regions(NamedTuple):
 def find_regions(model: Any, plan: Mapping[str, str], attention: Iterable[str]) -> Regions:
     """Return the regions of a model by its expanded plan; `attention` names its attention modules."""
     modules = dict(model.named_modules())
-    repeated = set(modules_of(model, model._no_split_modules or ()))
+    repeated = set(layers_of(model))
     layers = tuple(name for name, module in modules.items() if module in repeated)
     holders = {_holder(name) for name, style in plan.items() if style == _ROWS or style in _WHOLE}
     # The plan names the head and each parameter, too.
