@@ -20,7 +20,7 @@ from train_loop.model.families.causal.build import config_of, layers_of
 from train_loop.model.families.causal.parallel.token_parts import Change, GatheredInput, Parts, exchange
 from train_loop.spec import JobSpec
 
-_KINDS = "gemma2 phi3 qwen3 starcoder2"
+_KINDS = "gemma2 llama mistral phi3 qwen2 qwen3 starcoder2"
 PROVEN = frozenset(_KINDS.split())
 """Families whose loss and gradients `tests/families/test_sequence_parallel.py` compares with those of one rank."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
