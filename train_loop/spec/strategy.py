@@ -1,11 +1,10 @@
 """`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from train_loop.spec.base import Problem, SpecModel, is_default
+from train_loop.spec.base import SpecModel, is_default
 from train_loop.spec.model import Dtype
 from train_loop.spec.names.spellings import NODE, nearest_value
 
@@ -296,98 +295,3 @@ class StrategySpec(SpecModel):
                 "its parts; remove one"
             )
         return self
-
-
-def tensor_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the settings of a job that ranks cannot share layers with; `job` has its valid parts."""
-    if strategy.tp_size == 1:
-        return
-    model, training, reshard = job.get("model"), job.get("training"), strategy.reshard_after_forward
-    settings = {
-        "own code (code)": (
-            "/strategy/tp_size",
-            job.get("code") is not None,
-            "which has no plan of how ranks share its layers",
-        ),
-        f"reshard_after_forward={reshard}": (
-            "/strategy/reshard_after_forward",
-            _is_group(reshard),
-            "for which torch makes groups of ranks that wait for each other",
-        ),
-        "strategy.precision": (
-            "/strategy/precision",
-            bool(strategy.precision),
-            "whose units are not proven for shared layers",
-        ),
-        "gradient_sync=last": (
-            "/strategy/gradient_sync",
-            strategy.gradient_sync == "last",
-            "which is not proven for shared layers",
-        ),
-        "offload_policy=optimizer": (
-            "/strategy/offload_policy",
-            strategy.offload_policy == "optimizer",
-            "which is not proven for shared layers",
-        ),
-        "ignored_params": (
-            "/strategy/ignored_params",
-            bool(strategy.ignored_params),
-            "which is not proven for shared layers",
-        ),
-    }
-    if model is not None:
-        settings |= {
-            "model.head=masked_lm": (
-                "/model/head",
-                model.masked is not None,
-                "whose models have no plan of how ranks share layers",
-            ),
-            "model.compile: true": (
-                "/model/compile",
-                model.compile,
-                "because the graph of a layer breaks at each exchange",
-            ),
-        }
-    if training is not None:
-        settings["training.optimizer=adamw_8bit"] = (
-            "/training/optimizer",
-            training.optimizer == "adamw_8bit",
-            "whose blocks of values that share a scale would be others",
-        )
-    for setting, (pointer, chosen, reason) in settings.items():
-        if chosen:
-            fault = f"tp_size={strategy.tp_size} does not support {setting}, {reason}"
-            yield Problem(pointer, f"{fault}; change it, or choose tp_size=1")
-
-
-def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the settings of a job that are not proven for ranks that share experts; `job` has its valid parts."""
-    if strategy.ep_size == 1:
-        return
-    training, least, reshard = job.get("training"), strategy.wrap_policy.min_num_params, strategy.reshard_after_forward
-    settings = {
-        "sharding_strategy: NO_SHARD": ("/strategy/sharding_strategy", strategy.sharding_strategy == "NO_SHARD"),
-        f"min_num_params={least}": ("/strategy/wrap_policy/min_num_params", least is not None),
-        f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard)),
-        "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
-        "gradient_sync=last": ("/strategy/gradient_sync", strategy.gradient_sync == "last"),
-        "offload_policy=optimizer": ("/strategy/offload_policy", strategy.offload_policy == "optimizer"),
-        "ignored_params": ("/strategy/ignored_params", bool(strategy.ignored_params)),
-    }
-    if training is not None:
-        settings |= {
-            f"training.reproducible={training.reproducible}": (
-                "/training/reproducible",
-                training.reproducible != "same_size",
-            ),
-            f"training.optimizer={training.optimizer}": ("/training/optimizer", training.optimizer == "adamw_8bit"),
-        }
-    for setting, (pointer, chosen) in settings.items():
-        if chosen:
-            fault = f"{setting} is not proven with ep_size={strategy.ep_size}"
-            yield Problem(pointer, f"{fault}; change it, or choose ep_size=1")
-
-
-def _is_group(reshard: bool | int | None) -> bool:
-    """Return whether parameters are resharded to groups of some ranks."""
-    return reshard is not None and not isinstance(reshard, bool)
