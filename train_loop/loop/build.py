@@ -88,11 +88,7 @@ def build_run(
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout, wholes=wholes)
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     sharded = build_sharded(spec, mesh, needs_weights=newest is None and parent is None)
-    if sharded.unused:
-        first, count = sharded.unused[0], len(sharded.unused)
-        session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
-    if spec.strategy.apply_expert_patch:
-        session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy, spec))
+    _report_unused(sharded, spec, session)
     optimizer_state = None if parent is not None else read_optimizer_state(spec.training)
     if optimizer_state is not None:
         check_fits(optimizer_state, spec.training, trained_shapes(sharded.model))
@@ -136,6 +132,15 @@ def build_run(
         evaluation_data=evaluation,
         origins=Origins(newest, parent, optimizer_state),
     )
+
+
+def _report_unused(sharded: ShardedModel, spec: JobSpec, session: Session) -> None:
+    """Report stored tensors and settings that the model does not use."""
+    if sharded.unused:
+        first, count = sharded.unused[0], len(sharded.unused)
+        session.journal.warn(f"{spec.model.path}: the model does not use {count} stored tensors, for example {first}")
+    if spec.strategy.apply_expert_patch:
+        session.journal.event("expert_patch_not_needed", reason=_why_no_patch(sharded.anatomy, spec))
 
 
 def _why_no_patch(anatomy: Anatomy, spec: JobSpec) -> str:
