@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from train_loop.errors import CheckpointError
 
@@ -26,9 +26,18 @@ _MODULES = {
 """The names that DCP's metadata contains, by module; none of them runs code of the file."""
 
 
+def _memory_format(kind: object, name: object) -> _MEM_FORMAT_ENCODING:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it reads an attribute of {kind}, which is not part of a checkpoint's metadata")
+    return _MEM_FORMAT_ENCODING[str(name)]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of metadata. Raises UnpicklingError for any other name."""
+        # Python 3.11.0 to 3.11.3 writes the member of an enumeration as `getattr(class, name)`.
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         allowed = name in _MODULES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.support.builders.tensors import tensor_checkpoint
+from train_loop.checkpoint.files.metadata import parse_metadata
 from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import RunDir
 from train_loop.weights.inputs import find_inputs, text_files
@@ -203,18 +205,23 @@ def test_file_with_anything_else_is_refused_by_name(tmp_path: Path, value: Any, 
         write(tmp_path / "x.pt", tmp_path / "out")
 
 
-class Evil:
-    """An object whose unpickling creates a folder."""
+class Call:
+    """An object whose unpickling calls `function`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, function: Callable[..., Any], args: tuple[object, ...]) -> None:
+        self.reduced = function, args
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.folder),)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.reduced
+
+
+def evil(folder: Path) -> Call:
+    """Return an object whose unpickling creates a folder."""
+    return Call(os.mkdir, (str(folder),))
 
 
 def test_code_in_a_pickle_is_named_and_does_not_run(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1), "b": Evil(tmp_path / "ran")}, tmp_path / "x.pt")
+    torch.save({"a": torch.ones(1), "b": evil(tmp_path / "ran")}, tmp_path / "x.pt")
     with pytest.raises(
         UserError, match=r"holds \w+\.mkdir, which is neither a tensor nor a container of tensors, and its"
     ):
@@ -224,10 +231,29 @@ def test_code_in_a_pickle_is_named_and_does_not_run(tmp_path: Path) -> None:
 
 def test_code_in_the_metadata_of_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     folder = torchs_checkpoint(tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    (folder / ".metadata").write_bytes(pickle.dumps(evil(tmp_path / "ran")))
     with pytest.raises(CheckpointError, match=r"it names \w+\.mkdir, which is not part of a checkpoint's metadata"):
         write(folder, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_of_the_first_releases_of_python_3_11_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = torchs_checkpoint(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    content = pickle.dumps(metadata)
+    assert b"getattr" in content
+    assert parse_metadata(content, tmp_path) == metadata
+
+
+def test_metadata_that_read_an_attribute_of_a_class_are_refused(tmp_path: Path) -> None:
+    content = pickle.dumps(Call(getattr, (Metadata, "__init__")))
+    with pytest.raises(CheckpointError, match=r"it reads an attribute of <class '.*Metadata'>, which is not part of"):
+        parse_metadata(content, tmp_path)
 
 
 def test_checkpoint_with_files_or_chunks_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_plan_that_cannot_fit_has_no_suggestion() -> None:
 
 
 def test_suggestions_fit_keep_the_batch_and_contain_none_of_each_other() -> None:
-    some = 0
-    for seed in range(seeds(12)):
+    some, tried = 0, seeds(12)
+    for seed in range(tried):
         rng = random.Random(seed)
         job, plan = planned(
             data={"sequence_length": rng.choice([2048, 8192])},
@@ -58,7 +58,7 @@ def test_suggestions_fit_keep_the_batch_and_contain_none_of_each_other() -> None
             model={"gradient_checkpointing": rng.choice(["none", "full"])},
             scaling={"num_workers": rng.choice([1, 4]), "resources_per_worker": {"CPU": 8.0, "GPU": 1.0}},
         )
-        device = of_size(rng.choice([40, 80, 141]) * GIB)
+        device = of_size(int(rng.uniform(0.4, 1.0) * plan.memory_bytes))
         found = suggest(job, plan.shape, device)
         some += bool(found)
         for one in found:
@@ -69,7 +69,7 @@ def test_suggestions_fit_keep_the_batch_and_contain_none_of_each_other() -> None
             assert one.workers == again.mesh.world
         kinds = [(one.changes_results, one.workers) for one in found]
         assert kinds == sorted(kinds), "results and hardware are kept first"
-    assert some > 3
+    assert some > tried // 2
 
 
 def test_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
