@@ -32,7 +32,7 @@ from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_lines, segme
 from train_loop.spec import CheckpointSpec
 from train_loop.telemetry.event_log import EventLog, group_journal
 
-SCHEDULES = {"folders": seeds(400, more=2_000), "objects": seeds(400, more=2_010)}
+SCHEDULES = {"folders": seeds(200, more=2_000), "objects": seeds(200, more=2_010)}
 """Seeds per kind of storage; both tests take about the same time."""
 T = TypeVar("T")
 _SPEC = CheckpointSpec(keep_last=1)
