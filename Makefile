@@ -11,19 +11,24 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 # too: pytest drops a file, and with it its place, if a folder of the command contains it.
 LONG := tests/api/requests/test_description.py \
 	tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py tests/hosts/test_compose.py \
-	tests/e2e/test_elastic.py tests/hosts/test_pods.py tests/e2e/test_operate.py tests/e2e/test_stops.py
+	tests/hosts/test_pods.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e/test_stops.py
 long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
 	tests/kubernetes tests/contract tests/unit
+# Each takes a minute, and repeats paths of other files at more expense: a commit runs one of each pair, MORE both.
+PAIRS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py tests/e2e/test_elastic.py+tests/e2e/test_operate.py \
+	tests/hosts/test_compose.py+tests/hosts/test_pods.py tests/e2e/test_drain.py+tests/hosts/test_object_storage.py \
+	tests/e2e/test_own_code.py+tests/e2e/test_placement.py
+LEFT_OUT = $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(PAIRS)))
 # Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
-WAITING := $(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py)))
+WAITING = $(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))))
 # The short ones are last.
 COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed/infer distributed benchmarks,\
 	$(sort $(wildcard tests/$(room)/test_*.py)))
 # One file compares times of ranks, so it runs alone.
 TIMED := tests/distributed/test_observe.py
-RAY := -n 2 $(BY_FILE) $(subst +, ,$(join $(addsuffix +,$(WAITING)),$(filter-out $(TIMED),$(COMPUTING))))
+RAY = -n 2 $(BY_FILE) $(subst +, ,$(join $(addsuffix +,$(WAITING)),$(filter-out $(TIMED),$(COMPUTING))))
 
 # In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.
 ifneq ($(filter ANSI_X3.4-1968 US-ASCII,$(shell locale charmap 2>/dev/null)),)

@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")
-def commands() -> list[list[Path]]:
-    """Return the paths of each pytest command of `make test`."""
-    lines = subprocess.run(["make", "-n", "test"], capture_output=True, text=True, check=True).stdout.splitlines()
+def commands_of(target: str, **variables: str) -> list[list[Path]]:
+    """Return the paths of each pytest command of a target."""
+    environment = {name: value for name, value in os.environ.items() if name != "MORE"} | variables
+    command = ["make", "-n", target]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
     words = [line.split() for line in lines if "-m pytest" in line]
     return [[Path(word.rstrip(";")) for word in line if word.startswith("tests/")] for line in words]
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[list[Path]]:
+    """Return the paths of each pytest command of `make more`."""
+    return commands_of("test", MORE="1")
 
 
 def test_no_file_loses_its_place_to_a_folder_of_the_same_command(commands: list[list[Path]]) -> None:
@@ -24,6 +31,16 @@ def test_all_files_but_those_for_gpus_are_run(commands: list[list[Path]]) -> Non
     named = {path for paths in commands for path in paths}
     files = {path for path in Path("tests").rglob("test_*.py") if "gpu" not in path.parts}
     assert {path for path in files if not {path, *path.parents} & named} == set()
+
+
+def test_commit_runs_one_file_of_each_pair_and_all_commits_run_both(commands: list[list[Path]]) -> None:
+    everything = {path for paths in commands for path in paths}
+    left_out = [
+        everything - {path for paths in commands_of("test", MODELS_SEED=str(seed)) for path in paths}
+        for seed in range(12)
+    ]
+    assert {len(files) for files in left_out} == {5}
+    assert len(set.union(*left_out)) == 10
 
 
 @pytest.mark.parametrize(("locale", "passed"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8")])

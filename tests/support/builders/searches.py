@@ -1,8 +1,12 @@
-"""The sizes of searches that try one seed after the other, and the cases that a commit draws."""
+"""The sizes of searches that try one seed after the other, and the cases that a commit draws.
+
+`python -m tests.support.builders.searches A+B C+D` prints the one of each pair that the commit leaves out.
+"""
 
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -36,3 +40,8 @@ def drawn(cases: Sequence[T], number: int) -> list[T]:
         return list(cases)
     places = random.Random(SEED).sample(range(len(cases)), number)
     return [cases[place] for place in sorted(places)]
+
+
+if __name__ == "__main__":
+    random_of_commit = random.Random(SEED)
+    print(*[random_of_commit.choice(pair.split("+")) for pair in sys.argv[1:]])  # noqa: T201
