@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.families.parity import LENGTH, NONE, VOCAB, Case, difference, raw_job, uneven
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import may_read
 from tests.support.ranks.gradients import build, divisor, forget_meshes, mesh_of, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
@@ -18,7 +19,8 @@ from train_loop.conformance.measure import accumulate_plainly, measure_memory
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.build import build_state, build_token_loss
-from train_loop.model.families.causal.parallel.sequence import PROVEN, Regions
+from train_loop.model.families.causal.parallel.sequence import Regions
+from train_loop.model.families.causal.parallel.tensor import PROVEN
 from train_loop.model.families.causal.parallel.token_parts import SharedParts
 from train_loop.parallel.build import build_sharded
 from train_loop.plan import plan_job
@@ -37,16 +39,13 @@ MESHES = (
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(SPLIT, OFFLOADED, TILED)),
     Case("tp 4", 4, tp_size=4, others=(SPLIT, ("strategy", "norm_dtype", "fp32"))),
 )
-KINDS = {"qwen3": 0, "phi3": 1, "starcoder2": 2, "gemma2": 3}
-CASES = [
-    (family, case)
-    for family in (sorted(PROVEN) if os.environ.get("MORE") else KINDS)
-    for place, case in enumerate(MESHES)
-    if os.environ.get("MORE") or place == KINDS[family]
-]
-"""A plain model, one whose plan gathers wide tensors, one with biases, and one with more norms and fewer kv heads than
-ranks; with `MORE=1`, every proven family on all meshes.
-"""
+FAMILIES = drawn(sorted(PROVEN), len(MESHES))
+CASES = (
+    [(family, case) for family in FAMILIES for case in MESHES]
+    if os.environ.get("MORE")
+    else [*zip(FAMILIES, MESHES, strict=True)]
+)
+"""Another family of those with `tp_size` on each mesh, for each commit; with `MORE=1`, all on all meshes."""
 LAYERS, TOKENS = 6, 128
 
 

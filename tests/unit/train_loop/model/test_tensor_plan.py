@@ -218,10 +218,10 @@ def test_sequences_that_ranks_cannot_split_evenly_are_refused_with_numbers() -> 
 
 
 def test_sequence_parallel_of_a_family_that_is_not_proven_is_refused() -> None:
-    job = spec(model={"config": small("hrm_text")}, strategy=SPLIT, scaling={"num_workers": 4})
+    job = spec(model={"config": small("apertus")}, strategy=SPLIT, scaling={"num_workers": 4})
     _, problems = check_model(job, may_read())
-    assert [one.pointer for one in problems] == ["/strategy/sequence_parallel"]
-    assert "sequence_parallel is not proven for model_type=hrm_text" in problems[0].message
+    assert [one.pointer for one in problems] == ["/strategy/tp_size"]
+    assert "tp_size=2 is not proven for model_type=apertus" in problems[0].message
 
 
 def test_parts_of_the_tokens_are_planned() -> None:

@@ -52,7 +52,7 @@ from train_loop.model.families.causal.heads import (
 )
 from train_loop.model.families.causal.parallel.expert import share_experts
 from train_loop.model.families.causal.parallel.part import cut_layers, held_by_rank
-from train_loop.model.families.causal.parallel.sequence import SplitStates, check_sequence
+from train_loop.model.families.causal.parallel.sequence import SplitStates
 from train_loop.model.families.causal.parallel.tensor import check_plan, expanded_plan, heads_of_rank, share_layers
 from train_loop.model.families.causal.parallel.token_parts import SharedParts
 from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
@@ -134,7 +134,6 @@ class Causal(Family):
             SettingCheck("/data/packing", lambda: check_packing(seen.separation, spec, seen.model)),
             SettingCheck("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
             SettingCheck("/strategy/tp_size", lambda: check_plan(anatomy.model, seen, spec)),
-            SettingCheck("/strategy/sequence_parallel", lambda: check_sequence(anatomy.model, spec)),
             SettingCheck("/training/chunked_loss", lambda: check_head(seen, spec)),
             SettingCheck("/data/sequence_length", lambda: check_positions(seen, spec)),
             *check_experts(anatomy.model, anatomy.experts, spec),

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, P ranks that share layers, H size of a state, F width
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,13 +17,9 @@ from torch.nn import functional as F
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import is_norm
-from train_loop.model.families.causal.build import config_of, layers_of
+from train_loop.model.families.causal.build import layers_of
 from train_loop.model.families.causal.parallel.token_parts import Change, GatheredInput, Parts, exchange
-from train_loop.spec import JobSpec
 
-_KINDS = "gemma2 llama mistral phi3 qwen2 qwen3 starcoder2"
-PROVEN = frozenset(_KINDS.split())
-"""Families whose loss and gradients `tests/families/test_sequence_parallel.py` compares with those of one rank."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _WHOLE = {"colwise_gather_output", "rowwise_split_input"}
 """Styles of projections that exchange wide tensors themselves, and give each rank whole gradients of its input."""
@@ -30,27 +27,18 @@ _STATES = "hidden_states"
 """Name of the first argument of layers and attention."""
 
 
-def check_sequence(model: Any, spec: JobSpec) -> None:
-    """Raise ModelError if the tokens between projections of a model cannot be split."""
-    if spec.strategy.sequence_parallel and (kind := config_of(model).model_type) not in PROVEN:
-        raise ModelError(
-            f"sequence_parallel is not proven for model_type={kind}; see the proven families on the page on tensor "
-            "parallelism; choose sequence_parallel: false, or another family, for example qwen3 or gemma2"
-        )
-
-
 class Regions(NamedTuple):
     """The modules of a model in which ranks have all tokens, and those between them; all by name."""
 
     layers: tuple[str, ...]
-    end: str
-    """Module whose output is gathered: the final norm, or the last layer of a model without one."""
+    ends: Mapping[str, str]
+    """Modules whose output is gathered, by the first layer of their stack: the norm that follows, or the last layer."""
     inner: Mapping[str, bool]
     """Attention and MLPs, which see all tokens; true if the gradients of their inputs are parts of a sum."""
 
     def has_part(self, name: str) -> bool:
         """Return whether a module sees a part of the tokens, so that its gradients are parts of a sum."""
-        return _is_inside(name, (*self.layers, self.end)) and not _is_inside(name, self.inner)
+        return _is_inside(name, (*self.layers, *self.ends.values())) and not _is_inside(name, self.inner)
 
     def projections(self, plan: Mapping[str, str]) -> dict[str, str]:
         """Return the style of each projection of an inner module whose gradients are parts, by name."""
@@ -64,8 +52,12 @@ def find_regions(model: Any, plan: Mapping[str, str], attention: Iterable[str]) 
     repeated = set(layers_of(model))
     layers = tuple(name for name, module in modules.items() if module in repeated)
     holders = {_holder(name) for name, style in plan.items() if style == _ROWS or style in _WHOLE}
+    # Attention of another kind, such as linear attention, has the same name in other layers.
+    named = {_leaf(name) for name in attention}
+    mixing = {name for name in modules if _leaf(name) in named}
     # The plan names the head and each parameter, too.
-    inner = [name for name in {*holders, *attention} if _is_inside(name, layers) and any(modules[name].children())]
+    inner = [name for name in {*holders, *mixing} if _is_inside(name, layers) and any(modules[name].children())]
+    stacks = [list(own) for _, own in groupby(layers, _holder)]
 
     def sums(name: str) -> bool:
         own = {one: style for one, style in plan.items() if _is_inside(one, (name,))}
@@ -73,11 +65,12 @@ def find_regions(model: Any, plan: Mapping[str, str], attention: Iterable[str]) 
         are_linear = all(isinstance(one, nn.Linear) for one in split)
         return _ROWS in own.values() and are_linear and _WHOLE.isdisjoint(own.values())
 
-    return Regions(layers, _end(model, layers[-1]), {name: sums(name) for name in sorted(inner)})
+    ends = {own[0]: _end(model, own[-1]) for own in stacks}
+    return Regions(layers, ends, {name: sums(name) for name in sorted(inner)})
 
 
 def _end(model: nn.Module, last: str) -> str:
-    """Return the norm that follows the layers, or the last layer."""
+    """Return the norm that follows a stack of layers, or its last layer."""
     stack, holder = _holder(last), _holder(_holder(last))
     children = [(f"{holder}.{leaf}".lstrip("."), child) for leaf, child in model.get_submodule(holder).named_children()]
     place = [name for name, _ in children].index(stack)
@@ -87,6 +80,10 @@ def _end(model: nn.Module, last: str) -> str:
 
 def _holder(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
@@ -105,11 +102,12 @@ class SplitStates:
         self._input: tuple[GatheredInput, Tensor] | None = None
         """Input of the attention or MLP that computes, and the part that it was gathered from."""
         self._gathered = set[str]()
-        for place, name in enumerate(regions.layers):
+        for name in regions.layers:
             # A hook is outside of recomputation, which then keeps the part.
-            hook = self._check_part if place else self._begin
+            hook = self._begin if name in regions.ends else self._check_part
             model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-        model.get_submodule(regions.end).register_forward_hook(self._finish)
+        for name in regions.ends.values():
+            model.get_submodule(name).register_forward_hook(partial(self._finish, name))
         for name, sums in regions.inner.items():
             module = model.get_submodule(name)
             module.forward = partial(self._with_all_tokens, name, sums, module.forward)
@@ -127,7 +125,7 @@ class SplitStates:
         self._gathered.clear()
 
     def _check(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        missing = sorted({*self._regions.inner, self._regions.end} - self._gathered)
+        missing = sorted({*self._regions.inner, *self._regions.ends.values()} - self._gathered)
         if missing or not self._length:
             name = missing[0] if missing else self._regions.layers[0]
             raise ModelError(
@@ -136,7 +134,7 @@ class SplitStates:
             )
 
     def _begin(self, layer: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
-        """Take this rank's part of the states [B, T, H] of the first layer."""
+        """Take this rank's part of the states [B, T, H] of the first layer of a stack."""
 
         def split(states: Tensor) -> Tensor:
             self._length = states.shape[-2]
@@ -153,9 +151,9 @@ class SplitStates:
                 f"tokens instead of a part of {self._length}; choose sequence_parallel: false"
             )
 
-    def _finish(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Gather all tokens after the layers; what follows computes the same on each rank."""
-        self._gathered.add(self._regions.end)
+    def _finish(self, name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Gather all tokens after a stack of layers; what follows computes the same on each rank."""
+        self._gathered.add(name)
         return _first_changed(lambda states: exchange(states, self._parts.gather, self._parts.own), output)
 
     def _with_all_tokens(self, name: str, sums: bool, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:

@@ -41,7 +41,9 @@ _MIXTURES = """
 MIXTURES = frozenset(_MIXTURES.split())
 """Families proven with `ep_size` by `tests/families/test_expert_parallel.py`."""
 PROVEN = frozenset(_KINDS.split())
-"""Families whose loss and gradients `tests/families/test_tensor.py` compares with those of one rank.
+"""Families whose loss and gradients are compared with those of one rank.
+
+`tests/families/test_tensor.py` and, with `sequence_parallel`, `test_sequence_parallel.py` do so.
 
 Others have a plan, too, but for example the sharing of apertus' activations gives other gradients.
 """
