@@ -15,11 +15,12 @@ from train_loop.faults.out_of_memory import memory_watched
 from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows, trim
-from train_loop.loop.coordination import StopSignal, agree_on_stop, gather_workers, warn_of_hosts
+from train_loop.loop.coordination import StopSignal, agree_on_stop, agree_to_go_on, gather_workers, warn_of_hosts
+from train_loop.loop.infer.build import build_output
+from train_loop.loop.infer.outputs import Output, RowResult
+from train_loop.loop.infer.results import ResultsWriter, gather_results
 from train_loop.loop.metrics import replayed_steps
 from train_loop.loop.numerics import numerics
-from train_loop.loop.outputs import Output, RowResult, output_of
-from train_loop.loop.results import ResultsWriter, gather_results
 from train_loop.loop.session import Session
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import ShardedModel, build_sharded
@@ -94,7 +95,7 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
         sharded=sharded,
         dataset=dataset,
         order=StepOrder(order, mesh.plan.dp, spec.infer.batch_size),
-        output=output_of(spec.infer),
+        output=build_output(spec, sharded.anatomy, dataset),
         committed=committed[0],
     )
 
@@ -102,7 +103,8 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
 def record_start(job: Inference) -> None:
     """Write `work_started`, and warn about slow groups of ranks. A collective call."""
     workers = gather_workers()
-    log.info("%s of rows %d to %d on %s", job.output.column, job.start, job.dataset.samples, job.mesh.plan.axes)
+    output = job.spec.infer.output
+    log.info("%s of rows %d to %d on %s", output, job.start, job.dataset.samples, job.mesh.plan.axes)
     job.session.journal.event(
         "work_started",
         kind=job.spec.kind,
@@ -129,6 +131,8 @@ class InferenceLoop:
         self.rows = job.session.open_stream(remaining, job.mesh.plan, job.mesh.rank)
         self.found = list[RowResult]()
         """Results of this rank that are not gathered yet."""
+        self.stop: Stop | None = None
+        """The stop request on which all ranks have agreed."""
         self.writer: ResultsWriter | None = None
         if job.session.rank == 0:
             check_unchanged(job.spec.run, job.dataset)
@@ -145,19 +149,30 @@ class InferenceLoop:
     @torch.no_grad()
     def run(self) -> Stop | None:
         """Compute results until all rows have one or the job must stop. Return the stop request."""
-        batches, stop = 0, None
-        while self.done < self.job.dataset.samples and (stop := self.find_stop()) is None:
+        batches = 0
+        while self.done < self.job.dataset.samples and self.find_stop() is None:
             batch, before = self.next_batch(), self.done
             self.compute(batch)
             self.commit_if_due(before)
             batches += 1
             collect_garbage(batches)
-        return stop
+        return self.stop
 
     def find_stop(self) -> Stop | None:
         """Return the stop request on which all ranks agree. A collective call."""
-        self.session.mark(self.done, Phase.AGREE)
-        return agree_on_stop(self.stop_signal.seen)
+        if self.stop is None:
+            self.session.mark(self.done, Phase.AGREE)
+            self.stop = agree_on_stop(self.stop_signal.seen)
+        return self.stop
+
+    def go_on(self, busy: bool) -> bool:
+        """Return whether any rank is busy and none has to stop; a batch of many calls asks between them."""
+        self.watchdog.feed()
+        self.session.mark(self.done, Phase.TRAIN)
+        is_any_busy, stop = agree_to_go_on(busy=busy, stop=self.stop_signal.seen)
+        if is_any_busy:
+            self.stop = stop
+        return is_any_busy and stop is None
 
     def next_batch(self) -> StepBatch:
         """Return this data rank's next rows, identical on all of its peers, without padding that all of them have."""
@@ -173,7 +188,9 @@ class InferenceLoop:
         job, mesh = self.job, self.job.mesh
         self.session.mark(self.done, Phase.TRAIN)
         (rows_of_rank,) = micro_batches(batch, job.order.per_rank, job.sharded.anatomy, mesh)
-        results = job.output(job.sharded.anatomy, rows_of_rank, mesh)
+        results = job.output(job.sharded.anatomy, rows_of_rank, mesh, self.go_on)
+        if self.stop is not None:
+            return
         if mesh.leads:
             self.found += results
         rows = min(job.order.global_batch, job.dataset.samples - self.done)

@@ -64,7 +64,7 @@ def test_inference_job_is_resized_and_cloned_from_scratch(client: TestClient, se
     assert [one["pointer"] for one in refused.json()["errors"]] == ["/training"]
 
 
-@pytest.mark.parametrize("option", ["generate", "tokens"])
+@pytest.mark.parametrize("option", ["sentiment", "tokens"])
 def test_output_that_does_not_exist_is_refused_at_its_place(client: TestClient, option: str) -> None:
     answer = client.post("/jobs", content=json.dumps(infer_spec(infer={"output": option})))
     assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/infer/output")

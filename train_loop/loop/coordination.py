@@ -162,6 +162,14 @@ def agree_on_stop(stop: Stop | None) -> Stop | None:
     return _most_urgent(votes.tolist())
 
 
+def agree_to_go_on(*, busy: bool, stop: Stop | None) -> tuple[bool, Stop | None]:
+    """Return whether any rank is busy, and the most urgent stop request of all. A collective call on the CPU."""
+    votes = torch.tensor([int(busy), *_votes(stop)])
+    dist.all_reduce(votes)
+    count, *stops = votes.tolist()
+    return bool(count), _most_urgent(stops)
+
+
 def _divisor_shares(objective: Objective, batch: StepBatch, parts: int) -> Tensor | None:
     """Return the divisor's share of each of `parts` equal parts of a batch, in int64 or float64."""
     rows = len(batch.samples) // parts

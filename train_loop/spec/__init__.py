@@ -7,6 +7,7 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.kinds.any_kind import AnyJobSpec
+from train_loop.spec.kinds.generation import GenerationSpec
 from train_loop.spec.kinds.infer import InferJobSpec
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
@@ -47,6 +48,7 @@ __all__ = [
     "DataSpec",
     "EmbeddingSpec",
     "FailureSpec",
+    "GenerationSpec",
     "InferJobSpec",
     "InferSpec",
     "JobSpec",

@@ -104,6 +104,11 @@ class JobSpec(SpecModel):
         """The sequences of a micro-batch; a sample of pairs has two."""
         return self.training.per_device_train_batch_size * self.data.sequences
 
+    @property
+    def positions(self) -> int:
+        """The positions of a sequence at most: those of a sample, and of tokens that are generated after it."""
+        return self.data.sequence_length + (0 if self.infer is None else self.infer.new_tokens)
+
     def at(self, workers: int) -> "JobSpec":
         """Return the spec with a chosen number of workers."""
         return self.scaled(self.scaling.at(workers))

@@ -100,6 +100,10 @@ class TextTokenizer:
             encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, self._own_offsets(encoding, text)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
     def _own_offsets(self, encoding: Encoding, text: str) -> list[tuple[int, int]]:
         """Return the characters of each token, for added tokens without the white space that they take in."""
         return [

@@ -286,6 +286,18 @@ class Family(Protocol):
         `columns` has every column of the batch by name, such as the numbers of samples.
         """
 
+    def caches(self, model: nn.Module, positions: int) -> bool:
+        """Return whether `extend` gives the logits of calls with whole rows, which have up to `positions` tokens."""
+        return False
+
+    def extend(self, model: nn.Module, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
+        """Return the logits [n, V] after the last of some new columns, and the cache with them, if the model `caches`.
+
+        `columns` has `input_ids` and `position_ids` [n, T], and `is_token` [n, K] of all K columns so far, which is 0
+        at padding on the left. `cache` is None for the first call.
+        """
+        raise NotImplementedError(f"{type(model).__name__} has no cache")
+
     def write_configs(self, model: nn.Module, folder: Path, facts: ExportFacts) -> None:
         """Write the files beside exported weights that describe the model, so that its library can load the folder."""
         return

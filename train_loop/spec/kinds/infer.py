@@ -23,7 +23,10 @@ _STRATEGY = (
     *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
 )
 _COLUMNS = ("text", "input_ids")
-_RESULTS = ("row", "tokens", "logprobs", "perplexity", "embedding")
+_RESULTS = (
+    *("row", "tokens", "logprobs", "perplexity", "embedding"),
+    *("generated", "generated_tokens", "generated_logprobs", "finish_reason"),
+)
 """Columns of results, in addition to those of the rows."""
 
 
@@ -113,6 +116,7 @@ class InferJobSpec(SpecModel):
             **{name: getattr(self, name) for name in ("name", "project", "priority", "labels", "strategy")},
             model=model,
             data=self.data,
+            infer=self.infer,
             training=TrainingSpec(
                 learning_rate=1.0, per_device_train_batch_size=self.infer.batch_size, chunked_loss=False
             ),
@@ -181,6 +185,22 @@ class InferJobSpec(SpecModel):
         yield from self._head_faults()
         if output == "embeddings" and strategy.ulysses_size > 1:
             yield "output: embeddings reads whole rows, and ranks would see parts of a row; set ulysses_size: 1"
+        if output == "generate":
+            yield from self._generation_faults()
+
+    def _generation_faults(self) -> Iterator[str]:
+        if self.strategy.ulysses_size > 1:
+            yield (
+                "output: generate keeps the states of whole rows, and ranks would have those of parts; set "
+                "ulysses_size: 1"
+            )
+        if self.model.attn_implementation == "flex_attention":
+            yield "attn_implementation=flex_attention is not proven with output: generate; choose sdpa or auto"
+        if self.infer.generation.stop and not self.data.reads_text:
+            yield (
+                "infer.generation.stop needs text, and columns.input_ids names rows that are tokenised already; use "
+                "stop_tokens"
+            )
 
     def _head_faults(self) -> Iterator[str]:
         head, output = self.model.head, self.infer.output

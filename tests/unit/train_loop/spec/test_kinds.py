@@ -74,10 +74,18 @@ def test_results_do_not_depend_on_the_size() -> None:
     assert one.scaled(ScalingSpec(num_workers=2)).scaling == two.scaling
 
 
+def generates(**generation: Any) -> dict[str, Any]:
+    return {"infer": {"output": "generate", "generation": generation}}
+
+
 @pytest.mark.parametrize(
     ("parts", "pointer", "message"),
     [
-        ({"infer": {"output": "generate"}}, "/infer/output", "is not supported yet; choose"),
+        ({"infer": {"generation": {"stop": ["\n"]}}}, "/infer", "set output: generate, or remove it"),
+        (generates(temperature=0.0, top_k=5), "/infer/generation", "top_k=5 has no effect at temperature=0"),
+        (generates(stop=["\n"]), "", "columns.input_ids names rows that are tokenised already; use stop_tokens"),
+        (generates() | {"strategy": {"ulysses_size": 2}}, "", "set ulysses_size: 1"),
+        (generates() | {"model": {"attn_implementation": "flex_attention"}}, "", "choose sdpa or auto"),
         ({"infer": {"path": "/out"}}, "/infer/path", "is not supported yet; choose null"),
         ({"infer": {"infer_batch_size": 2, "batch_size": 2}}, "/infer", "are the same field; remove one"),
         ({"data": {"packing": True}}, "/data/packing", "choose false"),

@@ -32,6 +32,7 @@ from train_loop.model.families.causal.build import (
     layers_of,
     set_constants,
 )
+from train_loop.model.families.causal.cache import extend, is_exact
 from train_loop.model.families.causal.config import SOURCE, stated
 from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
 from train_loop.model.families.causal.experts import (
@@ -122,7 +123,7 @@ class Causal(Family):
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
         """Call a copy of a model without weights, and a small copy with weights, in the dtype of training."""
-        dtype, length = DTYPES[spec.strategy.param_dtype], spec.data.sequence_length
+        dtype, length = DTYPES[spec.strategy.param_dtype], spec.positions
         config = config_of(anatomy.model)
         check_decoder_name(config.model_type, spec.strategy.param_dtype)
         check_modes(anatomy.model, config)
@@ -264,6 +265,14 @@ class Causal(Family):
         positions = {} if takes_only_tokens(model) else {"position_ids": columns["position_ids"]}
         logits: Tensor = model(input_ids=columns["input_ids"], use_cache=False, **positions, **arguments).logits
         return logits
+
+    def caches(self, model: PreTrainedModel, positions: int) -> bool:
+        """Return whether transformers' cache is exact for the model, which a small copy shows."""
+        return not takes_only_tokens(model) and is_exact(model, positions)
+
+    def extend(self, model: PreTrainedModel, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
+        """Call the model with transformers' cache."""
+        return extend(model, columns, cache)
 
     def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
         """Write config.json and generation_config.json, or the files of sentence-transformers."""

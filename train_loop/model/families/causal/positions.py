@@ -135,6 +135,17 @@ def apply_longrope(model: nn.Module, *, part: int, parts: int) -> None:
     model.needs_document_lengths = True  # type: ignore[assignment]
 
 
+def longrope_limit(model: nn.Module) -> int | None:
+    """Return the tokens of a document up to which longrope keeps its short factors; None for other models."""
+    limits = list[int]()
+    for module in _rotary(model, "longrope"):
+        every: Any = module.config.rope_parameters  # type: ignore[union-attr]
+        for rope in (every, *(one for one in every.values() if isinstance(one, dict))):
+            if rope.get("rope_type") == "longrope":
+                limits.append(rope["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
 class CountedPositions:
     """Positions of a model that counts them from `padding_idx + 1`, and gives padding the position `padding_idx`.
 

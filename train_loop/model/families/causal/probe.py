@@ -231,21 +231,27 @@ class _AttentionWatch:
 
 def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
     """Raise ModelError if a sequence has positions without values, or with values that a restart cannot repeat."""
-    length, limits = spec.data.sequence_length, seen.positions
+    length, limits = spec.positions, seen.positions
+    new = length - spec.data.sequence_length
+    asked = (
+        f"sequence_length={length}"
+        if not new
+        else (f"sequence_length={length - new} and max_new_tokens={new} together are {length}, which")
+    )
     if limits.table is not None and length > limits.table:
         raise ModelError(
-            f"sequence_length={length} is more than the {limits.table} positions of {seen.model}; choose at most "
+            f"{asked} is more than the {limits.table} positions of {seen.model}; choose at most "
             f"{limits.table}, or a model with more"
         )
     if limits.kept is not None and length > limits.kept:
         raise ModelError(
-            f"sequence_length={length} is above keep_window_size={limits.kept}; {seen.model} then selects tokens by "
+            f"{asked} is above keep_window_size={limits.kept}; {seen.model} then selects tokens by "
             "scores of which many are equal at first, and the selection depends on other documents; choose at most "
             f"{limits.kept}, or a larger keep_window_size"
         )
     if limits.dynamic is not None and length > limits.dynamic:
         raise ModelError(
-            f"sequence_length={length} is more than max_position_embeddings={limits.dynamic}, and rope_type=dynamic of "
+            f"{asked} is more than max_position_embeddings={limits.dynamic}, and rope_type=dynamic of "
             f"{seen.model} then depends on the longest sequence so far, which a resumed run has not seen; choose at "
             f"most {limits.dynamic}, or rope_type: yarn"
         )

@@ -1,5 +1,7 @@
 """The outputs of an inference job for the rows of a batch. n: rows, T: sequence length, V: vocabulary, H: width."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -14,10 +16,13 @@ from train_loop.loop.batch import MicroBatch
 from train_loop.loop.objectives.objective import call_model
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.mesh import Mesh
-from train_loop.spec import InferSpec
 
 _TOKENS_AT_ONCE = 4096
 """Tokens whose logits are converted to fp32 at once."""
+
+
+GoOn = Callable[[bool], bool]
+"""Return whether any rank is busy, given whether this one is, and no rank has to stop. A collective call."""
 
 
 class RowResult(NamedTuple):
@@ -25,72 +30,69 @@ class RowResult(NamedTuple):
 
     row: int
     tokens: int
-    value: Any
-    """A value of the output's Arrow type, as numpy or Python has it."""
+    values: Mapping[str, Any]
+    """Values of the output's columns, as numpy or Python has them."""
 
 
 class Output(Protocol):
     """An output that an inference job can have."""
 
     @property
-    def column(self) -> str:
-        """Return the name of its column in the results."""
+    def columns(self) -> Mapping[str, pa.DataType]:
+        """Return its columns in the results, with their Arrow types."""
         ...
 
-    @property
-    def type(self) -> pa.DataType:
-        """Return the Arrow type of the column."""
-        ...
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
+        """Call the model, and return the results of the batch's rows. A collective call; peers return the same.
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
-        """Call the model, and return the results of the batch's rows. A collective call; peers return the same."""
+        An output of many calls asks `go_on` between them. If a rank has to stop, its results are not used.
+        """
         ...
 
 
 class Logprobs:
     """The log probability of each token after the first, given those before it."""
 
-    column, type = "logprobs", pa.list_(pa.float32())
+    columns: Mapping[str, pa.DataType] = MappingProxyType({"logprobs": pa.list_(pa.float32())})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
         """Return a float32 array with a value per token after the first for each row."""
         found = token_logprobs(anatomy, batch, mesh).cpu().numpy()
-        return [RowResult(row, size, found[place, : size - 1]) for place, row, size in _rows(batch)]
+        return [RowResult(row, size, {"logprobs": found[place, : size - 1]}) for place, row, size in rows_of(batch)]
 
 
 class Perplexity:
     """The perplexity of each row: the exponential of the mean of -logprobs; null for a row of one token."""
 
-    column, type = "perplexity", pa.float64()
+    columns: Mapping[str, pa.DataType] = MappingProxyType({"perplexity": pa.float64()})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
         """Return a number for each row."""
         found = token_logprobs(anatomy, batch, mesh).double().sum(1).tolist()
         return [
-            RowResult(row, size, torch.tensor(-found[place] / (size - 1), dtype=torch.float64).exp().item())
-            if size > 1
-            else RowResult(row, size, None)
-            for place, row, size in _rows(batch)
+            RowResult(row, size, {"perplexity": _exponential(-found[place] / (size - 1)) if size > 1 else None})
+            for place, row, size in rows_of(batch)
         ]
 
 
 class Embeddings:
     """The vector that the model's embedding head gives for each row."""
 
-    column, type = "embedding", pa.list_(pa.float32())
+    columns: Mapping[str, pa.DataType] = MappingProxyType({"embedding": pa.list_(pa.float32())})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
         """Return a float32 array [H] for each row."""
         found = call_model(anatomy, batch).float().cpu().numpy()
-        return [RowResult(row, size, found[place]) for place, row, size in _rows(batch)]
+        return [RowResult(row, size, {"embedding": found[place]}) for place, row, size in rows_of(batch)]
 
 
 OUTPUTS: dict[str, Output] = {"logprobs": Logprobs(), "perplexity": Perplexity(), "embeddings": Embeddings()}
+"""Outputs of one call of the model, by their names in a spec."""
 
 
-def output_of(spec: InferSpec) -> Output:
-    """Return the output that a spec asks for."""
-    return OUTPUTS[spec.output]
+def _exponential(value: float) -> float:
+    # Infinity instead of OverflowError.
+    return torch.tensor(value, dtype=torch.float64).exp().item()
 
 
 def token_logprobs(anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> Tensor:
@@ -109,7 +111,7 @@ def token_logprobs(anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> Tensor:
     return torch.cat(whole, 1)
 
 
-def _rows(batch: MicroBatch) -> list[tuple[int, int, int]]:
+def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     """Return the place, the id and the number of tokens of each row that is not padding."""
     numbers = zip(batch.samples.tolist(), batch.lengths.tolist(), strict=True)
     return [(place, row, size) for place, (row, size) in enumerate(numbers) if row != PADDING]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from train_loop.checkpoint.access import RunAccess
 from train_loop.data.input_rows import input_schema, read_input_rows
 from train_loop.liveness.fencing import check_fence
-from train_loop.loop.outputs import Output, RowResult
+from train_loop.loop.infer.outputs import Output, RowResult
 from train_loop.run_dir import storage_failed
 from train_loop.spec import InferJobSpec
 from train_loop.system.retry import retry_storage
@@ -69,6 +69,9 @@ class ResultsWriter:
             "row": pa.array([result.row for result in results], pa.int64()),
             **{name: pa.array([row.get(name) for row in inputs], kind) for name, kind in self._columns.items()},
             "tokens": pa.array([result.tokens for result in results], pa.int32()),
-            self._output.column: pa.array([result.value for result in results], self._output.type),
+            **{
+                name: pa.array([result.values[name] for result in results], kind)
+                for name, kind in self._output.columns.items()
+            },
         }
         return pa.table(columns)

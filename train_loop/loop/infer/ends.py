@@ -1,0 +1,92 @@
+"""The ends of generated rows: tokens and texts that stop a row, and its text without them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.errors import ModelError
+from train_loop.model.folder import model_config, model_folder
+from train_loop.spec import InferJobSpec, ModelSpec
+from train_loop.system.input_files import read_input
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The rule where a generated row ends."""
+
+    tokens: frozenset[int]
+    """Tokens after which a row ends."""
+    texts: tuple[str, ...] = ()
+    """Texts before which the text of a row ends."""
+    tokenizer: TextTokenizer | None = None
+    """Tokenizer of the generated text; None if rows are token ids."""
+
+    @classmethod
+    def of(cls, spec: InferJobSpec, tokenizer: str | None) -> "Ends":
+        """Return the rule of a spec, given the folder of the tokenizer of its rows, or None for rows of token ids.
+
+        Raises DataError, ModelError.
+        """
+        loaded = None if tokenizer is None else load_tokenizer(tokenizer, needs_eos=False)
+        chosen = spec.infer.generation.stop_tokens
+        tokens = stop_tokens_of(spec.model, None if loaded is None else loaded.end) if chosen is None else chosen
+        return cls(frozenset(tokens), spec.infer.generation.stop, loaded)
+
+    def find(self, ids: Sequence[int], start: int) -> int | None:
+        """Return the number of tokens after which a row ends, given all of its tokens; None if it goes on.
+
+        The first `start` tokens are known not to end it.
+        """
+        by_token = next((place + 1 for place in range(start, len(ids)) if ids[place] in self.tokens), None)
+        if not self.texts or self._first_stop(self._decode(ids)) is None:
+            return by_token
+        last = len(ids) if by_token is None else by_token
+        found = (size for size in range(start + 1, last + 1) if self._first_stop(self._decode(ids[:size])) is not None)
+        return next(found, by_token)
+
+    def text(self, ids: Sequence[int]) -> str | None:
+        """Return the text of a row's tokens up to its end, without special tokens and what has stopped it."""
+        if self.tokenizer is None:
+            return None
+        text = self._decode(ids[:-1] if ids and ids[-1] in self.tokens else ids)
+        stop = self._first_stop(text)
+        return text if stop is None else text[:stop]
+
+    def _first_stop(self, text: str) -> int | None:
+        return min((place for stop in self.texts if (place := text.find(stop)) >= 0), default=None)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "the spec rejects texts that stop rows of token ids"
+        return self.tokenizer.decode(ids)
+
+
+def stop_tokens_of(model: ModelSpec, eos: int | None) -> tuple[int, ...]:
+    """Return the tokens that end an answer of a model, given its tokenizer's EOS. Raises ModelError.
+
+    They are those of generation_config.json; without any, that of the tokenizer, or that of the model's config.
+    """
+    folder = model_folder(model)
+    stated = _listed(_generation_config(folder).get("eos_token_id")) if folder is not None else ()
+    return stated or _listed(eos) or _listed(model_config(model).get("eos_token_id"))
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    try:
+        found = json.loads(read_input(file))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}; copy it again, or remove it") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} has no JSON object; copy it again, or remove it")
+    return found
