@@ -47,6 +47,9 @@ from train_loop.system.retry import retry_storage
 from train_loop.telemetry.logs import log_to
 
 log = logging.getLogger("train_loop.run")
+_NEEDS_SERVICE = (
+    "needs the service, which finds the checkpoint; give model.path the folder that `trainshed export` prints"
+)
 
 
 def main() -> None:
@@ -60,6 +63,8 @@ def main() -> None:
         spec = parse_any_text(arguments.spec.read_bytes())
     except SpecError as error:
         sys.exit("\n".join(describe(one, str(arguments.spec)) for one in error.problems))
+    if spec.run.model.is_of_job and not spec.run.model.has_source:
+        sys.exit(f"{arguments.spec}: model.job {_NEEDS_SERVICE}")
     fewest, most = spec.scaling.bounds
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if spec.scaling.elastic and not fewest <= world <= most:

@@ -103,7 +103,7 @@ def _progress(view: JobView, now: float) -> ProgressOut:
     training = view.job.spec.run.training
     # Epochs may end a run before max_steps.
     last = training.max_steps if training.epochs is None else None
-    done = view.summary.progress or Progress(parent.step if parent else 0, last)
+    done = view.summary.progress or Progress(parent.step if parent and view.job.spec.trains else 0, last)
     return ProgressOut(
         step=done.step,
         of=done.of,

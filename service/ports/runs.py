@@ -207,6 +207,9 @@ class RunDirs(Protocol):
     def release_parent(self, run_dir: str) -> None:
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
 
+    def trained_tokenizer(self, run_dir: str) -> str | None:
+        """Return the folder of the tokenizer of a run's prepared data; None if it has none."""
+
     def committed(self, run_dir: str) -> int | None:
         """Return the newest committed step, or the number of committed shards of results; None if there is none."""
 

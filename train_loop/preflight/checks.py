@@ -45,7 +45,11 @@ from train_loop.preflight.absent_tokens import absent_tokens, check_written_toke
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
-from train_loop.preflight.parent_checkpoint import check_optimizer_state, checkpoint_problems
+from train_loop.preflight.parent_checkpoint import (
+    check_optimizer_state,
+    checkpoint_problems,
+    has_its_tokenizer,
+)
 from train_loop.preflight.planned_units import planned_units
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
@@ -118,8 +122,8 @@ def check_model(
         found = family.examine(anatomy, spec)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
-    problems = checkpoint_problems(anatomy.model, parent, pointer) if parent is not None else []
-    problems += _tokenizer_problems(spec, policy, shape) or _mask_problems(spec, anatomy)
+    problems = checkpoint_problems(anatomy, spec.model, parent, pointer) if parent is not None else []
+    problems += _tokenizer_problems(spec, policy, shape, parent) or _mask_problems(spec, anatomy)
     problems += _wishes_not_granted(anatomy, found, spec)
     problems += _state_problems(anatomy, spec, policy)
     # Counted last, because the check of freeze_module_prefix freezes.
@@ -227,12 +231,12 @@ def _source_problems(
     return []
 
 
-def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) -> list[Problem]:
+def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape, parent: Parent | None) -> list[Problem]:
     if not spec.data.reads_text and spec.model.tokenizer is None:
         return []
     set_pointer("/model/tokenizer")
     try:
-        if spec.model.tokenizer is not None:
+        if spec.model.tokenizer is not None and not has_its_tokenizer(spec.model, parent, policy):
             check_plain(spec.model.tokenizer, policy)
         folder, data = tokenizer_folder(spec), spec.data
         if folder is None and data.add_bos is True:

@@ -1,27 +1,39 @@
 """Comparison of a spec's model with the checkpoint or the optimizer state from which it continues."""
 
+import os
+
 from torch import nn
 
-from train_loop.checkpoint.export.tensors import saved_shapes
+from train_loop.checkpoint.export.tensors import CheckpointTensors, saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.optimizer_state import check_fits, read_optimizer_state, trained_shapes
+from train_loop.checkpoint.weights import find_weights
 from train_loop.data.prepare.sources import check_plain
+from train_loop.errors import CheckpointError
+from train_loop.model.families.anatomy import Anatomy
 from train_loop.preflight.fork_server import set_pointer
-from train_loop.run_dir import Parent, ReadPolicy, RunDir
-from train_loop.spec import Problem, TrainingSpec
+from train_loop.run_dir import Parent, ReadPolicy, RunDir, local_path
+from train_loop.spec import ModelSpec, Problem, TrainingSpec
 
 
-def checkpoint_problems(model: nn.Module, parent: Parent, pointer: str) -> list[Problem]:
+def checkpoint_problems(anatomy: Anatomy, spec: ModelSpec, parent: Parent, pointer: str) -> list[Problem]:
     """Return the differences between the model and the parent's checkpoint."""
+    model, pointer_to_step = anatomy.model, "/model/step" if spec.is_of_job else "/from_checkpoint"
     folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
     which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
     try:
         faults = verify(folder, parent.manifest, [metadata_name(parent.manifest)])
         if faults:
-            return [Problem("/from_checkpoint", f"{which} is damaged: {faults[0]}; choose another one")]
+            return [Problem(pointer_to_step, f"{which} is damaged: {faults[0]}; choose another one")]
+        if spec.is_of_job:
+            # It reads the weights alone, and may lack the head.
+            find_weights(anatomy, CheckpointTensors(folder), "model")
+            return []
         saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}
     except OSError as error:
-        return [Problem("/from_checkpoint", f"{which} cannot be read: {error}")]
+        return [Problem(pointer_to_step, f"{which} cannot be read: {error}")]
+    except CheckpointError as error:
+        return [Problem(pointer, f"{which} does not fit: {error}")]
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
     differ = [
         *(
@@ -35,6 +47,14 @@ def checkpoint_problems(model: nn.Module, parent: Parent, pointer: str) -> list[
         return []
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
     return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
+
+
+def has_its_tokenizer(model: ModelSpec, parent: Parent | None, policy: ReadPolicy) -> bool:
+    """Return whether a tokenizer in the cache is the one that was trained on the data of the checkpoint's job."""
+    folder = model.tokenizer
+    if folder is None or parent is None or not policy.is_cache(os.path.realpath(local_path(folder))):
+        return False
+    return RunDir.at(parent.run_dir).tokenizer() == folder
 
 
 def check_optimizer_state(model: nn.Module, training: TrainingSpec, policy: ReadPolicy) -> None:

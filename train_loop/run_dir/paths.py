@@ -1,5 +1,6 @@
 """The paths of a run directory, and access to its JSON files."""
 
+import json
 import os
 import re
 import time
@@ -218,6 +219,14 @@ class RunDir:
     def data(self) -> Path:
         """File with the pointer to the prepared data, which jobs share."""
         return self.root / "data" / "dataset.json"
+
+    def tokenizer(self) -> str | None:
+        """Return the folder of the tokenizer of the prepared data; None if there is none."""
+        try:
+            found = json.loads(read_whole(self.data)).get("tokenizer")
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, str) else None
 
     @property
     def eval_data(self) -> Path:

@@ -51,7 +51,7 @@ class ReadPolicy(BaseModel):
                 f"{named} lies outside the allowed storage roots ({shown}); move the data under one of them, or have "
                 "the operator add its folder to TRAINSHED_STORAGE_ROOTS"
             )
-        if self._is_cache(place):
+        if self.is_cache(place):
             return f"{named} lies in the cache of prepared data; name the data itself"
         if self._is_foreign_run(place):
             # Without the job's id: a link may have led there.
@@ -63,9 +63,10 @@ class ReadPolicy(BaseModel):
 
     def hides(self, place: str) -> bool:
         """Return whether listings leave a place out: caches, and run directories of other projects."""
-        return self._is_cache(place) or self._is_foreign_run(place)
+        return self.is_cache(place) or self._is_foreign_run(place)
 
-    def _is_cache(self, place: str) -> bool:
+    def is_cache(self, place: str) -> bool:
+        """Return whether a place is in the cache of prepared data."""
         return any(is_below(place, cache) for cache in self.caches)
 
     def _is_foreign_run(self, place: str) -> bool:

@@ -9,6 +9,7 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.kinds.any_kind import AnyJobSpec
 from train_loop.spec.kinds.generation import GenerationSpec
 from train_loop.spec.kinds.infer import InferJobSpec
+from train_loop.spec.kinds.model import CheckpointSource
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ModelSpec
@@ -42,6 +43,7 @@ __all__ = [
     "NODE",
     "SCHEMA_ID",
     "AnyJobSpec",
+    "CheckpointSource",
     "CheckpointSpec",
     "CodeSpec",
     "ColumnsSpec",

@@ -80,6 +80,15 @@ class JobSpec(SpecModel):
         return True
 
     @property
+    def checkpoint_source(self) -> None:
+        """None: a run starts from a job's checkpoint as its clone."""
+        return
+
+    def with_model_of(self, job: str, step: int, run: "JobSpec", tokenizer: str | None) -> "JobSpec":
+        """Return the spec itself, which names its own model."""
+        return self
+
+    @property
     def unit(self) -> str:
         """The unit of progress: optimizer steps."""
         return "step"

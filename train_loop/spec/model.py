@@ -97,6 +97,11 @@ class ModelSpec(SpecModel):
         """True if the model comes from a folder or a config; else it is that of own code."""
         return self.path is not None or self.config is not None
 
+    @property
+    def is_of_job(self) -> bool:
+        """True if a job's checkpoint has the weights. Its service has then added that job's model to the spec."""
+        return False
+
     @model_validator(mode="after")
     def _at_most_one_source(self) -> "ModelSpec":
         if self.path is not None and self.config is not None:

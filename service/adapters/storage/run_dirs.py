@@ -205,6 +205,10 @@ class LocalRunDirs:
         if (parent := heir.parent()) is not None:
             self._open(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
 
+    def trained_tokenizer(self, run_dir: str) -> str | None:
+        """Return the folder of the tokenizer of a run's prepared data; None if it has none."""
+        return self._open(run_dir).tokenizer()
+
     def committed(self, run_dir: str) -> int | None:
         """Return the newest committed step, or the number of committed shards of results; None if there is none."""
         directory = self._open(run_dir)

@@ -89,6 +89,10 @@ class GuardedRunDirs:
         """Remove the run's pin from the checkpoint that it started from. Repeatable."""
         self._write(run_dir, partial(self._inner.release_parent, run_dir))
 
+    def trained_tokenizer(self, run_dir: str) -> str | None:
+        """Return the folder of the tokenizer of a run's prepared data; None if it has none."""
+        return self._read(run_dir, partial(self._inner.trained_tokenizer, run_dir))
+
     def committed(self, run_dir: str) -> int | None:
         """Return the newest committed step; None if there is none."""
         return self._read(run_dir, partial(self._inner.committed, run_dir))

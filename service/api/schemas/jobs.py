@@ -87,7 +87,7 @@ class JobOut(BaseModel):
     sizes: tuple[int, ...] = Field(description="possible numbers of workers of an elastic job")
     run_dir: str
     parent: LineageOut | None = Field(
-        description="the job and step that it was cloned from; null if it starts at step 0"
+        description="the job and step of the checkpoint from which it starts; null if it starts at step 0"
     )
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]

@@ -1,4 +1,4 @@
-"""Parent checkpoint of a clone. Pure."""
+"""Parent checkpoint of a clone, and of a job that only reads its weights. Pure."""
 
 from service.domain.jobs.job import Job, JobState
 from train_loop.run_dir import Manifest, Parent
@@ -16,6 +16,11 @@ def parent_of(job: Job, manifest: Manifest, spec: AnyJobSpec) -> Parent:
         same_order=(before.data.seed, before.data.shuffle) == (after.data.seed, after.data.shuffle),
         same_optimizer=before.training.optimizer == after.training.optimizer,
     )
+
+
+def source_of(job: Job, manifest: Manifest) -> Parent:
+    """Build the parent record for the run directory of a job that reads only the checkpoint's weights."""
+    return Parent(job=job.id, run_dir=job.run_dir, manifest=manifest, same_order=False, same_optimizer=False)
 
 
 def check_steps_remaining(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:

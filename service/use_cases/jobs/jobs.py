@@ -113,9 +113,11 @@ class Jobs:
         """Resume a job, at another size if `scaling` is given. Raises IllegalState, InvalidSpec, JobNotFound."""
         size: JobSize | None = None
         if scaling is not None:
-            spec = resize_spec(self.find(caller, job_id, Role.EDITOR).spec, scaling)
+            job = self.find(caller, job_id, Role.EDITOR)
+            spec = resize_spec(job.spec, scaling)
+            parent = self.run_dirs.parent(job.run_dir) if spec.checkpoint_source is not None else None
             with clone_advised(job_id, spec):
-                checked = self.planner.check(spec)
+                checked = self.planner.check(spec, parent)
             size = JobSize(scaling, sizes_of(spec, checked.plans), checked.memory)
         grace = self.grace.pause
         return self._change(

@@ -101,8 +101,10 @@ class Planner:
         found = self.preflight.check(spec, parent)
         if parent is None:
             return self._checked(spec, found, self.cluster.rooms())
-        # The remaining steps of a clone depend on its parent's checkpoint.
-        checked = self._checked(spec, replace(found, count=None), self.cluster.rooms())
+        if spec.trains:
+            # The remaining steps of a clone depend on its parent's checkpoint.
+            found = replace(found, count=None)
+        checked = self._checked(spec, found, self.cluster.rooms())
         warning = parent.manifest.other_torch(versions_here().get("torch"))
         return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
 
@@ -131,7 +133,11 @@ class Planner:
         return _fitting(spec, plans, found.shape, found.largest, nodes)
 
     def view(
-        self, spec: AnyJobSpec, cancellation: Cancellation | None = None, question: DeviceQuestion = NO_QUESTION
+        self,
+        spec: AnyJobSpec,
+        parent: Parent | None = None,
+        cancellation: Cancellation | None = None,
+        question: DeviceQuestion = NO_QUESTION,
     ) -> PlanView:
         """Return the largest plan, laid out on the cluster's nodes, and what it means on a device.
 
@@ -139,7 +145,7 @@ class Planner:
         InvalidSpec, PreflightFailed, CallCancelled.
         """
         nodes = None if question.named is not None else self.cluster.rooms()
-        found = self.preflight.check(spec, None, cancellation)
+        found = self.preflight.check(spec, parent, cancellation)
         checked = self._checked(spec, found, nodes)
         plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers

@@ -13,6 +13,7 @@ from service.domain.queue.policy import PriorityLimits
 from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
 from service.ports import Cancellation, IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
+from service.use_cases.jobs.checkpoint_source import find_source, without_old_source
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.outlook import DeviceQuestion
@@ -66,9 +67,9 @@ class Submitter:
         """Check a spec and store its job durably. Raises ServiceError."""
 
         def new_job() -> _CheckedJob:
-            spec = self._parse(request.caller, request.body)
-            checked = self.jobs.planner.check(spec)
-            new = self._new_job(request.caller, request.key, self._build(spec, checked))
+            spec, parent = find_source(self.jobs, request.caller, self._parse(request.caller, request.body))
+            checked = self.jobs.planner.check(spec, parent)
+            new = self._new_job(request.caller, request.key, self._build(spec, checked, parent))
             return _CheckedJob(new, checked.notes)
 
         return self._store_once(request.caller, request.key, new_job)
@@ -99,11 +100,12 @@ class Submitter:
 
         def new_job() -> _CheckedJob:
             origin = self.jobs.find(caller, job_id)
-            spec = self.jobs.planner.resolved(apply_overrides(origin, overrides))
+            changes = without_old_source(origin.spec, overrides)
+            spec = self.jobs.planner.resolved(apply_overrides(origin, changes))
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
             self._check_limits(caller, spec)
-            job, notes = self._build_clone(origin, step, spec)
+            job, notes = self._build_clone(caller, origin, step, spec)
             if spec.project == origin.spec.project:
                 return _CheckedJob(self._new_job(caller, key, job), notes)
             after, now = job_facts(job) | {"project": spec.project}, self.jobs.clock()
@@ -123,8 +125,9 @@ class Submitter:
 
         Raises ServiceError, CallCancelled.
         """
-        spec = self._parse(caller, body)
-        return replace(self.jobs.planner.view(spec, cancellation, question), spellings=spellings_in(body, spec))
+        spec, parent = find_source(self.jobs, caller, self._parse(caller, body))
+        view = self.jobs.planner.view(spec, parent, cancellation, question)
+        return replace(view, spellings=spellings_in(body, spec))
 
     def _parse(self, caller: Principal, body: bytes) -> AnyJobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
@@ -148,7 +151,7 @@ class Submitter:
         except (InvalidSpec, Forbidden):
             # `submit` reports the error, because an idempotency conflict takes precedence.
             return None
-        if checked is None:
+        if checked is None or spec.checkpoint_source is not None:
             return None
         return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked)), checked.notes)
 
@@ -165,9 +168,12 @@ class Submitter:
             raise CheckpointNotFound(parent.job, parent.manifest.step)
         return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
-    def _build_clone(self, origin: Job, step: int | None, spec: AnyJobSpec) -> tuple[Job, tuple[str, ...]]:
+    def _build_clone(
+        self, caller: Principal, origin: Job, step: int | None, spec: AnyJobSpec
+    ) -> tuple[Job, tuple[str, ...]]:
         """Build a checked clone; return it with the warnings of its checks."""
-        manifest, parent = self._checkpoint_to_clone(origin, step), None
+        spec, parent = find_source(self.jobs, caller, spec)
+        manifest = self._checkpoint_to_clone(origin, step)
         if manifest is not None:
             if problems := check_steps_remaining(origin, manifest, spec):
                 raise InvalidSpec(problems)
@@ -177,7 +183,7 @@ class Submitter:
 
     def _checkpoint_to_clone(self, job: Job, step: int | None) -> Manifest | None:
         """Return the checkpoint from which a clone starts; None for a start from scratch."""
-        if step == 0:
+        if step == 0 or (step is None and not job.spec.trains):
             return None
         manifests = {found.manifest.step: found.manifest for found in self.jobs.run_dirs.checkpoints(job.run_dir)}
         if step is None and not manifests and job.parent is not None:

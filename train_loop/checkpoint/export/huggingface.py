@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
 from train_loop.checkpoint.export.status import Progress, report_status
@@ -31,6 +30,7 @@ from train_loop.checkpoint.export.text_files import (
     write_template,
 )
 from train_loop.checkpoint.manifest import find, find_verified
+from train_loop.checkpoint.weights import find_weights, stored_buffers
 from train_loop.code.use import with_own_code
 from train_loop.data.dataset import Dataset
 from train_loop.errors import CheckpointError, UserError
@@ -174,30 +174,16 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
         )
     anatomy, saved = family_of(spec).build(spec.model), CheckpointTensors(run_dir.checkpoint(step))
-    # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
-    names = [name for name, _ in anatomy.model.named_parameters()] + sorted(_buffers(anatomy.model))
-    places = {name: _place(saved, name, wish) for name in names}
+    # Under transformers' names; of the buffers, only those that transformers saves.
+    places = find_weights(anatomy, saved, wish.weights)
     shapes = {name: tuple(saved.shape(place)) for name, place in places.items()}
     parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
     parts |= anatomy.family.splits(anatomy.model, shapes)
     return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
 
 
-def _buffers(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_buffers()} & set(model.state_dict())
-
-
-def _place(saved: CheckpointTensors, name: str, wish: ExportWish) -> str:
-    # Weights that are not trained have no average: export the weights themselves.
-    prefixes = ("ema.", "model.") if wish.weights == "ema" else ("model.",)
-    found = next((prefix + name for prefix in prefixes if saved.has(prefix + name)), None)
-    if found is None:
-        raise CheckpointError(f"the checkpoint has no weight {name}; it was saved for another model")
-    return found
-
-
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
-    saved, buffers = source.saved, _buffers(source.anatomy.model)
+    saved, buffers = source.saved, stored_buffers(source.anatomy.model)
     # Buffers keep their dtype: some are counts, and for some half precision is too coarse.
     homes = {stored: name for name, parts in source.parts.items() for stored in parts.shapes}
     tensors = {

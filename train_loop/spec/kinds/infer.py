@@ -3,21 +3,25 @@
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import to_json
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecModel, is_default, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import DataSpec, LongRows, Sources
 from train_loop.spec.heads import CAUSAL_LM, EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec, Labels, Name, Priority
+from train_loop.spec.kinds.model import CheckpointSource, model_of_job
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
 
-_MODEL = ("path", "config", "tokenizer", "head", "dtype", "attn_implementation", "experts_implementation")
+_MODEL = (
+    *("path", "config", "job", "step", "weights", "tokenizer", "head"),
+    *("dtype", "attn_implementation", "experts_implementation"),
+)
 _STRATEGY = (
     *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
     *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
@@ -33,6 +37,36 @@ _RESULTS = (
 class InferModelSpec(ModelSpec):
     """The model of an inference job. Its weights are held in `dtype`."""
 
+    job: str | None = Field(
+        default=None,
+        max_length=64,
+        exclude_if=is_default(None),
+        description="id of a training job whose checkpoint has the weights, in place of path or config; its model, "
+        "tokenizer and head are used",
+    )
+    step: Annotated[int, Field(ge=0)] | Literal["latest"] = Field(
+        default="latest",
+        exclude_if=is_default("latest"),
+        description="step of the checkpoint; latest: the newest one at submission",
+    )
+    weights: Literal["model", "ema"] = Field(
+        default="model",
+        exclude_if=is_default("model"),
+        description="weights of the checkpoint; ema: their average, which training.ema_decay of the job has made",
+    )
+
+    @field_validator("step", mode="before")
+    @classmethod
+    def _is_a_step(cls, step: Any) -> Any:
+        if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ValueError(f"invalid step {to_json(step).decode():.100}; expected a number, or latest")
+        return step
+
+    @property
+    def is_of_job(self) -> bool:
+        """True if a job's checkpoint has the weights."""
+        return self.job is not None
+
     @property
     def ends_text(self) -> bool:
         """False: text has the tokens that transformers' tokenizer gives it, without another EOS."""
@@ -42,6 +76,9 @@ class InferModelSpec(ModelSpec):
     def _is_honoured(self) -> "InferModelSpec":
         for fault in _unused(self, (*_MODEL, "router_dtype"), "with kind: infer, which trains nothing"):
             raise ValueError(fault)
+        for name, value, default in (("step", self.step, "latest"), ("weights", self.weights, "model")):
+            if self.job is None and value != default:
+                raise ValueError(f"{name}={value} has no effect without model.job, whose checkpoint it names; add job")
         if self.dtype == "fp16":
             raise ValueError("dtype=fp16 is not supported with kind: infer; choose bf16 or fp32")
         return self
@@ -131,6 +168,20 @@ class InferJobSpec(SpecModel):
         return False
 
     @property
+    def checkpoint_source(self) -> CheckpointSource | None:
+        """The checkpoint that has the weights; None if a folder or a config gives them."""
+        model = self.model
+        return None if model.job is None else CheckpointSource(model.job, model.step, model.weights)
+
+    def with_model_of(self, job: str, step: int, run: JobSpec, tokenizer: str | None) -> "InferJobSpec":
+        """Return the spec with the model of a job, whose checkpoint of a step has the weights.
+
+        `tokenizer` is the one that was trained on the job's data, if its spec names none. Raises SpecError.
+        """
+        theirs = model_of_job(self.model, job, run.model, tokenizer, reads_text=self.data.reads_text)
+        return self.model_copy(update={"model": self.model.model_copy(update={**theirs, "step": step})})
+
+    @property
     def unit(self) -> str:
         """The unit of progress: rows with results."""
         return "row"
@@ -178,8 +229,8 @@ class InferJobSpec(SpecModel):
                 f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; remove one or make them "
                 "equal"
             )
-        if not model.has_source:
-            yield "exactly one of model.path and model.config is needed, and none is given; add one of them"
+        if not model.has_source and not model.is_of_job:
+            yield "exactly one of model.path, model.config and model.job is needed, and none is given; add one of them"
         if model.tokenizer is not None and not self.data.reads_text:
             yield "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already"
         yield from self._head_faults()
