@@ -12,7 +12,7 @@ from service.api.schemas import ProblemDetails
 from service.config.environment import BadSettings, read_settings, unknown_variables
 from service.config.settings import Settings
 from train_loop.spec import show
-from trainshed import Api, ApiError, Client, NoKeyError
+from trainshed import Api, ApiError, Client, Line, NoKeyError
 from trainshed.address import find_url
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.spec_text import SpecText
@@ -37,6 +37,8 @@ _NO_SUCH_CALL = ("not_found", "method_not_allowed")
 """Error codes of a path or method that the API does not have."""
 LONG_SECONDS = 120.0
 """Retry timeout while following a job: long enough for the service to restart."""
+_PAGE = 1000
+"""Events of an answer."""
 
 
 def load_settings() -> Settings:
@@ -68,6 +70,16 @@ def connect(spec: SpecText | None = None, *, retry_seconds: float = SHORT_SECOND
         _fail_with(error.problem, spec or SpecText("", b""))
     except httpx.HTTPError as error:
         fail(f"the service does not answer ({error}); start it with `trainshed up`, or set TRAINSHED_URL")
+
+
+def newest_event(api: Api, job_id: str, event: str) -> Line | None:
+    """Return the newest event of a job with a name; None if there is none."""
+    page = api.events(job_id, contains=event, limit=_PAGE)
+    found = [line for line in page.data if line.get("event") == event]
+    while page.has_more:
+        page = api.events(job_id, after=page.next, contains=event, limit=_PAGE)
+        found += [line for line in page.data if line.get("event") == event]
+    return found[-1] if found else None
 
 
 def _fail_with(problem: ProblemDetails, spec: SpecText) -> NoReturn:

@@ -97,7 +97,13 @@ CASES = {
         "invalid value 'team'; expected --label key=value",
         bad_code=2,
     ),
-    "show": Case("show {short}", "{trained}", "id state", "show zz", _NO_MATCH),
+    "show": Case(
+        "show {short}",
+        "tokens per second  75,300, inside the forecast of 60,000 to 90,000",
+        "id state",
+        "show zz",
+        _NO_MATCH,
+    ),
     "watch": Case("watch {trained} --until queued", "QUEUED", "id state", f"watch {UNKNOWN}", _NO_JOB),
     "pause": Case("pause {other}", "{other} is PAUS", "state", f"pause {UNKNOWN}", _NO_JOB),
     "resume": Case(

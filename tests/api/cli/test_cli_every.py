@@ -57,6 +57,14 @@ BUILT = {
     "tree": "FSDPTiny(\n  (layers): 2 x FSDPTinyLayer()\n)",
 }
 """Fields of the event `model_built`."""
+SCORE = {
+    "device": "h200",
+    "tokens_per_second": {"least": 60_000, "most": 90_000, "measured": 75_300},
+    "inside": True,
+    "device_bytes": {"planned": 9 << 30, "measured": 10 << 30},
+    "steps": 20,
+}
+"""Fields of the event `forecast_scored`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,9 @@ def _train(run_dir: RunDir) -> None:
     attempt = run_dir.attempt(1)
     attempt.logs.mkdir(parents=True)
     JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
-    JsonLines(attempt.events, attempt=1).append(event="model_built", **BUILT)
+    events = JsonLines(attempt.events, attempt=1)
+    events.append(event="model_built", **BUILT)
+    events.append(event="forecast_scored", **SCORE)
     for step in (1, 2):
         JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)
     attempt.rank_log(0).write_text("2026-11-23 20:00:00,000 INFO here\n2026-11-23 20:00:01,000 WARNING disk is full\n")

@@ -6,8 +6,9 @@ import typer
 
 from service.api.schemas import JobOut, JobPage
 from service.domain.jobs.job import JobState
+from trainshed import ApiError
 from trainshed.cli.commands.watch import wait_for_end
-from trainshed.cli.connect import connect
+from trainshed.cli.connect import connect, newest_event
 from trainshed.cli.ids import find_job
 from trainshed.cli.options import (
     After,
@@ -22,6 +23,7 @@ from trainshed.cli.options import (
     read_pairs,
     read_spec,
 )
+from trainshed.cli.output.describe import show_score
 from trainshed.cli.output.jobs import show_job, show_jobs
 from trainshed.cli.output.plan import show_plan
 from trainshed.cli.output.printing import Gone, next_command, show_json, show_next, show_note, show_text
@@ -117,13 +119,19 @@ def ps(
 
 
 def show(job: JobRef, as_json: AsJson = False) -> None:
-    """Show the details of a job."""
+    """Show the details of a job, and the score of its forecast if it has one."""
     with connect() as api:
         found = api.job(find_job(api, job))
-    if as_json:
-        show_json(found)
-        return
-    show_job(found)
+        if as_json:
+            show_json(found)
+            return
+        show_job(found)
+        try:
+            score = newest_event(api, found.id, "forecast_scored")
+        except ApiError as error:  # the details do not need the run directory
+            show_note(f"the score of its forecast cannot be read: {error}")
+        else:
+            show_score(score)
     show_next(next_command(found))
 
 

@@ -14,7 +14,7 @@ from service.api.schemas import DigestsOut, JobOut, Level, LinePage, TextPage
 from train_loop.run_dir import RunDir, storage_failed
 from trainshed import Api, Line
 from trainshed.cli.comparison import compare, values_by_step
-from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
+from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect, newest_event
 from trainshed.cli.exit_codes import Exit, detach_on_interrupt, fail
 from trainshed.cli.ids import complete_job, find_job
 from trainshed.cli.lazy import lazily
@@ -32,7 +32,6 @@ else:
     read_results = lazily("train_loop.data.read_results")
 
 _POINTS = 1000
-_PAGE = 1000
 Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]
 Attempt = Annotated[int | None, typer.Option(min=1, help="attempt [default: the newest]")]
 Rank = Annotated[int | None, typer.Option(min=0, help="rank [default: the driver]")]
@@ -144,26 +143,15 @@ def describe(
     """Show what was chosen for a run: FSDP units, mesh, dtypes, kernels, optimizer; and the score of its forecast."""
     with connect() as api:
         job_id = find_job(api, job)
-        built, score = (_newest(api, job_id, event) for event in ("model_built", "forecast_scored"))
+        built, score = (newest_event(api, job_id, event) for event in ("model_built", "forecast_scored"))
     if built is None:
         fail(f"{job_id} has not built its model yet; `trainshed show {job_id}` shows its state")
     if as_json:
         show_json(Description(model_built=built, forecast_scored=score))
         return
     show_built(built, tree=tree)
-    if score is not None:
-        show_score(score)
+    show_score(score)
     show_next(f"metrics {job_id}")
-
-
-def _newest(api: Api, job_id: str, event: str) -> Line | None:
-    """Return the newest event with a name; None if there is none."""
-    page = api.events(job_id, contains=event, limit=_PAGE)
-    found = [line for line in page.data if line.get("event") == event]
-    while page.has_more:
-        page = api.events(job_id, after=page.next, contains=event, limit=_PAGE)
-        found += [line for line in page.data if line.get("event") == event]
-    return found[-1] if found else None
 
 
 def diff(job_a: JobA, job_b: JobB, step: AtStep = None, as_json: AsJson = False) -> None:

@@ -54,8 +54,10 @@ def show_tree(tree: str) -> None:
         show_text(line)
 
 
-def show_score(score: Line) -> None:
-    """Print the event `forecast_scored`."""
+def show_score(score: Line | None) -> None:
+    """Print the event `forecast_scored`; nothing without one."""
+    if score is None:
+        return
     speed, memory = dict[str, Any](_items(score["tokens_per_second"])), dict[str, Any](_items(score["device_bytes"]))
     place = "inside" if score["inside"] else "outside"
     show_text("")
