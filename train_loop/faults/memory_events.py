@@ -33,9 +33,9 @@ def describe_killed(fields: dict[str, Any], run_dir: RunDir, spec: JobSpec) -> d
     try:
         with storage_may_fail(lambda error: log.warning("the model and checkpoints cannot be read: %s", error)):
             committed = max(run_dir.checkpoint_folders(), default=None)
-            terms = memory_terms(spec, model_shape(spec.model), "host")
-            estimate = {term.name: term.bytes for term in terms}
-            error = f"{fields['error']}; {memory_advice(spec, terms, 'host')}"
+            shape = model_shape(spec.model)
+            estimate = {term.name: term.bytes for term in memory_terms(spec, shape, "host")}
+            error = f"{fields['error']}; {memory_advice(spec, shape, 'host')}"
             return {**fields, "error": error, "committed": committed, "estimate": estimate}
     except UserError as error:
         log.warning("the model's sizes cannot be read: %s", error)

@@ -42,10 +42,11 @@ def memory_watched(spec: AnyJobSpec, session: Session) -> Iterator[None]:
 
 def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place) -> Exception:
     host, committed = socket.gethostname(), max(session.run_dir.checkpoint_folders(), default=None)
-    terms = memory_terms(spec, model_shape(spec.model), place)
+    shape = model_shape(spec.model)
+    terms = memory_terms(spec, shape, place)
     message = (
         f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {format_bytes(_peak(place))}"
-        f"{_limit(spec)}); {memory_advice(spec, terms, place)}"
+        f"{_limit(spec)}); {memory_advice(spec, shape, place)}"
     )
     # Other ranks of this group may have run out, too.
     others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}

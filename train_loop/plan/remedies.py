@@ -16,24 +16,25 @@ def memory_terms(spec: AnyJobSpec, shape: ModelShape, place: Place) -> list[Memo
     return [term for term in memory if term.bytes and (term.place == place or not _has_gpu(spec))]
 
 
-def memory_advice(spec: AnyJobSpec, terms: list[MemoryTerm], place: Place) -> str:
+def memory_advice(spec: AnyJobSpec, shape: ModelShape, place: Place) -> str:
     """Return the largest terms of the plan and the cheapest remedies, as the end of a message."""
+    terms = memory_terms(spec, shape, place)
     largest = sorted(terms, key=lambda term: -term.bytes)[:_TERMS]
     sizes = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in largest)
-    remedies = "; ".join(memory_remedies(spec, place)[:_REMEDIES])
+    remedies = "; ".join(memory_remedies(spec, place, shape)[:_REMEDIES])
     total = format_bytes(sum(term.bytes for term in terms))
     return f"the plan estimates {total} per rank: {sizes}; remedies, cheapest first: {remedies}"
 
 
-def memory_remedies(spec: AnyJobSpec, place: Place, *, has_experts: bool = False) -> list[str]:
+def memory_remedies(spec: AnyJobSpec, place: Place, shape: ModelShape) -> list[str]:
     """Return changes that reduce memory at a place: spec changes without cost, slower ones, then cluster changes.
 
-    Without a GPU, the model computes in host memory too.
+    `shape` tells which of them its model accepts. Without a GPU, the model computes in host memory too.
     """
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
     found = [
         *(_beside(spec) if place == "host" else []),
-        *(_computing(spec, has_experts=has_experts) if place == "device" or not on_gpu else []),
+        *(_computing(spec, shape) if place == "device" or not on_gpu else []),
     ]
     workers = "more workers in scaling.num_workers, for smaller shards"
     shards = spec.strategy.sharding_strategy != "NO_SHARD"
@@ -41,9 +42,9 @@ def memory_remedies(spec: AnyJobSpec, place: Place, *, has_experts: bool = False
     return [*found, *([workers] if shards and place == "device" else []), *last]
 
 
-def _computing(spec: AnyJobSpec, *, has_experts: bool) -> list[str]:
+def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
     trains, model, training, strategy = spec.trains, spec.run.model, spec.run.training, spec.strategy
-    by_size = strategy.wrap_policy.min_num_params is not None
+    by_size, has_experts = strategy.wrap_policy.min_num_params is not None, shape.active is not None
     size, whole_layers = training.per_device_train_batch_size, strategy.tp_size == 1
     checkpointing = model.gradient_checkpointing
     choices = [
@@ -54,7 +55,8 @@ def _computing(spec: AnyJobSpec, *, has_experts: bool) -> list[str]:
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"{spec.batch_field}: {size // 2}{' at the same global_batch_size' if trains else ''}"),
         (trains and checkpointing == "none", "model.gradient_checkpointing: full"),
-        (not strategy.apply_tiled_mlp and not by_size and not has_experts, "strategy.apply_tiled_mlp: true"),
+        (may_split_states(spec), "strategy.sequence_parallel: true"),
+        (not strategy.apply_tiled_mlp and not by_size and shape.can_tile, "strategy.apply_tiled_mlp: true"),
         (strategy.shards > 1, "strategy.fsdp_size: 0"),
         (trains and has_experts, f"a larger strategy.ep_size than {strategy.ep_size}"),
         (
@@ -66,6 +68,12 @@ def _computing(spec: AnyJobSpec, *, has_experts: bool) -> list[str]:
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]
     return [change for helps, change in choices if helps]
+
+
+def may_split_states(spec: AnyJobSpec) -> bool:
+    """Return whether a job that does not use sequence parallelism may."""
+    strategy = spec.strategy
+    return strategy.tp_size > 1 and strategy.token_parts == 1 and not spec.run.data.sequence_length % strategy.peers
 
 
 def _beside(spec: AnyJobSpec) -> list[str]:

@@ -193,6 +193,8 @@ class ModelShape:
     """True if attention computes whole matrices of scores, because the family's code has no other way."""
     kept: KeptBytes | None = None
     """Bytes that the model keeps for backward; None if the formula for a language model of a known family is right."""
+    tiles: bool | None = None
+    """Whether MLPs of the model can compute in tiles; None if the model has not been built."""
     built: UnitTree | None = None
     """FSDP units and module tree; None if the model has not been built."""
 
@@ -215,6 +217,11 @@ class ModelShape:
     def known(self) -> bool:
         """Return True if the sizes describe the whole layer; for other families they are an estimate."""
         return self.model_type in _DEFAULTS
+
+    @property
+    def can_tile(self) -> bool:
+        """Return True if MLPs can compute in tiles; False if they cannot, or if this is not known yet."""
+        return self.known if self.tiles is None else self.tiles
 
     @property
     def is_measured(self) -> bool:

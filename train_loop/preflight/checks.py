@@ -9,14 +9,14 @@ opens it.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train_loop.data.files import is_local, storage_patience
 from train_loop.data.masking import check_mask
@@ -155,11 +155,26 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     layers = shape.layers if spec.code is None else len(repeated)
     tiled = tiled_mlps(anatomy, repeated) if spec.strategy.apply_tiled_mlp else []
     kept = None if shape.known and shape.labels is None else found.kept(repeated, tiled)
-    whole = replace(shape, layers=layers, counts=counts, whole_scores=found.whole_scores, kept=kept)
+    whole = replace(
+        shape,
+        layers=layers,
+        counts=counts,
+        whole_scores=found.whole_scores,
+        kept=kept,
+        tiles=_can_tile(anatomy, repeated, spec),
+    )
     is_called = found.sees_whole_rows or spec.model.label_head is not None
     call = measure_text_call(spec, whole, found) if is_called else None
     # The last of all, because FSDP2 changes the model.
     return replace(whole, call=call, built=planned_units(anatomy, spec))
+
+
+def _can_tile(anatomy: Anatomy, layers: Sequence[nn.Module], spec: JobSpec) -> bool:
+    """Return whether the MLPs of a model can compute in tiles."""
+    try:
+        return spec.code is None and bool(tiled_mlps(anatomy, layers))
+    except ModelError:
+        return False
 
 
 def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], int] = Tensor.numel) -> ParameterCounts:

@@ -77,8 +77,7 @@ def _likely(job: AnyJobSpec, plan: Plan, nodes: Sequence[NodeRoom]) -> list[str]
     less = [replace(one, host=None if one.host is None else max(one.host - one.object_store, 0)) for one in nodes]
     if not fits(spec, need, less):
         on_gpu = bool(need.device) and fits(spec, replace(need, device=()), less)
-        has_experts = plan.shape.active is not None
-        changes = memory_remedies(job, "device" if on_gpu else "host", has_experts=has_experts)
+        changes = memory_remedies(job, "device" if on_gpu else "host", plan.shape)
         remedies = "; ".join(changes[:_REMEDIES])
         return [
             f"a worker may run out of memory: {need.when}, each needs about {describe_terms(need, on_device=on_gpu)}, "

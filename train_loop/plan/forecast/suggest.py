@@ -12,6 +12,7 @@ from train_loop.plan.forecast.fit import DeviceFit, fit_on
 from train_loop.plan.forecast.speed import Throughput, throughput_on
 from train_loop.plan.mesh import divisors
 from train_loop.plan.plan import Plan, plan_job
+from train_loop.plan.remedies import may_split_states
 from train_loop.plan.savings import Patch, describe_patch, merge_patches
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import MOST_WORKERS, JobSpec, SpecError, override
@@ -124,7 +125,8 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (strategy.sharding_strategy == "NO_SHARD" and world > 1, {"strategy": {"sharding_strategy": "FULL_SHARD"}}),
         (strategy.reshard_after_forward is False, {"strategy": {"reshard_after_forward": True}}),
         (1 < strategy.shards < world, {"strategy": {"fsdp_size": 0}}),
-        (not strategy.apply_tiled_mlp, {"strategy": {"apply_tiled_mlp": True}}),
+        (may_split_states(spec), {"strategy": {"sequence_parallel": True}}),
+        (not strategy.apply_tiled_mlp and plan.shape.can_tile, {"strategy": {"apply_tiled_mlp": True}}),
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
     ]
     yield from (Choice((patch,)) for helps, patch in simple if helps)

@@ -8,19 +8,23 @@ import pytest
 import torch
 from ray.exceptions import OutOfMemoryError as KilledByRay
 
+from tests.support.builders.families import small
 from tests.support.builders.small_runs import events
-from tests.support.builders.specs import spec
+from tests.support.builders.specs import may_read, spec
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
 from train_loop.faults.failure import failed, report_failure
 from train_loop.faults.memory_events import describe_killed
 from train_loop.faults.out_of_memory import memory_watched
 from train_loop.loop.session import Session
 from train_loop.model.faults import full_memory
+from train_loop.model.folder import model_shape
 from train_loop.plan import memory_remedies
+from train_loop.preflight.checks import check_model
 from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir
 
 ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+SHAPE = model_shape(spec().model)
 
 
 def rank_of(folder: Path, *, epoch: int, rank: int = 0) -> Session:
@@ -134,27 +138,33 @@ def test_killed_rank_is_reported_if_the_model_is_unreadable(tmp_path: Path) -> N
 )
 def test_cheapest_unused_remedy_is_named_first(parts: dict[str, dict[str, Any]], place: Any, first: str) -> None:
     job = spec(**{"scaling": ON_GPU, **parts})
-    assert memory_remedies(job, place)[0].startswith(first)
+    assert memory_remedies(job, place, SHAPE)[0].startswith(first)
     every = spec(
         scaling=ON_GPU,
         strategy={"apply_tiled_mlp": True, "offload_policy": True},
         training={"optimizer": "adamw_8bit"},
         model={"gradient_checkpointing": "offload"},
     )
-    assert memory_remedies(every, "device") == [
+    assert memory_remedies(every, "device", SHAPE) == [
         "a larger strategy.ulysses_size than 1, or a smaller data.sequence_length",
         "more workers in scaling.num_workers, for smaller shards",
     ]
 
 
 def test_remedies_are_accepted_with_shared_layers() -> None:
-    whole, shared = (
-        memory_remedies(spec(scaling={"num_workers": 2} | ON_GPU, strategy={"tp_size": size}), "device")
-        for size in (1, 2)
+    whole, shared, split = (
+        memory_remedies(spec(scaling={"num_workers": 2} | ON_GPU, strategy=strategy), "device", SHAPE)
+        for strategy in ({}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True})
     )
     assert [one for one in whole if one not in shared] == ["training.optimizer: adamw_8bit"]
+    assert [one for one in shared if one not in split] == ["strategy.sequence_parallel: true"]
 
 
-def test_remedies_of_mixtures_tile_no_mlp() -> None:
-    dense, mixture = (memory_remedies(spec(), "device", has_experts=has) for has in (False, True))
-    assert [one for one in dense if one not in mixture] == ["strategy.apply_tiled_mlp: true"]
+@pytest.mark.parametrize(("family", "tiles"), [("qwen3_moe", False), ("deepseek_v3", True), ("gemma2", True)])
+def test_tiles_are_a_remedy_for_models_that_accept_them(family: str, tiles: bool) -> None:
+    job = spec(model={"config": small(family)})
+    shape, _ = check_model(job, may_read())
+    assert shape is not None
+    assert ("strategy.apply_tiled_mlp: true" in memory_remedies(job, "device", shape)) is tiles
+    unbuilt = memory_remedies(job, "device", model_shape(job.model))
+    assert "strategy.apply_tiled_mlp: true" not in unbuilt, "only the model's code shows it"
