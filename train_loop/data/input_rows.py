@@ -1,5 +1,6 @@
 """The rows of a spec's files, which results repeat: row i is sample i of the prepared data."""
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.cache import fingerprint, library_versions, list_sources
 from train_loop.data.prepare.rows import cut, read_piece
 from train_loop.errors import DataError
-from train_loop.spec import JobSpec
+from train_loop.spec import ColumnsSpec, JobSpec
 
 _PIECE_BYTES = 32 * 2**20
 
@@ -21,6 +22,8 @@ def input_schema(spec: JobSpec) -> dict[str, pa.DataType]:
     found = dict[str, pa.DataType]()
     for columns in map(spec.data.columns_of, spec.data.sources):
         found |= dict.fromkeys(columns.texts, pa.large_string())
+        # Their types differ between files; JSON holds all of them.
+        found |= dict.fromkeys(filter(None, (columns.messages, columns.tools)), pa.large_string())
         if columns.input_ids is not None:
             found[columns.input_ids] = pa.large_list(pa.int64())
     return found
@@ -55,4 +58,13 @@ def _all_rows(spec: JobSpec) -> Iterator[dict[str, Any]]:
     for source in list_sources(spec):
         for piece in cut(source.files, _PIECE_BYTES):
             for chunk in read_piece(piece, source.columns):
-                yield from (row.values for row in chunk.rows)
+                yield from (_with_json(row.values, source.columns) for row in chunk.rows)
+
+
+def _with_json(values: dict[str, Any], columns: ColumnsSpec) -> dict[str, Any]:
+    """Return the values of a row with messages and tools as JSON; text stays as it is."""
+    nested = {name: values.get(name) for name in (columns.messages, columns.tools) if name is not None}
+    return values | {
+        name: value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in nested.items()
+    }

@@ -50,7 +50,7 @@ def absent_tokens(spec: JobSpec) -> str | None:
     if folder is None:
         return None
     vocab = model_shape(spec.model).vocab
-    absent = TextRules.of(spec.data, folder, plain=not spec.model.ends_text).load().absent(vocab)
+    absent = TextRules.of_spec(spec, folder).load().absent(vocab)
     if not absent:
         return None
     names = [f"{text!r} (token {token})" for token, text in islice(absent.items(), _SHOWN)]

@@ -75,7 +75,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     columns = spec.data.columns_of(source)
     # The folder of a model for tokenised rows may have no tokenizer.
     folder = None if columns.tokenised else tokenizer_folder(spec)
-    rules = None if folder is None else TextRules.of(spec.data, folder, plain=not spec.model.ends_text)
+    rules = None if folder is None else TextRules.of_spec(spec, folder)
     first, name = _encode_first(spec, source, rules), ", ".join(source.paths)
     check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
     notes = list(_row_notes(first))

@@ -9,6 +9,8 @@ from train_loop.spec.base import SpecModel, only
 LongRows = Literal["split", "truncate", "truncate_left", "drop", "fail"]
 AddBos = Literal["auto"] | bool
 """Rule for the BOS token of documents; auto: as the tokenizer or the chat template writes it."""
+Chats = Literal["trained", "whole", "prompt"]
+"""Tokens of conversations: with labels of what the assistant wrote; without; or with the start of the next answer."""
 CYCLE = 10_000
 """Number of consecutive samples, from any start, over which the shares of mixed sources are exact."""
 

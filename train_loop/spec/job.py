@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints, ValidationInfo, field_validator, 
 from train_loop.spec.base import SpecError, SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
-from train_loop.spec.data import DataSpec
+from train_loop.spec.data import Chats, DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
@@ -112,6 +112,13 @@ class JobSpec(SpecModel):
     def sequences_per_device(self) -> int:
         """The sequences of a micro-batch; a sample of pairs has two."""
         return self.training.per_device_train_batch_size * self.data.sequences
+
+    @property
+    def chats(self) -> Chats:
+        """The tokens of conversations."""
+        if self.infer is None:
+            return "trained"
+        return "prompt" if self.infer.output == "generate" else "whole"
 
     @property
     def positions(self) -> int:

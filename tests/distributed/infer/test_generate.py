@@ -4,15 +4,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.builders.specs import TINY
+from tests.support.builders.specs import TINY, infer_spec
 from tests.support.ranks.infer_runs import infer_rows, save_model
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
+from train_loop.errors import ModelError
+from train_loop.model.families.choose import family_of
+from train_loop.spec import parse_any
 
 LENGTH, ROWS, NEW = 20, 11, 12
 SIZES = {"vocab_size": TINY["vocab_size"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -85,10 +89,82 @@ def test_greedy_tokens_equal_those_of_transformers(data: Path, tmp_path: Path, c
 
 
 def test_tokens_do_not_depend_on_ranks_and_batches(data: Path, tmp_path: Path, call_ranks: Call) -> None:
+    drawn = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
+    _, one = call_ranks(1, infer_rows, job(data, **drawn), tmp_path / "drawn-1")
     greedy = plain_tokens(data, "qwen3")
+    assert tokens_of(one) != greedy
     for world, batch, strategy in ((2, 1, {}), (4, 2, {"fsdp_size": 2}), (4, 5, {})):
-        outcome, found = call_ranks(
-            world, infer_rows, job(data, batch=batch, strategy=strategy), tmp_path / f"{world}{batch}"
-        )
+        name = f"{world}-{batch}"
+        outcome, found = call_ranks(world, infer_rows, job(data, batch=batch, strategy=strategy), tmp_path / name)
         assert (outcome.result, outcome.step) == ("succeeded", ROWS)
         assert tokens_of(found) == greedy
+        raw = job(data, batch=batch, strategy=strategy, **drawn)
+        _, found = call_ranks(world, infer_rows, raw, tmp_path / f"drawn-{name}")
+        assert tokens_of(found) == tokens_of(one)
+        assert_logprobs(found, one)
+
+
+def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for row, other in zip(found, expected, strict=True):
+        assert len(row["generated_logprobs"]) == len(row["generated_tokens"])
+        np.testing.assert_allclose(row["generated_logprobs"], other["generated_logprobs"], rtol=0, atol=1e-5)
+
+
+def test_logprobs_of_drawn_tokens_are_those_of_the_model(data: Path, tmp_path: Path, call_ranks: Call) -> None:
+    drawn = {"temperature": 2.0, "top_k": 9, "seed": 5, "logprobs": True, "stop_tokens": []}
+    _, found = call_ranks(1, infer_rows, job(data, **drawn), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(data / "qwen3", dtype=torch.float32).eval()
+    for row in found:
+        assert (len(row["generated_tokens"]), row["finish_reason"]) == (NEW, "length")
+        ids = torch.tensor([row["ids"] + row["generated_tokens"]])
+        with torch.no_grad():
+            every = model(ids).logits[0, len(row["ids"]) - 1 : -1].log_softmax(-1)
+        chosen = ids[0, len(row["ids"]) :, None]
+        np.testing.assert_allclose(row["generated_logprobs"], every.gather(1, chosen)[:, 0], rtol=0, atol=1e-5)
+        assert int((every > every.gather(1, chosen)).sum(1).max()) < 9, "only the 9 most probable tokens are drawn"
+
+
+def test_row_ends_after_a_stop_token_while_others_go_on(data: Path, tmp_path: Path, call_ranks: Call) -> None:
+    whole = plain_tokens(data, "gpt2")
+    stop = whole[4][3]
+    _, found = call_ranks(2, infer_rows, job(data, "gpt2", stop_tokens=[stop]), tmp_path)
+    for row, tokens in zip(found, whole, strict=True):
+        size = tokens.index(stop) + 1 if stop in tokens else NEW
+        assert row["generated_tokens"] == tokens[:size]
+        assert row["finish_reason"] == ("stop" if stop in tokens else "length")
+    assert {row["finish_reason"] for row in found} == {"stop", "length"}
+
+
+def test_pause_between_tokens_drops_the_batch_alone(data: Path, tmp_path: Path, call_ranks: Call) -> None:
+    # The third batch is paused after 8 of its 12 tokens: each batch asks before it, after 8 tokens, and at its end.
+    raw = job(data, batch=2, stop_tokens=[])
+    outcome, found = call_ranks(1, stopped_rows, raw, tmp_path, 7)
+    assert (outcome.result, outcome.step, len(found)) == ("paused", 4, 4)
+    outcome, found = call_ranks(2, infer_rows, raw, tmp_path)
+    assert outcome.step == ROWS
+    assert tokens_of(found) == plain_tokens(data, "qwen3", eos_token_id=None)
+
+
+def stopped_rows(raw: dict[str, Any], folder: Path, looks: int) -> Any:
+    return infer_rows(raw, folder, stop_after=looks)
+
+
+def test_more_tokens_than_positions_are_refused(data: Path) -> None:
+    config = {"model_type": "gpt2", "n_positions": 24, "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = {"config": config, "dtype": "fp32"}
+    spec = parse_any(infer_spec() | job(data) | {"model": model}).run
+    family = family_of(spec)
+    anatomy = family.build(spec.model)
+    faults = []
+    for setting in family.examine(anatomy, spec).settings:
+        try:
+            setting.check()
+        except ModelError as error:
+            faults.append((setting.pointer, str(error)))
+    assert faults == [
+        (
+            "/data/sequence_length",
+            "sequence_length=20 and max_new_tokens=12 together are 32, which is more than the 24 positions of "
+            "GPT2LMHeadModel; choose at most 24, or a model with more",
+        )
+    ]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.builders.datasets import prepare_tokens
 from tests.support.builders.specs import infer_spec
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.read_results import read_rows
@@ -35,10 +36,15 @@ def infer_rows(
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Compute the results of a spec on the existing ranks; return how the job ended, and the committed rows.
 
+    Rank 0 prepares rows that need it.
+
     `stop_after` is the number of looks for a stop request after which the job is paused.
     """
     job = parse_any(infer_spec() | raw | {"scaling": {"num_workers": dist.get_world_size()}})
     assert isinstance(job, InferJobSpec)
+    if dist.get_rank() == 0:
+        prepare_tokens(job.run, folder)
+    dist.barrier()
     calls = iter(range(10**6))
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     stops = replace(

@@ -173,6 +173,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
     later |= {"head": MASKED_LM} if spec.model.masked and not columns.tokenised else {}
     later |= {"ends": "plain"} if _is_plain(spec) and not columns.tokenised else {}
+    later |= {"chats": spec.chats} if columns.messages and spec.chats != "trained" else {}
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
         later

@@ -84,7 +84,7 @@ def _check(spec: JobSpec, dataset: Dataset, rows: int) -> list[tuple[str, bool]]
     lines = []
     for source, part in zip(list_sources(spec), dataset.parts, strict=True):
         if part.index is not None and not source.columns.tokenised:
-            rules = TextRules.of(spec.data, Path(dataset.tokenizer), plain=not spec.model.ends_text)
+            rules = TextRules.of_spec(spec, Path(dataset.tokenizer))
             text = _SourceText(spec, source, rules)
             found = text.compare(list(islice(_rows(source), rows)), part)
             lines.append((f"{source}: {found}", bool(found.different)))

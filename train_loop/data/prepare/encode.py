@@ -1,7 +1,7 @@
 """Rows of every format → documents of tokens, with labels for the trained tokens; encoded text ends with EOS."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +11,11 @@ import numpy as np
 from train_loop.data.prepare.cells import numbered, problem_of
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
-from train_loop.data.text.chat import encode_chat, encode_whole, load_chat_templates
+from train_loop.data.text.chat import ChatTemplates, encode_chat, encode_prompt, encode_whole, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
-from train_loop.spec import ColumnsSpec, DataSpec, LabelHeadSpec
-from train_loop.spec.data import AddBos
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, LabelHeadSpec
+from train_loop.spec.data import AddBos, Chats
 
 T = TypeVar("T")
 Ids = TypeVar("Ids")
@@ -46,11 +46,17 @@ class TextRules:
     """Date that chat templates write, by default today's."""
     plain: bool = False
     """True if text gets the special tokens of its tokenizer alone, without EOS."""
+    chats: Chats = "trained"
 
     @classmethod
     def of(cls, data: DataSpec, tokenizer: Path, *, plain: bool = False) -> "TextRules":
         """Return the rules of a spec's data with a tokenizer folder."""
         return cls(str(tokenizer), data.system_prompt, data.chat_template, data.add_bos, plain=plain)
+
+    @classmethod
+    def of_spec(cls, spec: JobSpec, tokenizer: Path) -> "TextRules":
+        """Return the rules of a spec with a tokenizer folder."""
+        return replace(cls.of(spec.data, tokenizer, plain=not spec.model.ends_text), chats=spec.chats)
 
     def load(self) -> TextTokenizer:
         """Load the tokenizer. Raises DataError if it is unusable."""
@@ -200,13 +206,23 @@ def _tokenised(
         templates = load_chat_templates(rules.tokenizer, rules.chat_template, rules.day)
         tools = (None if columns.tools is None else row.values.get(columns.tools) for row in rows)
         return [
-            _or_reason(encode_chat, tokenizer, templates, row.values[columns.messages], rules.system_prompt, its)
+            _or_reason(_encode_chat, tokenizer, templates, row.values[columns.messages], rules, its)
             for row, its in zip(rows, tools, strict=True)
         ]
     assert columns.prompt is not None
     assert columns.response is not None
     pairs = [(row.values[columns.prompt], row.values[columns.response]) for row in rows]
     return _all_or_each(tokenizer.encode_responses, pairs)
+
+
+def _encode_chat(
+    tokenizer: TextTokenizer, templates: ChatTemplates, messages: Any, rules: TextRules, tools: Any
+) -> tuple[Any, ...]:
+    """Return the parts of a document of a conversation: with labels if it is trained. Raises DataError."""
+    if rules.chats == "trained":
+        return encode_chat(tokenizer, templates, messages, rules.system_prompt, tools)
+    encode = encode_prompt if rules.chats == "prompt" else encode_whole
+    return encode(tokenizer, templates, messages, rules.system_prompt, tools), None
 
 
 def _all_or_each(encode: Callable[[list[T]], list[Ids]], texts: list[T]) -> list[Ids | str]:

@@ -175,11 +175,7 @@ def _documents(
         return
     columns = source.columns
     configure_ray_data(block_bytes=_BLOCK_BYTES)
-    rules = (
-        None
-        if tokenizer is None or columns.tokenised
-        else TextRules.of(spec.data, tokenizer, plain=not spec.model.ends_text)
-    )
+    rules = None if tokenizer is None or columns.tokenised else TextRules.of_spec(spec, tokenizer)
     encode = partial(
         encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules, head=spec.model.label_head
     )

@@ -158,7 +158,27 @@ def encode_whole(
 ) -> list[int]:
     """Return the token ids of a conversation, of which nothing is trained: as its template ends it, without EOS."""
     _, _, values = _rendered(templates, messages, system_prompt, tools)
-    ids, _ = tokenizer.encode_with_offsets(values.text)
+    return _encoded(tokenizer, values.text)
+
+
+def encode_prompt(
+    tokenizer: TextTokenizer, templates: ChatTemplates, messages: Any, system_prompt: str | None, tools: Any = None
+) -> list[int]:
+    """Return the token ids of a conversation with the template's generation prompt, after which the model answers.
+
+    Raises DataError also if the last message is the assistant's.
+    """
+    _, template, values = _rendered(templates, messages, system_prompt, tools)
+    if values.messages[-1]["role"] == "assistant":
+        raise DataError(
+            "the last message is of the assistant, whose next message is to be generated; remove it, or add a message "
+            "of the user"
+        )
+    return _encoded(tokenizer, template.text(values.messages, prompt=True))
+
+
+def _encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
+    ids, _ = tokenizer.encode_with_offsets(text)
     return with_bos(tokenizer, ChatTokens(ids, ids, frozenset())).ids
 
 

@@ -42,8 +42,8 @@ def keep_probable(scores: Tensor, spec: GenerationSpec) -> Tensor:
 
 def gumbel_noise(seed: int, rows: Tensor, position: int, vocabulary: int) -> Tensor:
     """Return noise [n, V] of the standard Gumbel distribution in float64."""
-    start = _mix(torch.tensor(seed, dtype=torch.int64, device=rows.device))
-    of_row = _mix(_mix(start + (rows + 1) * _STEP) + (position + 1) * _STEP)
+    start, place = torch.tensor([seed, position + 1], dtype=torch.int64, device=rows.device)
+    of_row = _mix(_mix(_mix(start) + (rows + 1) * _STEP) + place * _STEP)
     tokens = torch.arange(1, vocabulary + 1, device=rows.device)
     bits = _mix(of_row[:, None] + tokens * _STEP)
     uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53

@@ -8,7 +8,7 @@ from pydantic_core import to_json
 
 from train_loop.spec.base import SpecModel, is_default, only
 from train_loop.spec.checkpoint import CheckpointSpec
-from train_loop.spec.data import DataSpec, LongRows, Sources
+from train_loop.spec.data import ColumnsSpec, DataSpec, LongRows, Sources
 from train_loop.spec.heads import CAUSAL_LM, EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec, Labels, Name, Priority
 from train_loop.spec.kinds.model import CheckpointSource, model_of_job
@@ -26,7 +26,7 @@ _STRATEGY = (
     *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
     *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
 )
-_COLUMNS = ("text", "input_ids")
+_COLUMNS = ("text", "input_ids", "messages", "tools")
 _RESULTS = (
     *("row", "tokens", "logprobs", "perplexity", "embedding"),
     *("generated", "generated_tokens", "generated_logprobs", "finish_reason"),
@@ -105,13 +105,24 @@ class InferDataSpec(DataSpec):
     def _is_supported(self) -> "InferDataSpec":
         for source in self.sources:
             columns = self.columns_of(source)
-            for fault in _unused(columns, _COLUMNS, "with kind: infer yet; name columns.text or columns.input_ids"):
+            for fault in _unused(
+                columns, _COLUMNS, "with kind: infer; name columns.text, columns.messages or columns.input_ids"
+            ):
                 raise ValueError(f"columns.{fault}")
             for name in set(columns.names).intersection(_RESULTS):
                 raise ValueError(f"column {name!r} has the name of a column of the results; rename it in the files")
             if source.weight is not None:
                 raise ValueError("weight has no effect with kind: infer, which reads each row once; remove it")
         return self
+
+    def drops_untrained(self, columns: ColumnsSpec) -> bool:
+        """Return False: nothing is trained, and each row has results."""
+        return False
+
+    @property
+    def has_messages(self) -> bool:
+        """True if rows have conversations."""
+        return any(self.columns_of(source).messages for source in self.sources)
 
 
 class InferJobSpec(SpecModel):
@@ -236,6 +247,8 @@ class InferJobSpec(SpecModel):
         yield from self._head_faults()
         if output == "embeddings" and strategy.ulysses_size > 1:
             yield "output: embeddings reads whole rows, and ranks would see parts of a row; set ulysses_size: 1"
+        if output == "embeddings" and self.data.has_messages:
+            yield "output: embeddings reads texts, and columns.messages names conversations; name columns.text"
         if output == "generate":
             yield from self._generation_faults()
 
@@ -247,6 +260,11 @@ class InferJobSpec(SpecModel):
             )
         if self.model.attn_implementation == "flex_attention":
             yield "attn_implementation=flex_attention is not proven with output: generate; choose sdpa or auto"
+        if self.data.has_messages and self.data.on_long_rows == "truncate":
+            yield (
+                "on_long_rows: truncate cuts the end of a conversation, which asks for the answer; choose "
+                "truncate_left or fail"
+            )
         if self.infer.generation.stop and not self.data.reads_text:
             yield (
                 "infer.generation.stop needs text, and columns.input_ids names rows that are tokenised already; use "

@@ -74,6 +74,9 @@ def test_results_do_not_depend_on_the_size() -> None:
     assert one.scaled(ScalingSpec(num_workers=2)).scaling == two.scaling
 
 
+MESSAGES = {"columns": {"messages": "m"}}
+
+
 def generates(**generation: Any) -> dict[str, Any]:
     return {"infer": {"output": "generate", "generation": generation}}
 
@@ -90,7 +93,9 @@ def generates(**generation: Any) -> dict[str, Any]:
         ({"infer": {"infer_batch_size": 2, "batch_size": 2}}, "/infer", "are the same field; remove one"),
         ({"data": {"packing": True}}, "/data/packing", "choose false"),
         ({"data": {"on_long_rows": "split"}}, "/data/on_long_rows", "choose"),
-        ({"data": {"columns": {"messages": "m"}}}, "/data", "columns.messages="),
+        ({"data": {"columns": {"prompt": "p", "response": "r"}}}, "/data", "columns.prompt="),
+        ({"data": MESSAGES, "infer": {"output": "embeddings"}}, "", "columns.messages names conversations"),
+        (generates() | {"data": MESSAGES | {"on_long_rows": "truncate"}}, "", "choose truncate_left or fail"),
         ({"data": {"columns": {"input_ids": "row"}}}, "/data", "rename it in the files"),
         ({"model": {"gradient_checkpointing": "none"}}, "/model", "gradient_checkpointing="),
         ({"model": {"dtype": "fp16"}}, "/model", "choose bf16 or fp32"),

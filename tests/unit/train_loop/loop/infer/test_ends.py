@@ -1,0 +1,46 @@
+"""Ends of generated rows: tokens, texts, and the tokens that end a row by default."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.builders.specs import infer_spec
+from tests.support.tokenizers.chats import write_tokenizer
+from train_loop.data.text.tokenizer import load_tokenizer
+from train_loop.errors import ModelError
+from train_loop.loop.infer.ends import Ends, stop_tokens_of
+from train_loop.spec import parse_any
+
+
+def test_row_ends_at_the_first_stop_token_or_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=None), needs_eos=False)
+    ids, eos = tokenizer.encode_plainly(["one word\nmore"])[0], tokenizer.eos
+    ends = Ends(frozenset({eos}), ("\nm", "absent"), tokenizer)
+    size = ends.find(ids, 0)
+    assert size is not None
+    assert tokenizer.decode(ids[:size]) == "one word\nm"
+    assert (ends.text(ids[:size]), ends.find(ids[: size - 1], 0)) == ("one word", None)
+    assert ends.find([*ids[:3], eos, *ids], 0) == 4
+    assert ends.text([*ids[:3], eos]) == "one"
+    assert Ends(frozenset({5})).find([1, 5, 2, 5], 2) == 4, "tokens before start are not searched"
+    assert Ends(frozenset({5})).text([1, 5]) is None
+
+
+def test_text_of_half_a_character_ends_no_row(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=None), needs_eos=False)
+    ids = tokenizer.encode_plainly(["é!"])[0]
+    ends = Ends(frozenset(), ("é",), tokenizer)
+    assert [ends.find(ids[:size], 0) for size in (1, 2, 3)] == [None, 2, 2]
+
+
+def test_default_stop_tokens_are_of_the_generation_config_then_the_tokenizer_then_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": [7, 8]}))
+    model = parse_any(infer_spec(model={"path": str(tmp_path), "config": None})).model
+    assert stop_tokens_of(model, None) == (7, 8)
+    assert stop_tokens_of(model, 5) == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert stop_tokens_of(model, 5) == (9,)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):
+        stop_tokens_of(model, 5)
