@@ -99,7 +99,7 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
         sharded=sharded,
         dataset=dataset,
         order=StepOrder(order, mesh.plan.dp, spec.infer.batch_size),
-        output=build_output(spec, sharded.anatomy, dataset),
+        output=build_output(spec, sharded.anatomy, dataset, session.journal),
         committed=committed[0],
     )
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from train_loop.plan.batch import BatchPlan, plan_batch
-from train_loop.plan.memory import MemoryTerm, estimate_memory
+from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm, estimate_memory
 from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
@@ -13,6 +13,8 @@ from train_loop.spec import AnyJobSpec, JobSpec, Problem, SpecError
 
 _OF_TRAINING = ("optimizer", "ema", "gradients", "partial_sums", "checkpoint_staging", "offloaded_activations")
 """Memory terms of training."""
+_BYTES_OF_CHOICE = 4 + 4 + 8 * 4
+"""Bytes for each logit from which a token is drawn: fp32 twice, and integers and noise of 64 bits."""
 _OF_EXPERTS = {
     "gathered_parameters": "experts are those of a worker: / ep",
     "activations": "as if the experts of all workers got equal numbers of tokens",
@@ -55,7 +57,7 @@ class Plan:
 def plan_job(job: AnyJobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
     spec = job.run
-    problems = [*_ulysses_problems(spec, shape), *_parts_problems(spec)]
+    problems = [*_ulysses_problems(spec, shape), *_parts_problems(spec), *_stop_problems(spec, shape)]
     try:
         mesh = mesh_of(spec)
         tree, unfit = plan_tree(spec, mesh)
@@ -158,10 +160,30 @@ def _forward_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
     counts = shape.counts and replace(shape.counts, trained=0, trained_matrices=0)
     one_layer = spec.model.model_copy(update={"gradient_checkpointing": "offload"})
     terms = _memory(spec.model_copy(update={"model": one_layer}), replace(shape, counts=counts), mesh, None)
-    return tuple(
+    terms = tuple(
         replace(term, bytes=0, formula="0, because nothing is trained") if term.name in _OF_TRAINING else term
         for term in terms
     )
+    if spec.chats != "prompt":
+        return terms
+    return (*(term if term.name != "logits" else _last_logits(spec, shape) for term in terms), _cache(spec, shape))
+
+
+def _cache(spec: JobSpec, shape: ModelShape) -> MemoryTerm:
+    """Return the keys and values of all tokens of the rows that are generated together."""
+    size = DTYPE_BYTES[spec.strategy.param_dtype]
+    values = spec.sequences_per_device * spec.positions * shape.layers * shape.kv_heads * shape.head_dim
+    return MemoryTerm(
+        "kv_cache",
+        2 * size * values,
+        f"2 x {size} bytes x rows x (sequence_length + max_new_tokens) x L x kv heads x head_dim",
+    )
+
+
+def _last_logits(spec: JobSpec, shape: ModelShape) -> MemoryTerm:
+    """Return the logits of each row's last token, with the scores and the noise by which a token is drawn."""
+    each = DTYPE_BYTES[spec.strategy.param_dtype] + _BYTES_OF_CHOICE
+    return MemoryTerm("logits", each * spec.sequences_per_device * shape.vocab, f"{each} bytes x rows x vocab")
 
 
 def plan_sizes(spec: AnyJobSpec, shape: ModelShape) -> dict[int, Plan]:
@@ -221,6 +243,16 @@ def _parts_problems(spec: JobSpec) -> list[Problem]:
         f"not divide it; choose a multiple of {parts}, for example {length + parts - length % parts}"
     )
     return [Problem("/strategy/sequence_parallel", message)]
+
+
+def _stop_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
+    """Return the problem of tokens that are to end rows, and that the model does not have."""
+    absent = [] if spec.infer is None else [n for n in spec.infer.generation.stop_tokens or () if n >= shape.vocab]
+    pointer = "/infer/generation/stop_tokens"
+    return [
+        Problem(pointer, f"token {token} is outside of the model's vocabulary of {shape.vocab}; remove it")
+        for token in absent
+    ]
 
 
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:

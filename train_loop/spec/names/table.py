@@ -62,6 +62,15 @@ _ABSENT = _by_name(
         "the search for a batch size": "auto_find_batch_size auto_batch_size",
         "the choice of nodes by label or accelerator": "label_selector accelerator_type topology",
         "the use of Liger kernels; training.chunked_loss saves memory of logits": "use_liger_kernel use_liger liger",
+        "beam search": "num_beams num_beam_groups best_of use_beam_search beam_width",
+        "a penalty of repeated tokens": "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size "
+        "length_penalty",
+        "a limit of probability relative to the most probable token; set infer.generation.top_p": "min_p typical_p "
+        "epsilon_cutoff eta_cutoff",
+        "a second answer to a row; repeat the row, or use another infer.generation.seed": "num_return_sequences "
+        "num_generations",
+        "text of a given form": "guided_json guided_regex guided_decoding structured_outputs grammar",
+        "a draft model": "assistant_model draft_model speculative_config num_speculative_tokens",
         "offload to NVMe; set strategy.offload_policy: true for host memory": "offload_nvme nvme_path "
         "offload_optimizer_nvme_path offload_param_nvme_path",
     }
@@ -127,6 +136,14 @@ FIELDS = _by_name(
         "data.columns.messages": "messages_key field_messages",
         "data.on_long_rows": "excess_length_strategy",
         "data": "data_args",
+        "infer.batch_size; evaluation of a training job uses training.per_device_train_batch_size": "infer_batch_size",
+        "infer.generation": "generation_config generating_args generation_args generation_kwargs gen_kwargs "
+        "sampling_params",
+        "infer.generation.max_new_tokens": "max_tokens max_completion_tokens max_generated_tokens",
+        "infer.generation.temperature; 0, the default, is greedy": "do_sample",
+        "infer.generation.stop": "stop_strings stop_sequences",
+        "infer.generation.stop_tokens": "stop_token_ids eos_token_id",
+        "infer.generation.logprobs": "output_scores output_logits return_logprobs",
         "training": "training_args trainer",
         "strategy.sharding_strategy and strategy.fsdp_size": "fsdp",
         "strategy": "parallelism fsdp_config deepspeed deepspeed_config strategy_args strategy_config fsdp_plugin "
@@ -193,7 +210,6 @@ _NOT_NEEDED = _by_name(
         "hub_strategy hub_token save_safetensors save_only_model",
         "experts stay whole, and tp_size shares the rest of a layer": "expert_tensor_parallel_size "
         "expert_tensor_parallel_degree etp_size",
-        "only training jobs exist yet, and evaluation uses per_device_train_batch_size": "infer_batch_size",
         "FSDP2 frees memory without waiting for the CPU, so that it needs no limit": "limit_all_gathers",
         "FSDP2 always keeps the original parameters": "use_orig_params fsdp_use_orig_params",
         "weights are drawn or read by name, so that all ranks have the same": "sync_module_states "

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, code_spec, raw_spec
-from train_loop.spec import JobSpec, SpecError, parse
+from train_loop.spec import InferJobSpec, JobSpec, SpecError, parse
 from train_loop.spec.base import Only
 from train_loop.spec.names import NAMES, TO_COME, field_paths, unknown_field
 from train_loop.spec.names.spellings import SHARDING
@@ -63,7 +63,7 @@ def test_unknown_field_is_answered_with_what_it_may_mean(place: str, name: str, 
 
 
 def test_names_of_other_tools_lead_to_fields_that_exist() -> None:
-    paths = {*field_paths(JobSpec)}
+    paths = {*field_paths(JobSpec), *field_paths(InferJobSpec)}
     for name, other in NAMES.items():
         for place in PLACES:
             assert unknown_field([*filter(None, [place]), name], JobSpec) == other.answer, (place, name)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from train_loop.model.families.causal.attention import register_attention
@@ -58,12 +59,9 @@ def is_exact(model: nn.Module, positions: int) -> bool:
     limit, config = longrope_limit(model), config_of(model).to_dict()
     if limit is not None and positions > limit:
         return False
-    return _is_exact(_class_of(model), json.dumps(config), positions)
-
-
-def _class_of(model: nn.Module) -> Any:
     # An FSDP unit has a class of FSDP2's before its own.
-    return next(kind for kind in type(model).__mro__ if "config_class" in vars(kind) or hasattr(kind, "_from_config"))
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return _is_exact(kind, json.dumps(config), positions)
 
 
 @functools.lru_cache(maxsize=64)

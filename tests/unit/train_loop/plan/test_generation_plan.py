@@ -1,0 +1,33 @@
+"""The plan of generation: memory of the cache and of the last logits, and tokens that a model does not have."""
+
+import pytest
+
+from tests.support.builders.specs import TINY, infer_spec
+from train_loop.model.folder import model_shape
+from train_loop.plan import plan_job
+from train_loop.spec import SpecError, parse_any
+
+
+def test_plan_counts_the_cache_and_the_logits_of_one_token_per_row() -> None:
+    generation = {"max_new_tokens": 96}
+    job = parse_any(infer_spec(infer={"output": "generate", "batch_size": 3, "generation": generation}))
+    shape = model_shape(job.model)
+    sizes = {term.name: term.bytes for term in plan_job(job, shape).memory}
+    assert sizes["kv_cache"] == 2 * 4 * 3 * (32 + 96) * shape.layers * shape.kv_heads * shape.head_dim
+    assert sizes["logits"] == 3 * shape.vocab * (4 + 40)
+    scored = plan_job(parse_any(infer_spec()), shape)
+    assert "kv_cache" not in {term.name for term in scored.memory}
+
+
+def test_stop_token_outside_of_the_vocabulary_is_refused() -> None:
+    vocabulary = TINY["vocab_size"]
+    generation = {"stop_tokens": [vocabulary - 1, vocabulary]}
+    job = parse_any(infer_spec(infer={"output": "generate", "generation": generation}))
+    with pytest.raises(SpecError) as raised:
+        plan_job(job, model_shape(job.model))
+    assert [(one.pointer, one.message) for one in raised.value.problems] == [
+        (
+            "/infer/generation/stop_tokens",
+            f"token {vocabulary} is outside of the model's vocabulary of {vocabulary}; remove it",
+        )
+    ]
