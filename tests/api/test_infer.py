@@ -64,6 +64,22 @@ def test_inference_job_is_resized_and_cloned_from_scratch(client: TestClient, se
     assert [one["pointer"] for one in refused.json()["errors"]] == ["/training"]
 
 
+def test_generation_is_planned_with_its_cache_and_refused_where_it_cannot_be(client: TestClient) -> None:
+    generation: dict[str, object] = {"max_new_tokens": 16, "temperature": 0.5, "stop_tokens": [2]}
+    raw = infer_spec(infer={"output": "generate", "generation": generation})
+    plan = client.post("/jobs/plan", content=json.dumps(raw)).json()
+    assert "kv_cache" in {term["name"] for term in plan["memory"]["terms"]}
+    assert client.post("/jobs", content=json.dumps(raw)).json()["spec"]["infer"]["generation"]["stop_tokens"] == [2]
+    for field, value, pointer in (
+        ("stop_tokens", [10**6], "/infer/generation/stop_tokens"),
+        ("top_p", 0, "/infer/generation/top_p"),
+        ("beams", 4, "/infer/generation/beams"),
+    ):
+        raw["infer"]["generation"] = generation | {field: value}
+        answer = client.post("/jobs", content=json.dumps(raw))
+        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
+
+
 @pytest.mark.parametrize("option", ["sentiment", "tokens"])
 def test_output_that_does_not_exist_is_refused_at_its_place(client: TestClient, option: str) -> None:
     answer = client.post("/jobs", content=json.dumps(infer_spec(infer={"output": option})))

@@ -139,7 +139,7 @@ FIELDS = _by_name(
         "infer.batch_size; evaluation of a training job uses training.per_device_train_batch_size": "infer_batch_size",
         "infer.generation": "generation_config generating_args generation_args generation_kwargs gen_kwargs "
         "sampling_params",
-        "infer.generation.max_new_tokens": "max_tokens max_completion_tokens max_generated_tokens",
+        "infer.generation.max_new_tokens": "max_completion_tokens max_generated_tokens",
         "infer.generation.temperature; 0, the default, is greedy": "do_sample",
         "infer.generation.stop": "stop_strings stop_sequences",
         "infer.generation.stop_tokens": "stop_token_ids eos_token_id",

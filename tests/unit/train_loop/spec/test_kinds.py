@@ -1,6 +1,7 @@
 """Specs of several kinds: the union by `kind`, and the settings that a job of kind infer refuses."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ def test_kind_infer_round_trips() -> None:
     assert load(dump(job)) == job
     assert parse_any(infer_spec(infer={"output": "perplexity", "infer_batch_size": 2})) == job
     assert parse_any_text("name: x\nkind: infer\nmodel: {path: /m}\ndata: {train: {path: /d}}\n").kind == "infer"
+
+
+def test_examples_of_inference_are_valid() -> None:
+    for name, output in (("infer", "logprobs"), ("generate", "generate")):
+        assert parse_any_text(Path(f"examples/{name}.yaml").read_text()).run.infer.output == output
 
 
 def test_unknown_kind_is_refused() -> None:
