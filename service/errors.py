@@ -370,6 +370,24 @@ class VerifyFailed(ServiceError):
     retry_after = 5
 
 
+class ResultsUnreadable(ServiceError):
+    """A failure of the helper process that reads results."""
+
+    code = "results_unreadable"
+    status = 503
+    retry_after = 5
+
+
+class NoResults(ServiceError):
+    """A job of a kind that has no results."""
+
+    code = "no_results"
+    status = 409
+
+    def __init__(self, job_id: str, kind: str) -> None:
+        super().__init__(f"{job_id} is a job of kind: {kind}, which has no results; list its checkpoints instead")
+
+
 class ClusterError(ServiceError):
     """A failed request to the cluster; the next pass retries it."""
 

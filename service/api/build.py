@@ -41,6 +41,8 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SLOW_READS, _DIGESTS = 4, 1
 """Maximum numbers of concurrent verifications and run audits, and of digests: each hashes on all cores."""
+_RESULT_READS = 4
+"""Maximum number of concurrent reads of results, each in a process."""
 _WAITING_PER_KEY = 32
 """Maximum number of these calls of a key that wait; twice as many of a project."""
 _WEBHOOK_TESTS = 8
@@ -102,6 +104,8 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.checks = FairThreads(parts.checks)
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
     app.state.slow_reads = FairThreads(_SLOW_READS, waiting_per_key=_WAITING_PER_KEY)
+    app.state.result_tools = actions.tools
+    app.state.result_reads = FairThreads(_RESULT_READS, waiting_per_key=_WAITING_PER_KEY)
     app.state.digests = FairThreads(_DIGESTS, waiting_per_key=_WAITING_PER_KEY)
     tests = FairThreads(_WEBHOOK_TESTS, waiting_per_key=_WAITING_PER_KEY)
     app.state.webhooks, app.state.webhook_tests = parts.webhooks, tests

@@ -88,6 +88,7 @@ def test_output_that_does_not_exist_is_refused_at_its_place(client: TestClient, 
 
 def test_results_command_prints_committed_rows(home: Path, client: TestClient, service: FakeService) -> None:
     job_id = submit(client)
+    service.reconciler().run_once()
     for number in range(2):
         content = io.BytesIO()
         pq.write_table(pa.table({"row": [2 * number, 2 * number + 1], "perplexity": [1.5, None]}), content)

@@ -119,7 +119,7 @@ def test_source_that_cannot_be_read_is_refused_at_its_field(
         ({"job": trained, "step": 15}, "/model/step", f"checkpoint of step 15 of {trained} not found; available"),
         ({"job": trained, "weights": "ema"}, "/model/weights", f"{trained} has no average of its weights (training."),
         ({"job": trained, "path": "/m"}, "/model/path", f"path is not that of {trained}, whose checkpoint model.job"),
-        ({"job": trained, "step": "last"}, "/model/step", 'invalid step "last"; expected a number, or latest'),
+        ({"job": trained, "step": "last"}, "/model/step", 'invalid step "last"; expected a number from 0, or latest'),
         ({"step": 10, "config": TINY}, "/model", "step=10 has no effect without model.job, whose checkpoint it names"),
     ]:
         raw = infer_spec() | {"model": {"dtype": "fp32", **model}}

@@ -572,18 +572,51 @@ def test_job_too_large_for_the_cluster_stays_queued_with_a_reason(service: LiveS
     service.wait_for_state(job_id, JobState.CANCELLED)
 
 
-def test_inference_survives_a_killed_worker_without_repeated_or_missing_rows(service: LiveService) -> None:
+def test_inference_reads_the_weights_of_a_jobs_checkpoint(service: LiveService, reference: str) -> None:
+    raw = {
+        "name": "scores",
+        "kind": "infer",
+        "model": {"job": reference},
+        "data": {
+            "train": {"path": f"file://{service.home}/data/tokens.parquet"},
+            "columns": {"input_ids": "ids"},
+            "sequence_length": 32,
+        },
+        "infer": {"output": "perplexity", "batch_size": 64, "rows_per_shard": 128},
+        "scaling": {"num_workers": 1, "resources_per_worker": {"CPU": 0.5}},
+    }
+    job_id = service.client.submit(json.dumps(raw)).id
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert job.parent is not None
+    assert (job.parent.job, job.parent.step, job.progress.step) == (reference, STEPS, 400)
+    rows = list(Job(service.client, job).results())
+    assert rows == list(read_rows(service.run_dir(job_id)))
+    assert [row["row"] for row in rows] == list(range(400))
+    assert service.run_dir(reference).pins() == set()
+
+
+def test_inference_survives_kills_of_worker_service_and_driver_without_repeated_or_missing_rows(
+    service: LiveService,
+) -> None:
     job_id = service.client.submit(Path("examples/infer.yaml").read_bytes()).id
     # Two workers compute four rows at once, and a shard has six: two rows of the second are computed in vain.
     service.hold(job_id, 8)
     wait_for(lambda: service.events(job_id, "results_committed"), "a shard", seconds=120)
+    service.kill()
+    service.start(quick=True)
     psutil.Process(service.events(job_id, "work_started")[-1]["workers"][1]["pid"]).kill()
+    service.hold(job_id, 14)
+    wait_for(lambda: service.events(job_id, "results_committed")[1:], "a second shard", seconds=120)
+    service.wait_for_state(job_id, JobState.RUNNING)
+    service.driver(job_id).kill()
     service.hold(job_id, None)
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     files = sorted(Path(email.__file__).parent.glob("*.py"))
-    assert (job.restarts, job.progress.step, job.progress.of, job.progress.unit) == (1, *[len(files)] * 2, "row")
-    assert [line["resumed_from"] for line in service.events(job_id, "work_started")] == [0, 6]
+    assert (job.restarts, job.progress.step, job.progress.of, job.progress.unit) == (2, *[len(files)] * 2, "row")
+    assert [attempt.result for attempt in job.attempts] == ["failed", "succeeded"]
+    assert [line["resumed_from"] for line in service.events(job_id, "work_started")] == [0, 6, 12]
     assert [line["first_row"] for line in service.events(job_id, "results_committed")] == list(range(0, len(files), 6))
     rows = list(read_rows(service.run_dir(job_id)))
     assert [(row["row"], row["text"]) for row in rows] == list(enumerate(file.read_text() for file in files))
     assert all(len(row["logprobs"]) == row["tokens"] - 1 for row in rows)
+    assert job.worker_hours > 0

@@ -1,6 +1,13 @@
-"""Reading of an inference job's results: its committed shards, in the order of the rows."""
+"""Reading of an inference job's results: its committed shards, in the order of the rows.
 
+`python -m train_loop.data.read_results RUN_DIR` prints a page of rows as JSON: {"data": [row, …], "has_more": …,
+"next": id of the last row, as text}. The service runs it as a separate process, which reads the files of a job.
+"""
+
+import argparse
 import json
+import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +15,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from train_loop.run_dir import RunDir, read_whole
+from train_loop.run_dir import ResultsDir, RunDir, is_remote, read_whole, storage_failed
+from train_loop.spec import InferJobSpec
+
+_AT_ONCE = 64
+"""Rows that are converted to Python's values at once."""
+_NO_NUMBERS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def read_rows(run_dir: RunDir) -> Iterator[dict[str, Any]]:
@@ -17,9 +29,20 @@ def read_rows(run_dir: RunDir) -> Iterator[dict[str, Any]]:
         yield from table.to_pylist()
 
 
-def dump_row(row: dict[str, Any]) -> str:
-    """Return a row as a line of JSON."""
-    return json.dumps(row, ensure_ascii=False)
+def dump_row(row: dict[str, Any], *, ensure_ascii: bool = False) -> str:
+    """Return a row as a line of JSON. Numbers that JSON does not have become text, such as "Infinity"."""
+    try:
+        return json.dumps(row, ensure_ascii=ensure_ascii, allow_nan=False)
+    except ValueError:
+        return json.dumps(_in_json(row), ensure_ascii=ensure_ascii)
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_json(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_in_json(one) for one in value]
+    return _NO_NUMBERS.get(value, "NaN") if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_rows(run_dir: RunDir, file: Path) -> int:
@@ -36,7 +59,68 @@ def write_rows(run_dir: RunDir, file: Path) -> int:
     return rows
 
 
+def read_page(run_dir: RunDir, *, after: int | None, limit: int, most_bytes: int) -> str:
+    """Return the rows after a row's id as JSON: at most `limit`, and at most `most_bytes` bytes beyond the first.
+
+    Raises storage errors, and pyarrow's for a damaged file.
+    """
+    start, found, size, more = 0 if after is None else after + 1, list[str](), 0, False
+    for row in _rows_from(run_dir, start):
+        # The reader of the pipe may expect any encoding.
+        text = dump_row(row, ensure_ascii=True)
+        size += len(text)
+        more = len(found) == limit or (bool(found) and size > most_bytes)
+        if more:
+            break
+        found.append(text)
+    last = start + len(found) - 1
+    end = json.dumps({"has_more": more, "next": str(last) if last >= 0 else None})
+    return f'{{"data": [{", ".join(found)}], {end[1:]}'
+
+
+def _rows_from(run_dir: RunDir, start: int) -> Iterator[dict[str, Any]]:
+    """Yield the committed rows from an id on, some at once, so that large shards need no more memory."""
+    results = run_dir.results
+    if not results.complete:
+        # The run directory of a queued job may not exist yet.
+        return
+    spec = run_dir.spec()
+    assert isinstance(spec, InferJobSpec), "only inference has results"
+    first, skipped = divmod(start, spec.infer.rows_per_shard)
+    for number in range(first, results.complete):
+        for batch in _open(results, number).iter_batches(_AT_ONCE):
+            yield from batch.slice(skipped).to_pylist()
+            skipped = max(skipped - batch.num_rows, 0)
+        skipped = 0
+
+
+def _open(results: ResultsDir, number: int) -> pq.ParquetFile:
+    path = results.shard(number)
+    return pq.ParquetFile(pa.BufferReader(read_whole(path)) if is_remote(path) else str(path))
+
+
 def _tables(run_dir: RunDir) -> Iterator[pa.Table]:
     results = run_dir.results
     for number in range(results.complete):
         yield pq.read_table(pa.BufferReader(read_whole(results.shard(number))))
+
+
+def main() -> None:
+    """Print a page, or exit with the reason why it cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.data.read_results", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("--after", type=int, help="id of the last row that is known [none]")
+    parser.add_argument("--limit", type=int, default=100, help="maximum number of rows [%(default)s]")
+    parser.add_argument("--most-bytes", type=int, default=2**23, help="maximum size of the rows [%(default)s]")
+    arguments = parser.parse_args()
+    run_dir, most = RunDir.at(arguments.run_dir), arguments.most_bytes
+    try:
+        sys.stdout.write(read_page(run_dir, after=arguments.after, limit=arguments.limit, most_bytes=most))
+    except Exception as error:
+        if not storage_failed(error) and not isinstance(error, pa.ArrowException):
+            raise
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -222,6 +222,11 @@ class AsyncApi(AsyncTransport):
         """Check the samples that a job's steps trained, over all attempts. Requires `training.audit_samples`."""
         return await self._send(Call(RunAuditOut, "GET", f"{job_path(job_id)}/audit", seconds=None))
 
+    async def results(self, job_id: str, *, after: str | None = None, limit: int = 100) -> LinePage:
+        """Return a page of the committed rows of an inference job, after a row's id."""
+        query: Query = {"after": after, "limit": limit}
+        return await self._send(Call(LinePage, "GET", f"{job_path(job_id)}/results", query))
+
     # Access
 
     async def me(self) -> Me:

@@ -129,6 +129,10 @@ class AsyncJob(JobHandle[AsyncApi]):
             return self._api.follow_metrics(self.id)
         return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
 
+    def results(self) -> AsyncIterator[Line]:
+        """Yield the committed rows of an inference job."""
+        return pages(lambda after: self._api.results(self.id, after=after, limit=1000))
+
 
 async def pages(fetch: Callable[[str | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
     """Yield the items of all pages. Each page is requested when it is needed."""

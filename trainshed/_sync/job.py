@@ -131,6 +131,10 @@ class Job(JobHandle[Api]):
             return self._api.follow_metrics(self.id)
         return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
 
+    def results(self) -> Iterator[Line]:
+        """Yield the committed rows of an inference job."""
+        return pages(lambda after: self._api.results(self.id, after=after, limit=1000))
+
 
 def pages(fetch: Callable[[str | None], Page[T]]) -> Iterator[T]:
     """Yield the items of all pages. Each page is requested when it is needed."""

@@ -1,4 +1,4 @@
-"""Tools that read whole checkpoints in helper processes, outside the training and the service process."""
+"""Tools that read whole checkpoints, or results, in helper processes, outside the training and the service process."""
 
 import os
 import subprocess
@@ -11,18 +11,25 @@ from pydantic import TypeAdapter
 
 from service.adapters.ray.environment import environment_of_helpers
 from service.domain.jobs.job import Job
-from service.errors import Busy, VerifyFailed
+from service.errors import Busy, ResultsUnreadable, VerifyFailed
 from service.ports import Cancellation, Digests
 from train_loop.run_dir import READ_POLICY_VARIABLE, ExportWish, ReadPolicy
 
 _AT_ONCE, _PER_PROJECT = 4, 2
 """Maximum numbers of concurrent exports: of one service, and of one project. The last is left to a project without."""
+_PAGE_BYTES = 2**23
+"""Maximum bytes of the rows in a page of results; a longer first row is returned alone."""
 _FAULTS: TypeAdapter[list[str] | None] = TypeAdapter(list[str] | None)
 _DIGESTS: TypeAdapter[Digests | None] = TypeAdapter(Digests | None)
 
 
+class _Failed(Exception):
+    """A tool that failed, with its last line."""
+
+
 class HelperTools:
-    """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`.
+    """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`, and
+    `train_loop.data.read_results`.
 
     `timeout` is the limit of a verification and of digests, in seconds. `read_policy` returns the policy of a project's
     inputs, of which exports copy files; without it they may copy any file.
@@ -46,18 +53,38 @@ class HelperTools:
 
         Raises VerifyFailed if it could not be read, CallCancelled.
         """
-        return _FAULTS.validate_json(self._read("manifest", run_dir, step, cancellation))
+        return _FAULTS.validate_json(self._read_checkpoint("manifest", run_dir, step, cancellation))
 
     def digests(self, run_dir: str, step: int, cancellation: Cancellation) -> Digests | None:
         """Return the digests or faults of a checkpoint; None if it does not exist.
 
         Raises VerifyFailed if it could not be read, CallCancelled.
         """
-        return _DIGESTS.validate_json(self._read("digest", run_dir, step, cancellation))
+        return _DIGESTS.validate_json(self._read_checkpoint("digest", run_dir, step, cancellation))
 
-    def _read(self, tool: str, run_dir: str, step: int, cancellation: Cancellation) -> str:
+    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
+        """Return a page of the committed rows after an id as JSON: data, has_more and next.
+
+        Raises ResultsUnreadable, CallCancelled.
+        """
+        begin = [] if after is None else ["--after", str(after)]
+        command = ["train_loop.data.read_results", run_dir, "--limit", str(limit), *begin]
+        command += ["--most-bytes", str(_PAGE_BYTES)]
+        try:
+            return self._read(command, cancellation).encode()
+        except _Failed as error:
+            raise ResultsUnreadable(f"the results could not be read: {error}") from error
+
+    def _read_checkpoint(self, tool: str, run_dir: str, step: int, cancellation: Cancellation) -> str:
         """Return the output of a tool that reads a whole checkpoint. Raises VerifyFailed, CallCancelled."""
-        command = [*self._python, "-m", f"train_loop.checkpoint.{tool}", run_dir, "--step", str(step)]
+        try:
+            return self._read([f"train_loop.checkpoint.{tool}", run_dir, "--step", str(step)], cancellation)
+        except _Failed as error:
+            raise VerifyFailed(f"the checkpoint could not be read: {error}") from error
+
+    def _read(self, arguments: Sequence[str], cancellation: Cancellation) -> str:
+        """Return the output of a tool. Raises _Failed, CallCancelled."""
+        command = [*self._python, "-m", *arguments]
         pipe = subprocess.PIPE
         with (
             subprocess.Popen(
@@ -67,7 +94,7 @@ class HelperTools:
         ):
             out, err = self._wait(process)
         if process.returncode:
-            raise VerifyFailed(f"the checkpoint could not be read: {(err.strip().splitlines() or ['?'])[-1]}")
+            raise _Failed((err.strip().splitlines() or ["?"])[-1])
         return out
 
     def _wait(self, process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -75,9 +102,8 @@ class HelperTools:
             return process.communicate(timeout=self._timeout)
         except subprocess.TimeoutExpired as error:
             process.kill()
-            raise VerifyFailed(
-                f"reading the checkpoint took over {self._timeout:g} s; check that the storage answers, or raise "
-                "TRAINSHED_VERIFY_SECONDS"
+            raise _Failed(
+                f"it took over {self._timeout:g} s; check that the storage answers, or raise TRAINSHED_VERIFY_SECONDS"
             ) from error
 
     def export(self, job: Job, step: int, wish: ExportWish) -> None:

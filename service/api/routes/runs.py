@@ -1,7 +1,8 @@
-"""/jobs/{id}/…: events, metrics and logs of a run, in pages or as a stream, and its audit."""
+"""/jobs/{id}/…: events, metrics and logs of a run, in pages or as a stream, its audit, and results of inference."""
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -21,6 +22,7 @@ from service.ports import Cursor, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.audit import audit_job
 from service.use_cases.runs.filters import AtLeast, Filter, WithoutTracebacks, downsample
 from service.use_cases.runs.filters import contains as containing
+from service.use_cases.runs.results import read_results
 from service.use_cases.runs.streams import Reader, read_lines, read_page
 from train_loop.spec import Problem
 
@@ -123,6 +125,27 @@ async def audit(request: Request, caller: CallerIs, jobs: UseCases, dirs: Dirs, 
     claim = await claim_for(caller, jobs, job_id)
     found = await threads.run(request, claim, lambda end: audit_job(dirs, jobs.find(caller, job_id), end))
     return run_audit_out(found)
+
+
+@router.get("/results", response_model=LinePage)
+async def results(
+    request: Request,
+    caller: CallerIs,
+    jobs: UseCases,
+    job_id: str,
+    after: Annotated[int | None, Query(ge=0, lt=10**15, description="id of the last row that is known")] = None,
+    limit: Limit = 100,
+) -> Response:
+    """List committed rows of an inference job by their ids. A page has at most 8 MiB of rows, and at least one.
+
+    Later rows may still be committed if the job has not ended: read on from the last id.
+    """
+    # Each page is read by a process of its own.
+    threads: FairThreads = request.app.state.result_reads
+    claim = await claim_for(caller, jobs, job_id)
+    read = partial(read_results, jobs, request.app.state.result_tools, caller, job_id, after=after, limit=limit)
+    content = await threads.run(request, claim, lambda end: read(cancellation=end))
+    return Response(content, media_type="application/json")
 
 
 def log_of(

@@ -1,24 +1,28 @@
 """Inference from a job's checkpoint: results are those of its export, bit for bit, at any number of ranks."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.support.builders.exports import save_a_run
 from tests.support.builders.specs import TINY, infer_spec
-from tests.support.ranks.ranks import on_ranks
+from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
+from tests.support.servers.storage import bucket_of_runs, run_dir_on_s3
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.checkpoint.weights import Weights
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.read_results import read_rows
 from train_loop.data.stream.local import local_stream
-from train_loop.errors import UserError
+from train_loop.errors import FencedError, UserError
 from train_loop.infer import infer
 from train_loop.loop.session import Session
-from train_loop.run_dir import ExportWish, Parent, RunDir
+from train_loop.run_dir import ExportWish, Outcome, Parent, RunDir
 from train_loop.spec import InferJobSpec, parse_any
 from train_loop.spec.model import Dtype
 
@@ -30,93 +34,135 @@ CHOICES: dict[str, tuple[Dtype, Weights, str]] = {
     "embeddings": ("fp32", "model", "embeddings"),
 }
 """dtype, weights and output of each pair of jobs."""
+CallRanks = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks() -> Iterator[CallRanks]:
+    """Start ranks that have a bucket."""
+    with bucket_of_runs(), ranks_of_any_number(4) as call_ranks:
+        yield call_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, ranks: CallRanks) -> Path:
     """Return a folder with rows, and with a run that has saved a checkpoint on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     write_tokens(folder / "d.parquet", rows=64, length=LENGTH, vocab=TINY["vocab_size"])
     write_tokens(folder / "rows.parquet", rows=ROWS, length=(1, LENGTH), vocab=TINY["vocab_size"])
-    on_ranks(2, save_a_run, folder, RunDir(folder / "trained"), {})
+    ranks(2, save_a_run, folder, RunDir(folder / "trained"), {})
     return folder
 
 
-def job_of(folder: Path, model: dict[str, Any], output: str) -> InferJobSpec:
+def job_of(folder: Path, model: dict[str, Any], output: str = "logprobs", **strategy: Any) -> InferJobSpec:
     """Return a job over the rows on the existing ranks."""
     raw = infer_spec(
         data={"train": {"path": str(folder / "rows.parquet")}},
         infer={"output": output, "rows_per_shard": 4, "batch_size": 2},
-        scaling={"num_workers": dist.get_world_size() if dist.is_initialized() else 1},
+        scaling={"num_workers": dist.get_world_size()},
+        strategy=strategy,
     )
     job = parse_any(raw | {"model": model})
     assert isinstance(job, InferJobSpec)
     return job
 
 
-def start_from(folder: Path, run_dir: RunDir) -> None:
-    """Let a run start from the checkpoint of the trained run, as the service does."""
-    trained = RunDir(folder / "trained")
-    run_dir.write_parent(
-        Parent(
-            job="job-trained",
-            run_dir=str(trained.root),
-            manifest=trained.manifests()[STEP],
-            same_order=False,
-            same_optimizer=False,
-        )
-    )
-
-
-def run(folder: Path, run_dir: RunDir, job: InferJobSpec) -> None:
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream, end_event="work_ended")
-    infer(job, session, find_dataset(job.run, folder))
-
-
-def of_job(dtype: str, weights: str) -> dict[str, Any]:
+def of_job(dtype: str = "fp32", weights: str = "model") -> dict[str, Any]:
+    """Return the model of the trained run's checkpoint, as the service writes it."""
     return {"job": "job-trained", "step": STEP, "weights": weights, "config": TINY, "dtype": dtype}
 
 
-def export_of(folder: Path, wish: ExportWish) -> Path:
-    return RunDir(folder / "trained").exports.folder(STEP, wish)
+def start_from(folder: Path, run_dir: RunDir) -> RunDir:
+    """Let a run start from the checkpoint of the trained run, as the service does."""
+    trained = RunDir(folder / "trained")
+    manifest = trained.manifests()[STEP]
+    parent = Parent(
+        job="job-trained", run_dir=str(trained.root), manifest=manifest, same_order=False, same_optimizer=False
+    )
+    run_dir.write_parent(parent)
+    return run_dir
 
 
-def run_both(folder: Path, world: int) -> None:
+def run(folder: Path, run_dir: RunDir, job: InferJobSpec, *, attempt: int = 1, stop_after: int = 10**6) -> Outcome:
+    """Compute results; `stop_after` is the number of batches after which the job is paused."""
+    calls, rank = iter(range(10**7)), dist.get_rank()
+    session = Session(rank, dist.get_world_size(), 0, attempt, run_dir, local_stream, end_event="work_ended")
+    return infer(job, replace(session, stop_requested=lambda: next(calls) >= stop_after), find_dataset(job.run, folder))
+
+
+def run_both(folder: Path, place: Path, name: str) -> None:
     """Compute results from the checkpoint and from its export."""
-    for name, (dtype, weights, output) in CHOICES.items():
-        place = folder / f"{name} on {world}"
-        run(folder, RunDir(place / "job"), job_of(folder, of_job(dtype, weights), output))
-        path = str(export_of(folder, ExportWish(dtype=dtype, weights=weights)))
-        run(folder, RunDir(place / "export"), job_of(folder, {"path": path, "dtype": dtype}, output))
+    dtype, weights, output = CHOICES[name]
+    run(folder, RunDir(place / "job"), job_of(folder, of_job(dtype, weights), output))
+    path = str(RunDir(folder / "trained").exports.folder(STEP, ExportWish(dtype=dtype, weights=weights)))
+    run(folder, RunDir(place / "export"), job_of(folder, {"path": path, "dtype": dtype}, output))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_results_from_a_checkpoint_equal_those_of_its_export(folder: Path, world: int) -> None:
-    for name, (dtype, weights, _) in CHOICES.items():
-        wish = ExportWish(dtype=dtype, weights=weights)
-        assert export(RunDir(folder / "trained"), STEP, wish) == export_of(folder, wish)
-        start_from(folder, RunDir(folder / f"{name} on {world}" / "job"))
-    on_ranks(world, run_both, folder, world)
+def test_results_from_a_checkpoint_equal_those_of_its_export(folder: Path, ranks: CallRanks) -> None:
     found = {}
-    for name in CHOICES:
-        found[name], exported = (
-            list(read_rows(RunDir(folder / f"{name} on {world}" / of))) for of in ("job", "export")
-        )
-        assert found[name] == exported, name
-        assert [row["row"] for row in found[name]] == list(range(ROWS))
+    for name, (dtype, weights, _) in CHOICES.items():
+        export(RunDir(folder / "trained"), STEP, ExportWish(dtype=dtype, weights=weights))
+        # The run had two.
+        for world in (1, 2) if name == "weights" else (1,):
+            place = folder / f"{name} on {world}"
+            start_from(folder, RunDir(place / "job"))
+            ranks(world, run_both, folder, place, name)
+            found[name], exported = (list(read_rows(RunDir(place / of))) for of in ("job", "export"))
+            assert found[name] == exported, name
+            assert [row["row"] for row in found[name]] == list(range(ROWS))
     assert found["weights"] != found["average"], "the average differs from the weights"
 
 
-def test_damaged_checkpoint_or_none_is_refused(folder: Path) -> None:
-    assert on_ranks(1, refusals, folder) == [
-        [
-            "model.job=job-trained needs the service, which finds the checkpoint; give model.path the folder that "
-            "`trainshed export` prints",
-        ]
+def test_shards_in_two_replicas_give_the_results_of_one_rank(folder: Path, ranks: CallRanks) -> None:
+    run_dirs = {world: start_from(folder, RunDir(folder / f"replicas of {world}")) for world in (1, 4)}
+    for world, run_dir in run_dirs.items():
+        ranks(world, run_in_replicas, folder, run_dir)
+    alone, replicas = (list(read_rows(run_dir)) for run_dir in run_dirs.values())
+    for row, expected in zip(replicas, alone, strict=True):
+        np.testing.assert_allclose(row.pop("logprobs"), expected.pop("logprobs"), rtol=0, atol=1e-5)
+        assert row == expected
+
+
+def run_in_replicas(folder: Path, run_dir: RunDir) -> None:
+    run(folder, run_dir, job_of(folder, of_job(), fsdp_size=2))
+
+
+def test_superseded_group_commits_nothing_on_object_storage(folder: Path, ranks: CallRanks) -> None:
+    run_dir = start_from(folder, run_dir_on_s3("job-infer"))
+    ranks(1, pause_and_supersede, folder, run_dir)
+    rows = list(read_rows(run_dir))
+    assert [row["row"] for row in rows] == list(range(ROWS))
+    assert all(len(row["logprobs"]) == row["tokens"] - 1 for row in rows)
+
+
+def pause_and_supersede(folder: Path, run_dir: RunDir) -> None:
+    job = job_of(folder, of_job())
+    assert run(folder, run_dir, job, stop_after=3) == Outcome(result="paused", step=4)
+    run_dir.write_fence(2)
+    with pytest.raises(FencedError):
+        run(folder, run_dir, job, attempt=1)
+    assert run_dir.results.shards() == [0]
+    assert run(folder, run_dir, job, attempt=2) == Outcome(result="succeeded", step=ROWS)
+
+
+def test_checkpoint_that_is_damaged_or_unknown_ends_the_run(folder: Path, ranks: CallRanks) -> None:
+    alone, damaged = RunDir(folder / "alone"), start_from(folder, RunDir(folder / "damaged"))
+    parent = damaged.parent()
+    assert parent is not None
+    files = {"lost.distcp": next(iter(parent.manifest.files.values()))}
+    damaged.write_parent(parent.model_copy(update={"manifest": parent.manifest.model_copy(update={"files": files})}))
+    assert ranks(1, messages, folder, [alone, damaged]) == [
+        "model.job=job-trained needs the service, which finds the checkpoint; give model.path the folder that "
+        "`trainshed export` prints",
+        "the checkpoint of step 3 of job-trained, from which this run starts, is damaged: lost.distcp is missing; "
+        "clone the job from another checkpoint",
     ]
 
 
-def refusals(folder: Path) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        run(folder, RunDir(folder / "alone"), job_of(folder, of_job("fp32", "model"), "logprobs"))
-    return [str(caught.value)]
+def messages(folder: Path, run_dirs: list[RunDir]) -> list[str]:
+    found = []
+    for run_dir in run_dirs:
+        with pytest.raises(UserError) as caught:
+            run(folder, run_dir, job_of(folder, of_job()))
+        found.append(str(caught.value))
+    return found

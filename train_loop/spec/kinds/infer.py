@@ -58,8 +58,8 @@ class InferModelSpec(ModelSpec):
     @field_validator("step", mode="before")
     @classmethod
     def _is_a_step(cls, step: Any) -> Any:
-        if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ValueError(f"invalid step {to_json(step).decode():.100}; expected a number, or latest")
+        if step != "latest" and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise ValueError(f"invalid step {to_json(step).decode():.100}; expected a number from 0, or latest")
         return step
 
     @property

@@ -246,18 +246,37 @@ def results(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="write all rows to a new Parquet file")
     ] = None,
 ) -> None:
-    """Print committed results of an inference job as JSON lines. Reads the job's run directory."""
+    """Print committed results of an inference job as JSON lines.
+
+    Reads the job's run directory if this machine sees it, and otherwise asks the service.
+    """
     with connect() as api:
         found = api.job(find_job(api, job))
-    if found.spec.kind != "infer":
-        fail(f"{found.id} is a job of kind: {found.spec.kind}, which has no results; see `trainshed checkpoints`")
-    try:
-        _show_results(RunDir.at(found.run_dir), limit, output)
-    except Exception as error:
-        if not storage_failed(error):
-            raise
-        fail(f"{found.run_dir}/results cannot be read here: {error}; run the command where this storage is mounted")
+        if found.spec.kind != "infer":
+            fail(f"{found.id} is a job of kind: {found.spec.kind}, which has no results; see `trainshed checkpoints`")
+        try:
+            run_dir = RunDir.at(found.run_dir)
+            if not run_dir.exists():
+                raise FileNotFoundError(f"{found.run_dir} is not mounted")
+            _show_results(run_dir, limit, output)
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            if output is not None:
+                advice = "run the command where this storage is mounted, or print rows without --output"
+                fail(f"{found.run_dir}/results cannot be read here: {error}; {advice}")
+            _show_sent_results(api, found.id, limit)
     show_next(f"show {found.id}")
+
+
+def _show_sent_results(api: Api, job_id: str, limit: int) -> None:
+    """Print rows that the service reads."""
+    after, left, more = None, limit, True
+    while left and more:
+        page = api.results(job_id, after=after, limit=min(left, _PAGE))
+        for row in page.data:
+            show_text(read_results.dump_row(row))
+        after, left, more = page.next, left - len(page.data), page.has_more
 
 
 def _show_results(run_dir: RunDir, limit: int, output: Path | None) -> None:
