@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from service.domain.jobs.lineage import same_plateau
 from service.domain.jobs.observation import SubmissionStatus
 from tests.support.builders.checkpoints import checkpoint, unfinished
+from tests.support.builders.specs import spec
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import Fence, Outcome, RunDir
-from train_loop.spec import CheckpointSpec
+from train_loop.spec import CheckpointSpec, override
 
 
 @pytest.fixture
@@ -84,6 +86,25 @@ def test_clone_with_other_order_or_optimizer_records_it_for_the_workers(
     found = service.run_dir(job["id"]).parent()
     assert found is not None
     assert (found.same_order, found.same_optimizer) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({}, True),
+        ({"training": {"lr_scheduler_kwargs": {"factor": 0.2}}}, True),
+        ({"training": {"learning_rate": 0.5}}, False),
+        ({"training": {"optimizer": "sgd"}}, False),
+        ({"training": {"lr_scheduler_type": "constant"}}, False),
+        ({"data": {"eval": {"path": "file:///other/*.jsonl"}}}, False),
+    ],
+)
+def test_clone_keeps_the_state_of_a_plateau_schedule_unless_its_rates_or_evaluations_change(
+    changed: dict[str, Any], same: bool
+) -> None:
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 2}
+    before = spec(training=plateau, data={"eval": {"path": "stdlib://"}})
+    assert same_plateau(before, override(before, changed)) is same
 
 
 def test_dtype_may_be_overridden_in_model_and_in_strategy(client: TestClient, parent: str) -> None:

@@ -18,7 +18,7 @@ from train_loop.checkpoint.select import agree_on_newest, prove_parent
 from train_loop.checkpoint.state_dict import put_back, rng_key, tensors_of
 from train_loop.data.order import Order
 from train_loop.errors import DataError
-from train_loop.optim import go_to
+from train_loop.optim import Plateau, go_to
 from train_loop.run_dir import Manifest, Parent
 from train_loop.state import LossWindow, TrainState, seed_generators, set_rng_state
 
@@ -87,15 +87,18 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
         "optimizer": {
             "state": {name: of for name, of in states.items() if is_saved(f"optimizer.state.{name}", of)},
         },
-        "scheduler": {"0": {"last_epoch": 0}},
+        "scheduler": _positions(state, parent),
         "scaler": values["scaler"] if is_saved("scaler", values["scaler"]) else {},
         "ema": {name: average for name, average in averages.items() if is_saved("ema", {name: average})},
     }
     _read(state, parent.manifest, reader, wanted, seed=seed)
     states |= wanted["optimizer"]["state"]
     put_back(state, values | {name: wanted[name] for name in ("model", "scaler") if wanted[name]})
-    for scheduler in state.schedulers:
-        go_to(scheduler, wanted["scheduler"]["0"]["last_epoch"])
+    for number, scheduler in enumerate(state.schedulers):
+        if isinstance(scheduler, Plateau) and parent.same_plateau:
+            scheduler.load_state_dict(scheduler.state_dict() | wanted["scheduler"][str(number)])
+        else:
+            go_to(scheduler, wanted["scheduler"]["0"]["last_epoch"])
     if state.ema is not None:
         state.ema.begin(averages.keys() - wanted["ema"].keys())
     access.journal.event(
@@ -105,6 +108,13 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
         consumed=state.consumed,
         same_optimizer=parent.same_optimizer,
     )
+
+
+def _positions(state: TrainState, parent: Parent) -> Values:
+    """Return the state of schedules to read: their steps, and of those that evaluations move what these have set."""
+    if not parent.same_plateau:
+        return {"0": {"last_epoch": 0}}
+    return {str(number): one.learned for number, one in enumerate(state.schedulers) if isinstance(one, Plateau)}
 
 
 def _start_from(state: TrainState, access: RunAccess, found: OptimizerState, *, seed: int) -> None:

@@ -38,6 +38,12 @@ class Plateau:
         """Return the state."""
         return self._rule.state_dict() | {"last_epoch": self.last_epoch}
 
+    @property
+    def learned(self) -> dict[str, Any]:
+        """Return the part of the state that evaluations have set; the rest are options."""
+        state = self.state_dict()
+        return {name: state[name] for name in ("best", "num_bad_epochs", "cooldown_counter", "_last_lr", "last_epoch")}
+
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Load the state, and set the learning rates."""
         self.last_epoch = values["last_epoch"]

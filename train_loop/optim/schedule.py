@@ -44,7 +44,7 @@ def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int)
 def go_to(scheduler: Scheduler, step: int) -> None:
     """Move the schedule and its learning rates to a step, whichever schedule was active before.
 
-    A schedule that reacts to evaluations starts again.
+    A schedule that reacts to evaluations begins with its learning rate.
     """
     if isinstance(scheduler, Plateau):
         scheduler.last_epoch = step

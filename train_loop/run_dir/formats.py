@@ -179,6 +179,8 @@ class Parent(Format):
     """True if both runs read the same data in the same order; the run then resumes at the parent's position."""
     same_optimizer: bool
     """True if the parent's optimizer state fits this run's optimizer."""
+    same_plateau: bool = False
+    """True if both runs lower the same learning rate after the same evaluations; the run then has the parent's rate."""
 
 
 def check_format(number: object, what: str) -> None:

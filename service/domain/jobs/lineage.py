@@ -2,7 +2,8 @@
 
 from service.domain.jobs.job import Job, JobState
 from train_loop.run_dir import Manifest, Parent
-from train_loop.spec import AnyJobSpec, Problem
+from train_loop.spec import AnyJobSpec, JobSpec, Problem
+from train_loop.spec.schedule import PLATEAU
 
 
 def parent_of(job: Job, manifest: Manifest, spec: AnyJobSpec) -> Parent:
@@ -15,12 +16,25 @@ def parent_of(job: Job, manifest: Manifest, spec: AnyJobSpec) -> Parent:
         # Once the data is prepared, its fingerprint shows whether the samples themselves are the same.
         same_order=(before.data.seed, before.data.shuffle) == (after.data.seed, after.data.shuffle),
         same_optimizer=before.training.optimizer == after.training.optimizer,
+        same_plateau=same_plateau(before, after),
     )
 
 
 def source_of(job: Job, manifest: Manifest) -> Parent:
     """Build the parent record for the run directory of a job that reads only the checkpoint's weights."""
     return Parent(job=job.id, run_dir=job.run_dir, manifest=manifest, same_order=False, same_optimizer=False)
+
+
+def same_plateau(before: JobSpec, after: JobSpec) -> bool:
+    """Return whether evaluations lower the learning rates of both specs, which begin equal."""
+    return after.training.lr_scheduler_type == PLATEAU and _rates(before) == _rates(after)
+
+
+def _rates(spec: JobSpec) -> tuple[object, ...]:
+    """Return the settings that give the first learning rates of parameter groups, and what lowers them."""
+    training = spec.training
+    chosen = training.lr_scheduler_type, training.learning_rate, training.optimizer
+    return *chosen, spec.model.freeze_module_prefix, spec.data.eval
 
 
 def check_steps_remaining(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:

@@ -14,22 +14,22 @@ from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.run import run
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Parent, RunDir
 
-STEPS = 12
+STEPS, AT = 12, 6
 # An evaluation counts as lower only below a tenth of the lowest loss, so none but the first does.
 OPTIONS = {"patience": 0, "factor": 0.5, "threshold": 0.9, "cooldown": 1}
 
 
 def train(folder: Path) -> None:
-    """Train a run at once, and the same run paused twice in the evaluation that lowers its learning rate."""
+    """Train a run at once, the same run paused twice in the evaluation that lowers its learning rate, and clones."""
     job = spec(
         model={"config": TINY, "dtype": "fp32"},
         data={"train": {"path": str(folder / "train.parquet")}, "eval": {"path": str(folder / "eval.parquet")}}
         | {"columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": STEPS, "global_batch_size": 4, "learning_rate": 1e-3, "eval_steps": 2}
         | {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": OPTIONS},
-        checkpoint={"every_steps": 100},
+        checkpoint={"every_steps": AT},
     )
     # The rank looks for requests before each step, and before each of the four batches of an evaluation.
     for name, pauses in {"whole": [], "parts": [9, 2]}.items():
@@ -42,6 +42,21 @@ def train(folder: Path) -> None:
                 return int(next(asked)) >= pause
 
             run(job, replace(Session(0, 1, 0, 1, run_dir, local_stream), stop_requested=stop), folder / "no cache")
+    for name, same in {"clone": True, "other rate": False}.items():
+        run_dir = RunDir(folder / name)
+        run_dir.write_spec(job)
+        manifest = RunDir(folder / "whole").manifests()[AT]
+        run_dir.write_parent(
+            Parent(
+                job="whole",
+                run_dir=str(folder / "whole"),
+                manifest=manifest,
+                same_order=True,
+                same_optimizer=True,
+                same_plateau=same,
+            )
+        )
+        run(job, Session(0, 1, 0, 1, run_dir, local_stream), folder / "no cache")
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +80,15 @@ def test_run_that_was_paused_in_evaluations_equals_the_uninterrupted_one(folder:
     states = [load_checkpoint(folder / run, STEPS)["scheduler"] for run in ("whole", "parts")]
     assert states[0] == states[1]
     assert states[0]["0"]["cooldown_counter"] == 1
+
+
+def test_clone_continues_with_the_rate_and_the_lowest_loss_of_its_parent(folder: Path) -> None:
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+    whole, clone = ([[line.get(name) for name in names] for line in lines(folder / run)] for run in ("whole", "clone"))
+    assert clone == whole[AT:]
+    states = [load_checkpoint(folder / run, STEPS)["scheduler"] for run in ("whole", "clone")]
+    assert states[0] == states[1]
+
+
+def test_clone_with_another_learning_rate_or_other_evaluations_starts_the_schedule_again(folder: Path) -> None:
+    assert [line["lr"] for line in lines(folder / "other rate")] == [1e-3] * 4 + [5e-4] * 2
