@@ -1,5 +1,6 @@
 """The real service against its OpenAPI document: schemathesis searches for answers that violate it."""
 
+import io
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
+from tests.support.builders.specs import infer_spec
 from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.clients.examples import ANSWERS, EXAMPLES, Examples
 from tests.support.fakes.service import FakeService, raw_spec, spec_body
@@ -102,6 +106,16 @@ def job_with_a_checkpoint(client: Api) -> str:
     return job.id
 
 
+def job_with_results(client: Api) -> str:
+    data = {"train": {"path": "stdlib://json/*.py"}, "sequence_length": 32, "on_long_rows": "truncate"}
+    job = client.submit(json.dumps(infer_spec() | {"data": data}))
+    LocalRunDirs().prepare(job.run_dir, job.spec, job.scaling, attempt=1)
+    content = io.BytesIO()
+    pq.write_table(pa.table({"row": [0], "tokens": [2], "logprobs": [[-0.5]]}), content)
+    RunDir.at(job.run_dir).results.commit(0, content.getvalue())
+    return job.id
+
+
 def ended_job(client: Api) -> str:
     job = client.submit(spec_body())
     client.cancel(job.id)
@@ -134,6 +148,7 @@ def examples(client: Api, http: httpx.Client) -> Examples:
         "post /jobs/{job_id}/pause": {"job_id": paused.id},
         "post /jobs/{job_id}/resume": {"job_id": paused.id},
         "get /jobs/{job_id}/audit": {"job_id": client.submit(spec_body(training={"audit_samples": True})).id},
+        "get /jobs/{job_id}/results": {"job_id": job_with_results(client)},
         "delete /jobs/{job_id}": {"job_id": ended},
         "post /webhooks": {"body": HOOK},
         "delete /webhooks/{webhook_id}": {"webhook_id": other_hook},

@@ -1,5 +1,6 @@
 """Inference from a job's checkpoint: results are those of its export, bit for bit, at any number of ranks."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.builders.exports import save_a_run
-from tests.support.builders.specs import TINY, infer_spec
+from tests.support.builders.specs import TINY, infer_spec, may_read
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.storage import bucket_of_runs, run_dir_on_s3
@@ -22,6 +23,8 @@ from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.infer import infer
 from train_loop.loop.session import Session
+from train_loop.preflight.checks import check_model
+from train_loop.preflight.parent_checkpoint import has_its_tokenizer
 from train_loop.run_dir import ExportWish, Outcome, Parent, RunDir
 from train_loop.spec import InferJobSpec, parse_any
 from train_loop.spec.model import Dtype
@@ -59,7 +62,7 @@ def job_of(folder: Path, model: dict[str, Any], output: str = "logprobs", **stra
     raw = infer_spec(
         data={"train": {"path": str(folder / "rows.parquet")}},
         infer={"output": output, "rows_per_shard": 4, "batch_size": 2},
-        scaling={"num_workers": dist.get_world_size()},
+        scaling={"num_workers": dist.get_world_size() if dist.is_initialized() else 1},
         strategy=strategy,
     )
     job = parse_any(raw | {"model": model})
@@ -143,6 +146,30 @@ def pause_and_supersede(folder: Path, run_dir: RunDir) -> None:
         run(folder, run_dir, job, attempt=1)
     assert run_dir.results.shards() == [0]
     assert run(folder, run_dir, job, attempt=2) == Outcome(result="succeeded", step=ROWS)
+
+
+def test_plan_compares_the_model_and_its_tokenizer_with_the_checkpoint(folder: Path) -> None:
+    parent = start_from(folder, RunDir(folder / "planned")).parent()
+    cache, rows = folder / "_cache", folder / "rows.parquet"
+    policy = may_read(str(rows)).model_copy(update={"caches": (str(cache),)})
+    for output in ("logprobs", "embeddings"):
+        assert check_model(job_of(folder, of_job(), output).run, policy, parent)[1] == []
+    narrow = of_job() | {"config": TINY | {"hidden_size": 16}}
+    (problem,) = check_model(job_of(folder, narrow).run, policy, parent)[1]
+    assert problem.pointer == "/model/config"
+    start = (
+        "the checkpoint of step 3 of job-trained does not fit: model.embed_tokens.weight is [384, 16] and was [384, 32]"
+    )
+    assert problem.message.startswith(start)
+    other = may_read(str(rows), str(cache))
+    tokenizer = str(cache / "tokenizer-1")
+    model = job_of(folder, of_job()).model.model_copy(update={"tokenizer": tokenizer})
+    assert not has_its_tokenizer(model, parent, policy), "it is not that of the trained run"
+    (folder / "trained" / "data" / "dataset.json").rename(folder / "dataset.json")
+    (folder / "trained" / "data" / "dataset.json").write_text(json.dumps({"tokenizer": tokenizer}))
+    assert has_its_tokenizer(model, parent, policy)
+    assert not has_its_tokenizer(model, parent, other), "it is not in the cache"
+    (folder / "dataset.json").rename(folder / "trained" / "data" / "dataset.json")
 
 
 def test_checkpoint_that_is_damaged_or_unknown_ends_the_run(folder: Path, ranks: CallRanks) -> None:

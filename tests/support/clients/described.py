@@ -14,7 +14,11 @@ from train_loop.spec import SpecError, parse_text, spellings
 _REFUSED = itertools.count()
 _NTH = 1 if os.environ.get("MORE") else 10
 """Every n-th spec that the service's parser refuses here is sent, and all specs that it accepts."""
-_STARTS_A_PROCESS = ("get /jobs/{job_id}/checkpoints/{step}/digests", "post /jobs/{job_id}/checkpoints/{step}/verify")
+_STARTS_A_PROCESS = (
+    "get /jobs/{job_id}/checkpoints/{step}/digests",
+    "get /jobs/{job_id}/results",
+    "post /jobs/{job_id}/checkpoints/{step}/verify",
+)
 
 
 @schemathesis.hook
