@@ -273,7 +273,7 @@ def _show_sent_results(api: Api, job_id: str, limit: int) -> None:
     """Print rows that the service reads."""
     after, left, more = None, limit, True
     while left and more:
-        page = api.results(job_id, after=after, limit=min(left, _PAGE))
+        page = api.results(job_id, after=after, limit=min(left, _LINES))
         for row in page.data:
             show_text(read_results.dump_row(row))
         after, left, more = page.next, left - len(page.data), page.has_more
