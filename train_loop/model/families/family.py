@@ -296,7 +296,8 @@ class Family(Protocol):
         `columns` has `input_ids` and `position_ids` [n, T], and `is_token` [n, K] of all K columns so far, which is 0
         at padding on the left. `cache` is None for the first call.
         """
-        raise NotImplementedError(f"{type(model).__name__} has no cache")
+        missing = f"{type(model).__name__} has no cache"
+        raise NotImplementedError(missing)
 
     def write_configs(self, model: nn.Module, folder: Path, facts: ExportFacts) -> None:
         """Write the files beside exported weights that describe the model, so that its library can load the folder."""

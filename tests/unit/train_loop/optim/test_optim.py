@@ -155,9 +155,9 @@ def test_planned_bytes_equal_those_of_a_real_step(name: str, optimizer: str, mas
         nn.init.normal_(parameter)
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizers = build_optimizers(CAUSAL.anatomy(model), job.training)
-    for optimizer in optimizers:
-        optimizer.step()
-    states = [t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()]
+    for one in optimizers:
+        one.step()
+    states = [t for one in optimizers for state in one.state.values() for t in state.values()]
     real = {
         "parameters": list(model.parameters()),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
