@@ -10,6 +10,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.families.parity import CASES, TOLERANCE, Settings, advised, differences, raw_job
-from tests.support.builders.families import FAMILIES
+from tests.families.parity import CASES, TOLERANCE, Case, Settings, advised, differences, raw_job
+from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.specs import may_read
 from tests.support.ranks.ranks import ranks_of_any_number
+from train_loop.errors import ModelError
+from train_loop.model.families.causal.family import CAUSAL
+from train_loop.parallel.layers import tiled_mlps
 from train_loop.preflight.checks import check_model
-from train_loop.spec import parse
+from train_loop.spec import ModelSpec, parse
 
 FILE = Path(__file__).parents[2] / "docs/reference/models.json"
 CallRanks = Callable[..., Any]
@@ -95,6 +99,25 @@ def read() -> dict[str, Any]:
     """Return the stored rows by family."""
     models: dict[str, Any] = json.loads(FILE.read_bytes())["models"]
     return models
+
+
+def accepted(family: str, cases: Iterable[Case]) -> list[Case]:
+    """Return the cases as a mixture of experts accepts them: without packing, Ulysses or tiles if it has none."""
+    results = read()[family]["results"]
+    packs, splits = (not isinstance(results[f"{name}, packed"], str) for name in ("one rank", "Ulysses 2"))
+    tiles = ("strategy", "apply_tiled_mlp", True)
+    left = [case for case in cases if case.ulysses_size == 1 or splits]
+    if not _has_dense_mlps(family):
+        left = [replace(case, others=tuple(one for one in case.others if one != tiles)) for case in left]
+    return [replace(case, packed=case.packed and packs) for case in left]
+
+
+def _has_dense_mlps(family: str) -> bool:
+    anatomy = CAUSAL.build(ModelSpec(config=small(family)))
+    try:
+        return bool(tiled_mlps(anatomy, anatomy.layers))
+    except ModelError:
+        return False
 
 
 def write(rows: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from tests.families.parity import NONE, Case, difference, raw_job
 from tests.families.routed import Case as Routed
 from tests.families.routed import Found, compare
 from tests.families.runs import STEPS, Leg
-from tests.families.table import read
-from tests.support.builders.families import small
+from tests.families.table import accepted
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint
@@ -30,13 +28,11 @@ from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.reduction import PlainReduction
-from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.parallel.expert import PROVEN, Exchange
 from train_loop.model.families.causal.parallel.tensor import MIXTURES
 from train_loop.parallel import shard
-from train_loop.parallel.layers import tiled_mlps
 from train_loop.run_dir import ExportWish, RunDir, read_lines
-from train_loop.spec import JobSpec, ModelSpec, parse
+from train_loop.spec import JobSpec, parse
 
 MORE = bool(os.environ.get("MORE"))
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe", "qwen2_moe")
@@ -61,26 +57,11 @@ MESHES = (
 )
 
 
-def has_dense_mlps(family: str) -> bool:
-    """Return whether a mixture has MLPs that can compute in tiles."""
-    anatomy = CAUSAL.build(ModelSpec(config=small(family)))
-    try:
-        return bool(tiled_mlps(anatomy, anatomy.layers))
-    except ModelError:
-        return False
-
-
 def cases_of(family: str, place: int) -> list[Case]:
     """Return a mesh for a kind of family; with `MORE=1`, each mesh that the family accepts."""
     if not MORE:
         return [MESHES[place]]
-    results = read()[family]["results"]
-    accepts = {name: not isinstance(results[f"{name}, packed"], str) for name in ("one rank", "Ulysses 2")}
-    meshes = [case for case in MESHES if case.tp_size == 1 or family in MIXTURES]
-    meshes = [case for case in meshes if case.ulysses_size == 1 or accepts["Ulysses 2"]]
-    if not has_dense_mlps(family):
-        meshes = [replace(case, others=tuple(one for one in case.others if one != TILED)) for case in meshes]
-    return [replace(case, packed=case.packed and accepts["one rank"]) for case in meshes]
+    return accepted(family, [case for case in MESHES if case.tp_size == 1 or family in MIXTURES])
 
 
 CASES = [(family, case) for place, family in enumerate(FAMILIES) for case in cases_of(family, place)]

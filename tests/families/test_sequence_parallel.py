@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 from tests.families.parity import LENGTH, NONE, VOCAB, Case, difference, raw_job, uneven
+from tests.families.routed import Case as Routed
+from tests.families.routed import Found, compare
+from tests.families.table import accepted
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import may_read
 from tests.support.ranks.gradients import build, divisor, forget_meshes, mesh_of, my_share, random_rows
@@ -20,7 +24,7 @@ from train_loop.errors import ModelError
 from train_loop.loop.batch import micro_batches
 from train_loop.loop.build import build_state, build_token_loss
 from train_loop.model.families.causal.parallel.sequence import Regions
-from train_loop.model.families.causal.parallel.tensor import PROVEN
+from train_loop.model.families.causal.parallel.tensor import MIXTURES, PROVEN
 from train_loop.model.families.causal.parallel.token_parts import SharedParts
 from train_loop.parallel.build import build_sharded
 from train_loop.plan import plan_job
@@ -39,19 +43,52 @@ MESHES = (
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(SPLIT, OFFLOADED, TILED)),
     Case("tp 4", 4, tp_size=4, others=(SPLIT, ("strategy", "norm_dtype", "fp32"))),
 )
-FAMILIES = drawn(sorted(PROVEN), len(MESHES))
-CASES = (
-    [(family, case) for family in FAMILIES for case in MESHES]
-    if os.environ.get("MORE")
-    else [*zip(FAMILIES, MESHES, strict=True)]
-)
-"""Another family of those with `tp_size` on each mesh, for each commit; with `MORE=1`, all on all meshes."""
+
+
+def with_experts(case: Case) -> Case:
+    """Return a case whose ranks share experts, too, which replicas of whole models do not."""
+    ep = 4 if case.packed or case.tp_size == 4 else 2
+    others = (*(one for one in case.others if one != NO_SHARDS), ("strategy", "ep_size", ep))
+    return replace(case, mesh=f"{case.mesh.replace('ddp', 'fsdp')}, ep {ep}", others=others)
+
+
+def cases_of(family: str, cases: Sequence[Case]) -> list[tuple[str, Case]]:
+    """Return the cases of a family that it accepts; a mixture shares experts."""
+    own = accepted(family, map(with_experts, cases)) if family in MIXTURES else cases
+    return [(family, case) for case in own]
+
+
+FAMILIES = sorted(PROVEN | MIXTURES)
+MORE = bool(os.environ.get("MORE"))
+CASES = [
+    one
+    for place, family in enumerate(drawn(FAMILIES, len(MESHES)))
+    for one in cases_of(family, MESHES if MORE else MESHES[place : place + 1])
+]
+"""A family on each mesh, which each commit draws from those with `tp_size`; with `MORE=1`, all on all meshes."""
+ROUTED = {
+    "aux and z": Routed(
+        world=4,
+        strategy={"tp_size": 2, "ep_size": 4, "sequence_parallel": True},
+        training={"router_aux_loss": {"coef": 0.1}, "router_z_loss": 0.01},
+    ),
+    "aux by document, Ulysses": Routed(
+        world=4,
+        strategy={"tp_size": 2, "ep_size": 2, "ulysses_size": 2, "sequence_parallel": True},
+        training={"router_aux_loss": {"coef": 0.1, "scope": "sequence"}, "router_z_loss": 0.01},
+        packed=True,
+    ),
+}
+"""Losses of routers that see a part of the tokens."""
 LAYERS, TOKENS = 6, 128
 
 
 def differences() -> dict[tuple[str, str], float]:
     """Return the largest relative difference of loss and gradients, by family and mesh."""
-    return {(family, case.mesh): difference(family, case, uneven(family)) for family, case in CASES}
+    return {
+        (family, case.mesh): difference(family, case, NONE if family in MIXTURES else uneven(family))
+        for family, case in CASES
+    }
 
 
 def without_sum() -> float:
@@ -169,6 +206,8 @@ def everything() -> dict[str, Any]:
         "step": step(),
         "bf16": bf16(),
         "bytes": {way: (bytes_of(way), bytes_of(way, SPLIT)) for way in ("none", "full")},
+        # Each comparison forgets the meshes of those before.
+        "routed": {name: compare(case) for name, case in ROUTED.items()},
     }
 
 
@@ -180,6 +219,14 @@ def found() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("family", "mesh"), [(family, case.mesh) for family, case in CASES])
 def test_loss_and_gradients_are_those_of_one_rank(found: list[dict[str, Any]], family: str, mesh: str) -> None:
     assert found[0]["differences"][family, mesh] < 1e-5
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_losses_of_routers_are_those_of_one_rank(found: list[dict[str, Any]], name: str) -> None:
+    routed: Found = found[0]["routed"][name]
+    assert routed.error < 1e-5
+    assert routed.named_error < 1e-5
+    assert {sum(layer) for layer in routed.loads} == {routed.expected_tokens}
 
 
 def test_a_gradient_of_a_norm_that_is_not_summed_is_found(found: list[dict[str, Any]]) -> None:

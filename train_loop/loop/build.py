@@ -16,6 +16,7 @@ from train_loop.loop.objectives.objective import Objective, check_objective
 from train_loop.loop.objectives.own_loss import OwnLoss
 from train_loop.loop.objectives.pairs import ContrastiveLoss, RewardLoss
 from train_loop.loop.objectives.routed import RoutedLoss, RouterRule
+from train_loop.loop.objectives.routed_tokens import RoutedTokens
 from train_loop.loop.objectives.token_cross_entropy import LossRule, MaskedLoss, TokenLoss
 from train_loop.loop.objectives.vocabulary import VocabularyPart
 from train_loop.loop.reduction import Reduction, build_reduction
@@ -195,7 +196,8 @@ def route(objective: Objective, spec: JobSpec, mesh: Mesh) -> Objective:
     experts = objective.anatomy.experts
     if experts is None:
         return objective
-    return RoutedLoss(objective, experts, RouterRule.of(spec.training, experts), mesh)
+    tokens = RoutedTokens(mesh, is_split=spec.strategy.sequence_parallel)
+    return RoutedLoss(objective, experts, RouterRule.of(spec.training, experts), tokens)
 
 
 def build_balance(objective: Objective, spec: JobSpec) -> ExpertBalance | None:

@@ -22,7 +22,9 @@ class ExpertMesh:
     efsdp: DeviceMesh
     """The mesh for `fully_shard` of experts, with axes [efsdp], or [ddp, efsdp] for HSDP."""
     tokens: DeviceMesh
-    """The mesh of the ranks with the same tokens: that of tp, or this rank alone."""
+    """The mesh of the ranks that have the same samples and share layers: that of tp, or this rank alone."""
+    alone: DeviceMesh
+    """The mesh of this rank alone."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _build_experts(plan: MeshPlan, device: torch.device, tp: DeviceMesh | None, 
     for group in grid.get_all_groups():
         _set_pg_timeout(timeout, group)
     *shards, ep = (axis.name for axis in plan.experts)
-    return ExpertMesh(grid[ep], grid[tuple(shards)], tokens=grid["alone"] if tp is None else tp)
+    alone = grid["alone"]
+    return ExpertMesh(grid[ep], grid[tuple(shards)], tokens=alone if tp is None else tp, alone=alone)
 
 
 def _device_mesh(device: torch.device, axes: Sequence[Axis]) -> DeviceMesh:

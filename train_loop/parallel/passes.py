@@ -80,7 +80,9 @@ class Experts:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Split the experts by the plan of the model's family."""
         assert mesh.experts is not None, "the plan has this axis"
-        built.anatomy.family.share_experts(built.anatomy, mesh.experts.ep, mesh.experts.tokens)
+        # With parts of the tokens, no rank has those of another.
+        tokens = mesh.experts.alone if built.spec.strategy.sequence_parallel else mesh.experts.tokens
+        built.anatomy.family.share_experts(built.anatomy, mesh.experts.ep, tokens)
 
 
 class Sequence:

@@ -142,7 +142,7 @@ def _groups_within_nodes(scaling: ScalingSpec, nodes: Sequence[Resources], unit:
 
 def why_gathers_cross(strategy: StrategySpec, scaling: ScalingSpec, nodes: Sequence[Resources]) -> str | None:
     """Return a sentence if groups that gather each layer cross nodes, with a remedy if there is one; None otherwise."""
-    ranks = lay_out(scaling, nodes, group=strategy.peers, whole=strategy.shard_group) if nodes else None
+    ranks = lay_out(scaling, nodes, group=strategy.peers, whole=strategy.whole_group) if nodes else None
     size = strategy.gathering(scaling.world)
     if ranks is None or not (crossing := splits(ranks, size)):
         return None

@@ -48,7 +48,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
 
     def __init__(self, run_dir: RunDir, attempt: int, spec: JobSpec, *, autoscaled: bool) -> None:
         super().__init__(
-            spec.scaling, group=spec.strategy.peers, whole=spec.strategy.shard_group, autoscaled=autoscaled
+            spec.scaling, group=spec.strategy.peers, whole=spec.strategy.whole_group, autoscaled=autoscaled
         )
         self._run_dir, self._attempt, self._spec = run_dir, run_dir.attempt(attempt), spec
         self._nodes: dict[str, str] = {}

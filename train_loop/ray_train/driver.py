@@ -181,7 +181,7 @@ def _prepare_and_train(
     spec = retry_storage(lambda: attempt.spec(run_dir.spec())).run
     environment = _environment(spec)
     if environment:
-        start_ahead(spec.scaling, environment, group=spec.strategy.peers, whole=spec.strategy.shard_group)
+        start_ahead(spec.scaling, environment, group=spec.strategy.peers, whole=spec.strategy.whole_group)
     with no_automatic_collection():
         from train_loop.ray_train.trainer import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 

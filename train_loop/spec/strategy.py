@@ -1,5 +1,6 @@
 """`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
+from math import lcm
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -209,6 +210,13 @@ class StrategySpec(SpecModel):
         sharded = self.sharding_strategy != "NO_SHARD" and isinstance(self.fsdp_size, int) and self.fsdp_size > 1
         return self.shards * self.tp_size if sharded else 1
 
+    @property
+    def whole_group(self) -> int:
+        """The number of workers that a node should hold whole: a shard group, or groups that share experts; else 1."""
+        if self.shard_group > 1 or self.ep_size == 1:
+            return self.shard_group
+        return lcm(self.ep_size, self.peers)
+
     def gathering(self, world: int) -> int:
         """Return the number of consecutive workers that gather each layer from one another; 1 if nothing is sharded."""
         whole = world // self.tp_size
@@ -278,11 +286,6 @@ class StrategySpec(SpecModel):
             raise ValueError(
                 "sequence_parallel splits tokens among the workers that share layers, and tp_size=1 shares none; set "
                 "tp_size, or remove sequence_parallel; ulysses_size splits sequences without tp_size"
-            )
-        if self.sequence_parallel and self.ep_size > 1:
-            raise ValueError(
-                f"sequence_parallel is not proven with ep_size={self.ep_size}, whose workers with the same tokens send "
-                "a part of them each; remove sequence_parallel, or choose ep_size=1"
             )
         return self
 

@@ -149,7 +149,7 @@ class Planner:
         checked = self._checked(spec, found, nodes)
         plans = checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers
-        whole = spec.strategy.shard_group
+        whole = spec.strategy.whole_group
         scaling = spec.scaling.at(max(plans))
         ranks = lay_out(scaling, cluster.nodes, group=group, whole=whole) if cluster is not None else None
         placed = tuple(ranks.values()) if ranks else None
@@ -199,7 +199,7 @@ def _split(spec: AnyJobSpec, cluster: Capacity | None) -> list[str | None]:
     if cluster is None:
         return []
     strategy, scaling, nodes, allows = spec.strategy, spec.scaling, cluster.nodes, partial(allows_size, spec.run)
-    whole = strategy.shard_group
+    whole = strategy.whole_group
     split = partial(why_split, scaling, nodes, allows=allows, whole=whole)
     return [
         split(group=strategy.peers, name=strategy.name_of_peers),

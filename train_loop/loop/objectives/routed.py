@@ -1,6 +1,6 @@
 """Routers of a mixture of experts: their losses, which are added to an objective's, and the load of experts.
 
-T: tokens of this rank's slice, E: experts of a layer, L: layers with experts, K: experts that a token uses, S: scopes.
+T: tokens that this rank routes, E: experts of a layer, L: layers with experts, K: experts that a token uses, S: scopes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from train_loop.data.dataset import IGNORE
 from train_loop.loop.batch import MicroBatch, StepBatch
 from train_loop.loop.objectives.objective import Objective, Terms
-from train_loop.loop.reduction import sum_once
+from train_loop.loop.objectives.routed_tokens import RoutedTokens
 from train_loop.model.families.anatomy import Anatomy, Experts
-from train_loop.parallel.mesh import Mesh
 from train_loop.spec import TrainingSpec
 
 IDLE_STEPS = 100
@@ -44,11 +43,11 @@ class RouterRule:
 class RouterWatch:
     """Recorder of routers' logits and choices in an objective's calls, without recomputation and evaluations."""
 
-    def __init__(self, experts: Experts, mesh: Mesh) -> None:
-        self._logits, self._mesh = list[Tensor](), mesh
+    def __init__(self, experts: Experts, tokens: RoutedTokens) -> None:
+        self._logits, self._tokens = list[Tensor](), tokens
         self._valid: Tensor | None = None
         """True for the tokens of a call that count, [T]; None outside of calls."""
-        self._loads = torch.zeros(len(experts.modules), experts.number, dtype=torch.int64, device=mesh.device)
+        self._loads = torch.zeros(len(experts.modules), experts.number, dtype=torch.int64, device=tokens.mesh.device)
         self._earlier = torch.zeros_like(self._loads)
         """Loads on all ranks that are already summed, but not yet in a metrics line."""
         for router in experts.routers:
@@ -82,7 +81,7 @@ class RouterWatch:
 
     def sum_loads(self) -> Tensor:
         """Return the tokens of each expert [L, E] of all ranks since the last call. A collective call."""
-        loads, self._loads = sum_once(self._loads, self._mesh), torch.zeros_like(self._loads)
+        loads, self._loads = self._tokens.sum(self._loads), torch.zeros_like(self._loads)
         self._earlier += loads
         return loads
 
@@ -119,15 +118,17 @@ class Scopes:
     """These ranks; None for all."""
 
     @classmethod
-    def of(cls, batch: MicroBatch, mesh: Mesh, *, by_document: bool) -> "Scopes":
+    def of(cls, batch: MicroBatch, tokens: RoutedTokens, *, by_document: bool) -> "Scopes":
         """Return the scopes of a micro-batch. A collective call."""
-        valid, once = _valid(batch, mesh), (torch.zeros_like(batch.position_ids), 1)
-        of_token, number = _documents(batch.position_ids, mesh) if by_document else once
+        valid = tokens.valid(batch)
+        of_token, number = (
+            tokens.documents(batch.position_ids) if by_document else (torch.zeros_like(valid, dtype=torch.int64), 1)
+        )
         of_token = of_token.flatten()
-        weights = (batch.labels != IGNORE) if batch.weights is None else batch.weights
+        weights = tokens.own((batch.labels != IGNORE) if batch.weights is None else batch.weights)
         shares = torch.stack([valid, weights]).double().flatten(1)
         counts = torch.zeros(2, number, dtype=torch.float64, device=shares.device).index_add_(1, of_token, shares)
-        group = mesh.sp if by_document else None
+        group = tokens.sequence if by_document else None
         dist.all_reduce(counts, group=group)
         return cls(of_token, valid.flatten().float(), counts, group)
 
@@ -159,28 +160,6 @@ class Scopes:
             factors = (shares * logits[0].shape[-1] / (tokens * len(logits)).clamp(min=1).square()).float()
         parts: Tensor = factors[:, None] * loads * self.sums(_total(chances))
         return parts.sum()
-
-
-def _valid(batch: MicroBatch, mesh: Mesh) -> Tensor:
-    """Return whether each token of this rank's slice is not padding, [n, T/P]."""
-    width = batch.position_ids.shape[1]
-    places = torch.arange(width, device=batch.lengths.device) + mesh.sequence_rank * width
-    return places < batch.lengths[:, None]
-
-
-def _documents(position_ids: Tensor, mesh: Mesh) -> tuple[Tensor, int]:
-    """Return the number of each token's document in the micro-batch, from this rank's slice [n, T/P], and their number.
-
-    Tokens before the first position 0 continue the document of the slice before.
-    """
-    begins = (position_ids == 0).long()
-    table = begins.new_zeros(mesh.plan.sp, len(begins))
-    table[mesh.sequence_rank] = begins.sum(1)
-    dist.all_reduce(table, group=mesh.sp)
-    most = int(table.sum(0).max()) + 1
-    before = table[: mesh.sequence_rank].sum(0)
-    rows = torch.arange(len(begins), device=begins.device)[:, None] * most
-    return rows + before[:, None] + begins.cumsum(1), len(begins) * most
 
 
 def _total(tensors: Iterable[Tensor]) -> Tensor:
@@ -225,9 +204,9 @@ class RoutedLoss:
     as it has of the step's divisor, so that neither accumulation nor the mesh changes the sum over scopes.
     """
 
-    def __init__(self, inner: Objective, experts: Experts, rule: RouterRule, mesh: Mesh) -> None:
-        self._inner, self._rule, self._mesh, self._chosen = inner, rule, mesh, experts.chosen
-        self.watch = RouterWatch(experts, mesh)
+    def __init__(self, inner: Objective, experts: Experts, rule: RouterRule, tokens: RoutedTokens) -> None:
+        self._inner, self._rule, self._tokens, self._chosen = inner, rule, tokens, experts.chosen
+        self.watch = RouterWatch(experts, tokens)
         on = {"router_aux_loss": rule.auxiliary, "router_z_loss": rule.z_loss, "router_entropy": True}
         self.idle, self.remedy = IdleExperts(), remedy_of(experts)
         self._names = tuple(name for name, weight in on.items() if weight and experts.auxiliary is not None)
@@ -258,13 +237,14 @@ class RoutedLoss:
 
     def __call__(self, batch: MicroBatch) -> Terms:
         """Return the inner objective's terms with the losses of routers. A collective call."""
-        with self.watch.seeing(_valid(batch, self._mesh).flatten()):
+        with self.watch.seeing(self._tokens.valid(batch).flatten()):
             terms = self._inner(batch)
         logits = self.watch.take_logits()
         if not self._names:
             return terms
-        scopes = Scopes.of(batch, self._mesh, by_document=self._rule.by_document)
-        found = self._losses([one.float() for one in logits], scopes)
+        scopes = Scopes.of(batch, self._tokens, by_document=self._rule.by_document)
+        losses = self._losses([one.float() for one in logits], scopes)
+        found = {name: self._tokens.of_slice(value) for name, value in losses.items()}
         total = terms.total + self._rule.auxiliary * found.get("router_aux_loss", 0.0)
         total = total + self._rule.z_loss * found.get("router_z_loss", 0.0)
         return Terms(total, terms.count, {**terms.sums, **found}, terms.stands_in)

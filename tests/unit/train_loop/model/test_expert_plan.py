@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
-from train_loop.plan import Plan, groups_across_hosts, plan_job, plan_mesh, why_split
+from train_loop.plan import Plan, groups_across_hosts, lay_out, plan_job, plan_mesh, why_split
 from train_loop.preflight.checks import check_model
-from train_loop.spec import JobSpec, ScalingSpec, SpecError, parse
+from train_loop.spec import JobSpec, ScalingSpec, SpecError, StrategySpec, parse
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,19 @@ def test_groups_that_cross_nodes_get_a_warning(workers: int, places: tuple[float
     reason = why_split(ScalingSpec(num_workers=workers), nodes, group=4, name="ep_size", peers=1)
     assert (reason is None) == (why is None)
     assert (why or "") in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placed"),
+    [({}, [5, 3]), ({"ep_size": 4}, [4, 4]), ({"ep_size": 4, "ulysses_size": 2}, [4, 4]), ({"fsdp_size": 4}, [4, 4])],
+)
+def test_ranks_that_share_experts_are_placed_on_one_node(strategy: dict[str, int], placed: list[int]) -> None:
+    chosen = StrategySpec(**strategy)
+    ranks = lay_out(
+        ScalingSpec(num_workers=8), [{"CPU": 5.0}, {"CPU": 5.0}], group=chosen.peers, whole=chosen.whole_group
+    )
+    assert ranks is not None
+    assert [len(own) for own in ranks.values()] == placed
 
 
 def test_names_of_other_tools_lead_to_the_field() -> None:
