@@ -13,6 +13,7 @@ from benchmarks.checkpoints import commits, reshard, reshard_run, saves, saves_r
 from benchmarks.control_plane import accepts, first_step, full_queue, open_streams
 from benchmarks.data import data_wait, prepare, resume
 from benchmarks.faults import recover
+from benchmarks.inference import rows
 from benchmarks.training import experts, gpu, memory, ordered, step_overhead, tensor, turns, ulysses
 from benchmarks.workload import TOY
 
@@ -242,3 +243,10 @@ def test_open_streams_receive_lines(run: Run) -> None:
     result = run(open_streams.main, "--quick")
     assert [sample["error"] for sample in result["data"]] == [None] * 2
     assert all(0 <= sample["raw"]["most_late"] < open_streams.LATE for sample in result["data"])
+
+
+def test_programs_of_inference_have_the_same_results(run: Run) -> None:
+    needs_time()
+    result = run(rows.main, "--quick", "--rounds", "1")
+    assert [one["error"] for one in result["data"]] == [None] * 6
+    assert {one["variant"].partition(": ")[2] for one in result["data"]} == {rows.OURS, rows.LOOP, rows.RAY}

@@ -89,7 +89,7 @@ def test_greedy_tokens_equal_those_of_transformers(data: Path, tmp_path: Path, c
 
 
 def test_tokens_do_not_depend_on_ranks_and_batches(data: Path, tmp_path: Path, call_ranks: Call) -> None:
-    drawn = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
     _, one = call_ranks(1, infer_rows, job(data, **drawn), tmp_path / "drawn-1")
     greedy = plain_tokens(data, "qwen3")
     assert tokens_of(one) != greedy
@@ -111,7 +111,7 @@ def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]])
 
 
 def test_logprobs_of_drawn_tokens_are_those_of_the_model(data: Path, tmp_path: Path, call_ranks: Call) -> None:
-    drawn = {"temperature": 2.0, "top_k": 9, "seed": 5, "logprobs": True, "stop_tokens": []}
+    drawn: dict[str, Any] = {"temperature": 2.0, "top_k": 9, "seed": 5, "logprobs": True, "stop_tokens": []}
     _, found = call_ranks(1, infer_rows, job(data, **drawn), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(data / "qwen3", dtype=torch.float32).eval()
     for row in found:

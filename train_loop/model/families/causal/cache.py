@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def extend(model: nn.Module, columns: Mapping[str, Tensor], cache: Any) -> tuple
     `columns` has `input_ids` and `position_ids` [n, T] of the new columns, and `is_token` [n, K], which is 0 at
     padding on the left. `cache` is None for the first call.
     """
-    last: dict[str, Any] = {"logits_to_keep": 1} if _keeps_some_logits(type(model)) else {}
+    last: dict[str, Any] = {"logits_to_keep": 1} if _keeps_some_logits(type(model).forward) else {}
     out = model(
         input_ids=columns["input_ids"],
         attention_mask=columns["is_token"],
@@ -46,9 +46,8 @@ def extend(model: nn.Module, columns: Mapping[str, Tensor], cache: Any) -> tuple
 
 
 @functools.lru_cache
-def _keeps_some_logits(kind: type[nn.Module]) -> bool:
-    # FSDP2 changes a model's class to one that inherits forward.
-    return "logits_to_keep" in inspect.signature(kind.forward).parameters
+def _keeps_some_logits(forward: Callable[..., Any]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters
 
 
 def is_exact(model: nn.Module, positions: int) -> bool:
@@ -60,7 +59,7 @@ def is_exact(model: nn.Module, positions: int) -> bool:
     if limit is not None and positions > limit:
         return False
     # An FSDP unit has a class of FSDP2's before its own.
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     return _is_exact(kind, json.dumps(config), positions)
 
 
