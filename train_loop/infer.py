@@ -7,18 +7,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from train_loop.checkpoint.weights import load_weights
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.input_rows import check_unchanged, check_whole
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.stream.local import StreamPlan
-from train_loop.errors import UserError
 from train_loop.faults.out_of_memory import memory_watched
 from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows, trim
 from train_loop.loop.coordination import StopSignal, agree_on_stop, agree_to_go_on, gather_workers, warn_of_hosts
 from train_loop.loop.infer.build import build_output
+from train_loop.loop.infer.of_job import load_weights_of_job
 from train_loop.loop.infer.outputs import Output, RowResult
 from train_loop.loop.infer.results import ResultsWriter, gather_results
 from train_loop.loop.metrics import replayed_steps
@@ -28,10 +27,10 @@ from train_loop.model.folder import model_shape
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.plan import plan_job
-from train_loop.run_dir import Outcome, Parent, Stop, storage_failed
+from train_loop.run_dir import Outcome, Stop, storage_failed
 from train_loop.spec import InferJobSpec
 from train_loop.system.gc import collect_garbage, keep_what_is_there, no_garbage_collection
-from train_loop.system.retry import patiently, retry_storage
+from train_loop.system.retry import retry_storage
 from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec.run, mesh, needs_weights=not spec.model.is_of_job)
     if spec.model.is_of_job:
-        load_weights(sharded.anatomy, session.access, checkpoint_of_job(spec, session), spec.model.weights)
+        spec = load_weights_of_job(spec, sharded.anatomy, session.access)
     sharded.model.eval()
     order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
     # Rank 0 counts: a shard may be committed while others look.
@@ -102,17 +101,6 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
         output=build_output(spec, sharded.anatomy, dataset, session.journal),
         committed=committed[0],
     )
-
-
-def checkpoint_of_job(spec: InferJobSpec, session: Session) -> Parent:
-    """Return the checkpoint that the service found for `model.job`. Raises UserError without a service."""
-    parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
-    if parent is None:
-        raise UserError(
-            f"model.job={spec.model.job} needs the service, which finds the checkpoint; give model.path the folder "
-            "that `trainshed export` prints"
-        )
-    return parent
 
 
 def record_start(job: Inference) -> None:

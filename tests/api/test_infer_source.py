@@ -89,6 +89,24 @@ def test_clone_reads_the_same_checkpoint_or_that_of_another_job(
     assert another["spec"]["model"]["config"]["vocab_size"] == 400
 
 
+def test_conversations_get_the_chat_template_of_the_job(client: TestClient, service: FakeService) -> None:
+    chats = {"columns": {"messages": "chat"}, "chat_template": "tool_use"}
+    model = CONFIG | {"tokenizer": "/tokens"}
+    job_id = client.post("/jobs", content=spec_body(model=model, data=chats)).json()["id"]
+    other = client.post("/jobs", content=spec_body(model=model, data=chats | {"chat_template": None})).json()["id"]
+    for one in (job_id, other):
+        checkpoint(service.run_dir(one), 5, weights=b"1")
+    rows = {"columns": {"messages": "chat", "input_ids": None}}
+    job = client.post("/jobs", content=body(job_id, data=rows)).json()
+    assert job["spec"]["data"]["chat_template"] == "tool_use"
+    own = client.post("/jobs", content=body(job_id, data=rows | {"chat_template": "own"})).json()
+    found = [
+        client.post(f"/jobs/{one['id']}/clone", json={"overrides": {"model": {"job": other, "step": "latest"}}}).json()
+        for one in (job, own)
+    ]
+    assert [one["spec"]["data"]["chat_template"] for one in found] == [None, "own"]
+
+
 def test_tokenizer_of_the_jobs_own_data_is_used_for_text(
     client: TestClient, service: FakeService, trained: str, tmp_path: Path
 ) -> None:

@@ -73,10 +73,14 @@ def _find_checkpoint(jobs: Jobs, job: Job, source: CheckpointSource) -> Manifest
     return manifests[step]
 
 
-def without_old_source(spec: AnyJobSpec, overrides: Mapping[str, object]) -> Mapping[str, object]:
-    """Return overrides that also remove the model of a spec's job if they name another job."""
-    model = overrides.get("model")
+def without_old_source(jobs: Jobs, spec: AnyJobSpec, overrides: Mapping[str, object]) -> Mapping[str, object]:
+    """Return overrides that also remove what a spec has from its job, if they name another job."""
+    model, data = overrides.get("model"), overrides.get("data", {})
     source = spec.checkpoint_source
     if source is None or not isinstance(model, Mapping) or model.get("job", source.job) == source.job:
         return overrides
-    return {**overrides, "model": {**dict.fromkeys(_OF_SOURCE), **model}}
+    fresh: dict[str, object] = {**overrides, "model": {**dict.fromkeys(_OF_SOURCE), **model}}
+    old, template = jobs.store.get(source.job), spec.run.data.chat_template
+    if template is not None and old is not None and old.spec.run.data.chat_template == template:
+        fresh["data"] = {"chat_template": None, **data} if isinstance(data, Mapping) else data
+    return fresh

@@ -100,7 +100,7 @@ class Submitter:
 
         def new_job() -> _CheckedJob:
             origin = self.jobs.find(caller, job_id)
-            changes = without_old_source(origin.spec, overrides)
+            changes = without_old_source(self.jobs, origin.spec, overrides)
             spec = self.jobs.planner.resolved(apply_overrides(origin, changes))
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)

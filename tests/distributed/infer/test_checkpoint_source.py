@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[Dtype, Weights, str]] = {
     "weights in bf16": ("bf16", "model", "logprobs"),
     "average": ("fp32", "ema", "logprobs"),
     "embeddings": ("fp32", "model", "embeddings"),
+    "generated tokens": ("fp32", "model", "generate"),
 }
 """dtype, weights and output of each pair of jobs."""
 CallRanks = Callable[..., Any]

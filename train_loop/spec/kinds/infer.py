@@ -187,10 +187,13 @@ class InferJobSpec(SpecModel):
     def with_model_of(self, job: str, step: int, run: JobSpec, tokenizer: str | None) -> "InferJobSpec":
         """Return the spec with the model of a job, whose checkpoint of a step has the weights.
 
-        `tokenizer` is the one that was trained on the job's data, if its spec names none. Raises SpecError.
+        `tokenizer` is the one that was trained on the job's data, if its spec names none. Conversations get the chat
+        template of the job unless the spec names one. Raises SpecError.
         """
-        theirs = model_of_job(self.model, job, run.model, tokenizer, reads_text=self.data.reads_text)
-        return self.model_copy(update={"model": self.model.model_copy(update={**theirs, "step": step})})
+        data, theirs = self.data, model_of_job(self.model, job, run.model, tokenizer, reads_text=self.data.reads_text)
+        if data.has_messages and data.chat_template is None:
+            data = data.model_copy(update={"chat_template": run.data.chat_template})
+        return self.model_copy(update={"model": self.model.model_copy(update={**theirs, "step": step}), "data": data})
 
     @property
     def unit(self) -> str:
