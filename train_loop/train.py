@@ -15,6 +15,7 @@ from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.masking import mask_rows
 from train_loop.data.stream.local import StreamPlan
 from train_loop.errors import CheckpointError, UserError
+from train_loop.faults.micro_batch import with_micro_batch
 from train_loop.faults.nonfinite import count_skips
 from train_loop.faults.out_of_memory import memory_watched
 from train_loop.faults.preemption import PreemptionWatch
@@ -32,7 +33,7 @@ from train_loop.loop.profiling import profiled
 from train_loop.loop.session import Session
 from train_loop.loop.step import StepResult, train_step
 from train_loop.run_dir import Outcome, Stop, storage_failed
-from train_loop.spec import JobSpec
+from train_loop.spec import AUTO, JobSpec
 from train_loop.system.gc import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.timers import StepTimer
@@ -45,7 +46,10 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     model = spec.code.model if spec.code else spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     session.journal.event("workers_ready", world=session.world)
-    with numerics(spec), watched(session) as watchdog, memory_watched(spec, session):
+    chooses = spec.training.per_device_train_batch_size == AUTO
+    spec = with_micro_batch(spec, session)
+    shrinks = chooses and spec.training.micro_batch > 1
+    with numerics(spec), watched(session) as watchdog, memory_watched(spec, session, shrinks=shrinks):
         newest = agree_on_newest(session.access)
         run = build_run(spec, session, dataset, evaluation, newest)
         saver = Saver(session.access, spec.checkpoint, spec.strategy.save_mode, timeout=session.timeout)
@@ -56,7 +60,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
             record_built(run, workers)
             record_start(run, workers)
             try:
-                loop = TrainingLoop(run, saver, watchdog)
+                loop = TrainingLoop(run, saver, watchdog, proves=chooses)
                 stop = loop.train()
             except UserError:
                 # Keep the checkpoint in flight: it precedes the user's error.
@@ -81,8 +85,10 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
 class TrainingLoop:
     """The steps of a run on this rank, and what may stop or save it between two of them."""
 
-    def __init__(self, run: Run, saver: Saver, watchdog: Watchdog) -> None:
+    def __init__(self, run: Run, saver: Saver, watchdog: Watchdog, *, proves: bool = False) -> None:
         self.run, self.saver, self.watchdog = run, saver, watchdog
+        self.proves = proves
+        """True until a step has shown that a chosen micro-batch fits."""
         session, consumed = run.session, run.state.consumed
         self.save_schedule = SaveSchedule(run.spec.checkpoint, step=run.state.step)
         self.preemption = PreemptionWatch(session)
@@ -103,6 +109,7 @@ class TrainingLoop:
             if (stop := agreed.stop) is not None:
                 break
             result = self.train_step(batch, agreed)
+            self.prove_micro_batch()
             evaluation, stop = self.evaluate_if_due()
             self.record(result, agreed, evaluation, stop)
             if stop is None:
@@ -145,7 +152,7 @@ class TrainingLoop:
             result = train_step(
                 state,
                 run.objective,
-                micro_batches(batch, training.per_device_train_batch_size, run.objective.anatomy, run.mesh),
+                micro_batches(batch, training.micro_batch, run.objective.anatomy, run.mesh),
                 divisor=agreed.divisor,
                 reduction=run.reduction,
                 max_grad_norm=training.max_grad_norm,
@@ -154,6 +161,13 @@ class TrainingLoop:
         run.session.mark(state.step, Phase.AFTER)
         check_step(run, result)
         return result
+
+    def prove_micro_batch(self) -> None:
+        """Report that the first step with a chosen micro-batch had enough memory."""
+        if self.proves:
+            size, step = self.run.spec.training.micro_batch, self.run.state.step
+            self.run.session.journal.event("micro_batch_proven", size=size, step=step)
+        self.proves = False
 
     def evaluate_if_due(self) -> tuple[Evaluation | None, Stop | None]:
         """Evaluate every eval_steps steps and at the run's end. A collective call.
@@ -250,7 +264,7 @@ def evaluate_now(run: Run, stop_signal: StopSignal) -> Evaluation | Stop:
             run.objective,
             run.evaluation_data,
             run.reduction,
-            per_device=run.spec.training.per_device_train_batch_size,
+            per_device=run.spec.training.micro_batch,
             find_stop=lambda: agree_on_stop(stop_signal.seen),
         )
     if isinstance(found, Evaluation):

@@ -69,7 +69,7 @@ class Built(NamedTuple):
     def batches(self, real: int = REAL) -> Iterable[MicroBatch]:
         """Return this rank's micro-batches of a step with `real` samples."""
         batch = rows_of_rank(self.dataset, self.mesh, real=real, count=BATCH)
-        size = self.job.training.per_device_train_batch_size
+        size = self.job.training.micro_batch
         return list(micro_batches(batch, size, self.sharded.anatomy, self.mesh))
 
     def step(self, *, seed: int = 0) -> Step:

@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def memory_watched(spec: AnyJobSpec, session: Session) -> Iterator[None]:
-    """Report a rank that runs out of memory. Raises MemoryRanOutError, and TooLittleMemoryError the second time."""
+def memory_watched(spec: AnyJobSpec, session: Session, *, shrinks: bool = False) -> Iterator[None]:
+    """Report a rank that runs out of memory. Raises MemoryRanOutError, and TooLittleMemoryError the second time.
+
+    If the next group `shrinks` its micro-batches, there may be more.
+    """
     try:
         yield
     except Exception as error:
@@ -37,10 +40,10 @@ def memory_watched(spec: AnyJobSpec, session: Session) -> Iterator[None]:
         if place is None:
             raise
         # The frames of the failed step keep its tensors alive, so that the snapshot shows them.
-        raise _reported(spec, session, error, place) from error
+        raise _reported(spec, session, error, place, shrinks=shrinks) from error
 
 
-def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place) -> Exception:
+def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place, *, shrinks: bool) -> Exception:
     host, committed = socket.gethostname(), max(session.run_dir.checkpoint_folders(), default=None)
     shape = model_shape(spec.model)
     terms = memory_terms(spec, shape, place)
@@ -50,7 +53,7 @@ def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place
     )
     # Other ranks of this group may have run out, too.
     others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}
-    again = bool(others)
+    again = bool(others) and not shrinks
     session.journal.event_of_any_rank(
         OUT_OF_MEMORY,
         rank=session.rank,

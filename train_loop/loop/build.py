@@ -213,7 +213,7 @@ def build_token_loss(sharded: ShardedModel, spec: JobSpec, plan: Plan) -> TokenL
 
     It is computed in chunks if the plan asks for them and the steps after the model's head are known.
     """
-    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
+    tokens = spec.training.micro_batch * spec.data.sequence_length // plan.mesh.sp
     shape = plan.shape.shared(tp=plan.mesh.tp)
     rows = chunk_rows(spec, shape, tokens=tokens) if sharded.after_head is not None else None
     vocabulary = None
@@ -247,7 +247,7 @@ def _initial_scale(spec: JobSpec, mesh: Mesh) -> float:
     """Return torch's default; for own code, whose sums are divided after backward, that for a sum over rows."""
     if spec.code is None:
         return _SCALE
-    rows = spec.training.global_batch_size or spec.training.per_device_train_batch_size * mesh.plan.dp
+    rows = spec.training.global_batch_size or spec.training.micro_batch * mesh.plan.dp
     return _SCALE / 2.0 ** rows.bit_length()
 
 

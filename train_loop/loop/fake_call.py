@@ -66,7 +66,7 @@ def count_row_flops(spec: JobSpec, dataset: Dataset) -> int | None:
 
     The run's random number generators do not change.
     """
-    rows = min(spec.training.per_device_train_batch_size, dataset.samples)
+    rows = min(spec.training.micro_batch, dataset.samples)
     with random_numbers_of(0), suppress(Exception):  # the code's errors have no common class, in backward either
         return count_flops_of_rows(spec, read_columns(dataset, np.arange(rows), torch.device("cpu"))) // rows
     return None

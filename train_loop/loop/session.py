@@ -10,8 +10,9 @@ from train_loop.checkpoint.access import RunAccess
 from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan
 from train_loop.liveness.heartbeat import Phase
-from train_loop.plan import MeshPlan
+from train_loop.plan import MeshPlan, RankMemory
 from train_loop.run_dir import Fence, RunDir, storage_seconds
+from train_loop.spec import JobSpec
 from train_loop.telemetry.event_log import EventLog, group_journal
 
 
@@ -59,6 +60,8 @@ class Session:
     """Returns whether remaining hosts have room for all ranks; None if the group cannot start elsewhere."""
     mark: Callable[[int, Phase], None] = ignore_mark
     """Sets the step and phase of this rank's heartbeats."""
+    rank_memory: Callable[[JobSpec, int], RankMemory] | None = None
+    """Returns the memory of this rank, on whose host so many ranks run; None: as measured."""
     end_event: str = "training_ended"
     """Event that reports how the ranks' work has ended."""
 

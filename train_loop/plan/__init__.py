@@ -32,7 +32,8 @@ from train_loop.plan.fit import (
     unknown_memory,
 )
 from train_loop.plan.forecast.devices import DEVICE_SOURCES, DEVICES, Device, device_named, device_of
-from train_loop.plan.forecast.fit import DeviceFit, fit_on
+from train_loop.plan.forecast.fit import DeviceFit, RankMemory, fit_on
+from train_loop.plan.forecast.micro_batch import MicroBatch, choose_micro_batch, sized
 from train_loop.plan.forecast.outlook import Outlook, outlook_on
 from train_loop.plan.forecast.speed import Throughput, throughput_on
 from train_loop.plan.forecast.suggest import Suggestion, suggest
@@ -103,6 +104,7 @@ __all__ = [
     "LargestRead",
     "MemoryTerm",
     "MeshPlan",
+    "MicroBatch",
     "ModelShape",
     "NodeRoom",
     "Origin",
@@ -112,6 +114,7 @@ __all__ = [
     "PlannedEnd",
     "Preview",
     "Range",
+    "RankMemory",
     "ReductionTree",
     "Role",
     "SampleCount",
@@ -125,6 +128,7 @@ __all__ = [
     "certain_needs",
     "cheapest_change",
     "check_schedule",
+    "choose_micro_batch",
     "chunk_rows",
     "crowded_preparation",
     "data_starves",
@@ -172,6 +176,7 @@ __all__ = [
     "reservations",
     "shards_of",
     "shards_per_node",
+    "sized",
     "splits",
     "suggest",
     "task_bytes",

@@ -60,7 +60,7 @@ def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
 
     Raises ValueError if the micro-batches of all data-parallel ranks do not divide global_batch_size.
     """
-    per_device = training.per_device_train_batch_size
+    per_device = training.micro_batch
     if training.global_batch_size is None:
         return BatchPlan(per_device, training.gradient_accumulation_steps or 1, dp)
     accumulation, rest = divmod(training.global_batch_size, per_device * dp)

@@ -111,7 +111,7 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
     """Return the bytes that forward and backward of a micro-batch keep, from those of a call, if they are known."""
     if (call := shape.call) is None or call.activations is None:
         return ()
-    kept = call.activations * spec.training.per_device_train_batch_size // (call.rows * mesh.sp)
+    kept = call.activations * spec.training.micro_batch // (call.rows * mesh.sp)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     each = DTYPE_BYTES[spec.strategy.param_dtype] * tokens
     own = shape.hidden * shape.layers // spec.strategy.token_parts

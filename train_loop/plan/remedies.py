@@ -45,7 +45,7 @@ def memory_remedies(spec: AnyJobSpec, place: Place, shape: ModelShape) -> list[s
 def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
     trains, model, training, strategy = spec.trains, spec.run.model, spec.run.training, spec.strategy
     by_size, has_experts = strategy.wrap_policy.min_num_params is not None, shape.active is not None
-    size, whole_layers = training.per_device_train_batch_size, strategy.tp_size == 1
+    size, whole_layers = training.micro_batch, strategy.tp_size == 1
     checkpointing = model.gradient_checkpointing
     choices = [
         (training.chunked_loss is False, "training.chunked_loss: null"),

@@ -64,7 +64,7 @@ def plan_tree(spec: JobSpec, mesh: MeshPlan) -> tuple[ReductionTree | None, list
     given = spec.reduction_tree
     if given is None:
         return None, []
-    per_step, size = spec.training.global_batch_size, spec.training.per_device_train_batch_size
+    per_step, size = spec.training.global_batch_size, spec.training.micro_batch
     assert per_step is not None, "the spec requires global_batch_size for any_size"
     tree = ReductionTree(given.max_shards, given.max_replicas, per_step // size)
     problems, unit = [], given.max_shards * given.max_replicas * size

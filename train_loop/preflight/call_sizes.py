@@ -42,7 +42,7 @@ def measure_call(spec: JobSpec) -> CallSizes:
         with fake_call(family_of(spec).build(spec.model), spec, batch, recompute=True) as call, LiveBytes(call) as live:
             torch.autograd.backward(call_loss(code, call.model, call.batch).total)
         activations, gradients = live.peak()
-        return CallSizes(spec.training.per_device_train_batch_size, activations, gradients, flops)
+        return CallSizes(spec.training.micro_batch, activations, gradients, flops)
 
     return _or_problem(measure, spec)
 
@@ -66,7 +66,7 @@ def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> C
             arguments = family.arguments(model, call.batch)
             with family.fused_attention(model) if on_gpu else nullcontext():
                 torch.autograd.backward(objective(MicroBatch(call.batch, arguments, last=True)).total)
-        return CallSizes(job.training.per_device_train_batch_size, *live.peak())
+        return CallSizes(job.training.micro_batch, *live.peak())
 
     return _or_problem(measure, spec)
 
@@ -78,12 +78,12 @@ def _or_problem(measure: Callable[[], CallSizes], spec: JobSpec) -> CallSizes:
         if lacks_memory(error):
             raise
         problem = " ".join(str(error).split()).removesuffix("; correct the code")[:300]
-        return CallSizes(spec.training.per_device_train_batch_size, problem=problem)
+        return CallSizes(spec.training.micro_batch, problem=problem)
 
 
 def _text_batch(spec: JobSpec) -> dict[str, Tensor]:
     """Return the columns of a micro-batch of text, whose rows have no padding."""
-    rows, length, values = spec.training.per_device_train_batch_size, spec.data.sequence_length, dict[str, Tensor]()
+    rows, length, values = spec.training.micro_batch, spec.data.sequence_length, dict[str, Tensor]()
     for column in token_columns(labelled=True, sequences=spec.data.sequences):
         value = torch.from_numpy(column.padding(rows, length))
         value = value if column.sequences == 1 else value.flatten(0, 1)

@@ -47,7 +47,7 @@ def check_loss(code: OwnCode, anatomy: Anatomy, columns: Mapping[str, Any], spec
 
 def first_batch(columns: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
     """Return the rows of the first micro-batch."""
-    return {name: values[: spec.training.per_device_train_batch_size] for name, values in columns.items()}
+    return {name: values[: spec.training.micro_batch] for name, values in columns.items()}
 
 
 def _check_with_values(code: OwnCode, blueprint: Anatomy, columns: Mapping[str, Any], spec: JobSpec) -> None:

@@ -88,5 +88,5 @@ def first_rows_of(spec: JobSpec) -> dict[str, Any]:
     """Return the rows of a first micro-batch by column, and some more. Raises DataError."""
     source = list_source(spec, spec.data.sources[0])
     columns = own_columns(source.files, source.columns.own)
-    values = first_rows(source.files, columns, max(spec.training.per_device_train_batch_size, CALLS))
+    values = first_rows(source.files, columns, max(spec.training.micro_batch, CALLS))
     return {name: as_tensors(value, torch.device("cpu")) for name, value in values.items()}

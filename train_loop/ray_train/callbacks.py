@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback
 from train_loop.errors import RunEndedError, TooLittleMemoryError
 from train_loop.faults.failure import killed_for_memory, message, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
+from train_loop.faults.micro_batch import smaller_is_left
 from train_loop.faults.ray_reports import describe_death
 from train_loop.liveness.fencing import NewestEpoch, begin_group
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor
@@ -122,7 +123,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._flush_events()
         committed = retry_storage(lambda: max(self._run_dir.checkpoint_folders(), default=None))
         reported = retry_storage(partial(groups_without_memory, self._run_dir, committed))
-        if len(reported) > 1:
+        if len(reported) > 1 and not retry_storage(partial(smaller_is_left, self._spec, self._run_dir)):
             *_, newest = reported.values()
             raise TooLittleMemoryError(
                 f"two worker groups ran out of memory, with no new checkpoint between them: {newest}"

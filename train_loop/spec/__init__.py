@@ -13,7 +13,7 @@ from train_loop.spec.kinds.model import CheckpointSource
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.names import DTYPES, NODE, Spelling
+from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
 from train_loop.spec.parse import (
     SCHEMA_ID,
     check_mapping,
@@ -36,6 +36,7 @@ from train_loop.spec.text import Position, add_positions, as_pointer, describe, 
 from train_loop.spec.training import ReductionTreeSpec, RouterAuxLossSpec, TrainingSpec
 
 __all__ = [
+    "AUTO",
     "DTYPES",
     "MASKED_LM",
     "MEMORY",

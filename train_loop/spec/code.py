@@ -10,6 +10,7 @@ from train_loop.spec.base import SpecModel
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import DataSpec
 from train_loop.spec.model import ModelSpec
+from train_loop.spec.names.spellings import AUTO
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
 
@@ -128,6 +129,11 @@ def _check_training(training: TrainingSpec) -> None:
     if training.optimizer == "muon":
         raise ValueError(
             "optimizer=muon needs embeddings and head, which the loop does not find in own code (code); choose adamw"
+        )
+    if training.per_device_train_batch_size == AUTO:
+        raise ValueError(
+            "per_device_train_batch_size=auto needs a plan of activations, and the workers have none of own code "
+            "(code); write a number"
         )
 
 

@@ -196,10 +196,10 @@ def _faults(job: "JobSpec") -> Iterator[str]:
 
 def _group_faults(job: "JobSpec", head: EmbeddingSpec) -> Iterator[str]:
     """Yield the faults of the groups of an embedding's loss."""
-    size, data = job.training.per_device_train_batch_size, job.data
+    size, data, given = job.training.micro_batch, job.data, job.training.per_device_train_batch_size
     if size % head.group:
         yield (
-            f"model.head.embedding.group={head.group} does not divide per_device_train_batch_size={size}, and a group "
+            f"model.head.embedding.group={head.group} does not divide per_device_train_batch_size={given}, and a group "
             f"lies in one micro-batch; set per_device_train_batch_size: {-(-size // head.group) * head.group}, or "
             "another group"
         )

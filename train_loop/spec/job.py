@@ -111,7 +111,7 @@ class JobSpec(SpecModel):
     @property
     def sequences_per_device(self) -> int:
         """The sequences of a micro-batch; a sample of pairs has two."""
-        return self.training.per_device_train_batch_size * self.data.sequences
+        return self.training.micro_batch * self.data.sequences
 
     @property
     def chats(self) -> Chats:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, check_folder, is_default
+from train_loop.spec.names.spellings import AUTO, nearest_value
 from train_loop.spec.schedule import PLATEAU, Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 OPTIMIZER_OPTIONS = {
@@ -88,8 +89,10 @@ class TrainingSpec(SpecModel):
         default=0,
         description="optimizer steps from learning rate 0 to learning_rate, or a fraction of the run, rounded up",
     )
-    per_device_train_batch_size: int = Field(
-        default=1, ge=1, description="sequences per data-parallel rank and micro-batch"
+    per_device_train_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=1,
+        description="sequences per data-parallel rank and micro-batch; auto: the workers take the largest that fits "
+        "their memory by the plan, at the same global_batch_size, and the next smaller one if they run out of memory",
     )
     gradient_accumulation_steps: int | None = Field(
         default=None, ge=1, description="micro-batches per optimizer step; null: 1, or from global_batch_size"
@@ -194,11 +197,12 @@ class TrainingSpec(SpecModel):
     @field_validator("per_device_train_batch_size", mode="before")
     @classmethod
     def _is_a_number(cls, size: Any) -> Any:
-        """Raise an error with the way to find the number that `auto` would choose."""
-        if size == "auto":
+        """Raise a single error instead of pydantic's error for each type of the field."""
+        if size != AUTO and (isinstance(size, bool) or not isinstance(size, int)):
+            near = nearest_value(size, [AUTO])
+            meant = f"; did you mean {near}?" if near else ""
             raise ValueError(
-                "per_device_train_batch_size=auto is not supported; write a number: `trainshed plan --device NAME` "
-                "prints the largest micro-batch that fits a GPU at the same global batch"
+                f"invalid per_device_train_batch_size={size!s:.64}; expected a number of sequences, or auto{meant}"
             )
         return size
 
@@ -244,6 +248,28 @@ class TrainingSpec(SpecModel):
                 "no effect; choose constant_with_warmup, or remove warmup_steps"
             )
         return self
+
+    @model_validator(mode="after")
+    def _auto_keeps_the_global_batch(self) -> "TrainingSpec":
+        if self.per_device_train_batch_size != AUTO:
+            return self
+        if self.global_batch_size is None:
+            raise ValueError(
+                "per_device_train_batch_size=auto needs the sequences of a step, which it divides into micro-batches; "
+                "add global_batch_size"
+            )
+        if self.reproducible == "any_size":
+            raise ValueError(
+                "per_device_train_batch_size=auto depends on the memory of the workers, and the bits of a "
+                "reproducible=any_size run on the size of micro-batches; write a number"
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        """The sequences of a micro-batch on a data-parallel rank; 1 as long as the workers have not chosen them."""
+        size = self.per_device_train_batch_size
+        return size if isinstance(size, int) else 1
 
     @model_validator(mode="after")
     def _any_size_is_proven(self) -> "TrainingSpec":

@@ -33,6 +33,9 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "workers_ready": "all ranks of the worker group run and build the model",
         "continued": "the run starts from the checkpoint of another job, its parent",
         "optimizer_state_loaded": "the run starts at `step` with the optimizer state in `folder`",
+        "micro_batch_chosen": "the workers have chosen the `size` of micro-batches for `device`, `because` of the "
+        "`plan`, an earlier group (`kept`), or one that ran out of memory (`out_of_memory`)",
+        "micro_batch_proven": "the first step with the chosen micro-batch had enough memory",
         "model_built": "what was chosen for the run: FSDP units by class (count, parameters and bytes of one), mesh, "
         "ranks by host, dtypes, attention, chunks of the loss, checkpointing, optimizer groups, cores, backend, and "
         "the module tree",

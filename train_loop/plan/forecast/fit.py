@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from train_loop.plan.fit import certain_needs
+from train_loop.plan.fit import certain_needs, estimated_need
 from train_loop.plan.forecast.devices import Device
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
@@ -27,10 +27,32 @@ class DeviceFit:
     """`tight` if the terms that are certain fit, and the estimate with its margin does not."""
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory in which a worker computes."""
+
+    device: str
+    """Name of its GPU, as CUDA reports it; `cpu` without one."""
+    bytes: int
+    on_gpu: bool
+
+
 def fit_on(spec: JobSpec, plan: Plan, device: Device) -> DeviceFit:
     """Compare a plan with the memory of a device."""
+    return fit_in(spec, plan, device.memory)
+
+
+def fits_rank(spec: JobSpec, plan: Plan, memory: RankMemory) -> bool:
+    """Return whether a plan with a margin fits the memory of a worker: that of its GPU, or its share of a host."""
+    if memory.on_gpu:
+        return fit_in(spec, plan, memory.bytes).verdict == "fits"
+    return int(_MARGIN * estimated_need(spec, plan).host_bytes) <= memory.bytes
+
+
+def fit_in(spec: JobSpec, plan: Plan, room: int) -> DeviceFit:
+    """Compare a plan with the bytes of a GPU."""
     certain = max(need.device_bytes for need in certain_needs(spec, plan)) + CONTEXT_BYTES
-    needed, room = plan.memory_bytes + CONTEXT_BYTES, device.memory
+    needed = plan.memory_bytes + CONTEXT_BYTES
     with_margin = int(_MARGIN * plan.memory_bytes) + CONTEXT_BYTES
     verdict: Verdict = "does_not_fit" if certain > room else "tight" if with_margin > room else "fits"
     return DeviceFit(needed, room, verdict)

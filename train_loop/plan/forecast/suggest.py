@@ -117,7 +117,7 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
     """Yield the settings that save memory of a GPU."""
     model, training, strategy, world = spec.model, spec.training, spec.strategy, spec.scaling.world
     kept = _kept_batch(spec, plan.batch.global_batch)
-    size, doubles = training.per_device_train_batch_size, [1 << power for power in range(1, _HALVINGS + 1)]
+    size, doubles = training.micro_batch, [1 << power for power in range(1, _HALVINGS + 1)]
     if sizes := [size // by for by in doubles if size % by == 0]:
         yield Choice(tuple({"training": {"per_device_train_batch_size": one, **kept}} for one in sizes))
     simple: list[tuple[bool, Patch]] = [

@@ -64,7 +64,9 @@ RULES: dict[str, Rule] = {
     "use_cache": unneeded("training keeps no cache"),
     "neftune_noise_alpha": Drop("embeddings get no noise", numbers=True),
     "torch_empty_cache_steps": Drop("the allocator keeps its cache"),
-    "auto_find_batch_size": Drop("trainshed plan compares the batch with the memory of workers"),
+    "auto_find_batch_size": Drop(
+        "set training.per_device_train_batch_size: auto and global_batch_size; Trainer changes the global batch"
+    ),
     "logging_steps": Take("training.logging_steps", number),
     "logging_strategy": Drop("metrics are written every logging_steps", harmless=("steps",)),
     "logging_first_step": unneeded("metrics have the loss of every step in their mean"),

@@ -13,6 +13,8 @@ Rewrite = Callable[[Part], dict[str, Any] | None]
 
 NODE = "node"
 """The fsdp_size of as many workers as a node holds."""
+AUTO = "auto"
+"""The per_device_train_batch_size that the workers choose by their memory."""
 LONGEST = 64
 """Maximum characters of a name or value that is compared with others."""
 

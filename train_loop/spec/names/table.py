@@ -59,7 +59,6 @@ _ABSENT = _by_name(
         "code that comes with a model (trust_remote_code)": "trust_remote_code",
         "another dimension than the first of sharded tensors": "shard_placement_fn",
         "early stopping; checkpoint.keep_best keeps the best checkpoint": "early_stopping early_stopping_patience",
-        "the search for a batch size": "auto_find_batch_size auto_batch_size",
         "the choice of nodes by label or accelerator": "label_selector accelerator_type topology",
         "the use of Liger kernels; training.chunked_loss saves memory of logits": "use_liger_kernel use_liger liger",
         "beam search": "num_beams num_beam_groups best_of use_beam_search beam_width",
@@ -103,6 +102,7 @@ FIELDS = _by_name(
         "training.per_device_train_batch_size or training.global_batch_size": "batch_size",
         "training.per_device_train_batch_size": "micro_batch_size per_device_batch_size per_device_eval_batch_size "
         "train_micro_batch_size_per_gpu eval_batch_size",
+        "training.per_device_train_batch_size; auto takes the largest": "auto_find_batch_size auto_batch_size",
         "training.gradient_accumulation_steps": "gradient_accumulation grad_accum_steps grad_accum accumulation_steps "
         "accumulate_grad_batches",
         "training.max_grad_norm": "clip_grad grad_clip gradient_clipping gradient_clip_val max_norm clip_grad_norm",

@@ -20,13 +20,6 @@ PLACES = ("", "model", "data", "training", "strategy", "checkpoint", "scaling", 
 LEAVES = {path.rpartition(".")[2] for path in field_paths(JobSpec)}
 
 
-def test_batch_size_auto_is_refused_with_the_way_to_find_a_number() -> None:
-    assert answers("training", "per_device_train_batch_size", "auto") == {
-        "/training/per_device_train_batch_size": "per_device_train_batch_size=auto is not supported; write a number: "
-        "`trainshed plan --device NAME` prints the largest micro-batch that fits a GPU at the same global batch"
-    }
-
-
 def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
     """Return the problems of a valid spec with another field, by pointer."""
     raw = code_spec() if place == "code" else raw_spec()
