@@ -14,7 +14,8 @@ from benchmarks.control_plane import accepts, first_step, full_queue, open_strea
 from benchmarks.data import data_wait, prepare, resume
 from benchmarks.faults import recover
 from benchmarks.inference import rows
-from benchmarks.training import experts, gpu, memory, ordered, step_overhead, tensor, turns, ulysses
+from benchmarks.training import experts, gpu, ordered, step_overhead, tensor, turns, ulysses
+from benchmarks.training.peak_memory import ends, options
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -169,15 +170,25 @@ def test_every_program_resumes_after_a_kill(run: Run) -> None:
 
 def test_memory_has_a_row_for_every_method(run: Run) -> None:
     needs_time()
-    result = run(memory.main, "--quick")
+    result = run(options.main, "--quick")
     found = {one["way"]: one for one in result["data"]}
     assert found["plain"]["peak_bytes"] > 0
     assert all(one["peak_bytes"] or one["error"] for one in found.values())
-    assert all(f"| {way} |" in result["table"] for way in memory.WAYS)
+    assert all(f"| {way} |" in result["table"] for way in options.WAYS)
+
+
+def test_ends_have_a_row_for_every_way_of_both_models(run: Run) -> None:
+    needs_time()
+    result = run(ends.main, "--quick")
+    assert not [one["error"] for one in result["data"] if one["error"]]
+    assert {(one["model"], one["variant"]) for one in result["data"]} == {
+        *(("untied", way) for way in ends.UNITS),
+        *(("tied", way) for way in ends.TIED),
+    }
 
 
 def test_method_rejected_by_the_spec_is_reported_with_its_message() -> None:
-    found = memory.measure(TOY, memory.PLAIN | {"gradient_checkpointing": "sometimes"}, 64)
+    found = options.measure(TOY, options.PLAIN | {"gradient_checkpointing": "sometimes"}, 64)
     assert found["peak_bytes"] is None
     assert "/model/gradient_checkpointing" in found["error"]
 

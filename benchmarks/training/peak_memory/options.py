@@ -1,7 +1,7 @@
 """Peak memory of a step's forward and backward pass by sequence length, for each memory-saving option.
 
-`python -m benchmarks.training.memory [--quick]`. Each cell runs in a separate process. Options that the spec rejects
-keep a row.
+`python -m benchmarks.training.peak_memory.options [--quick]`. Each cell runs in a separate process. Options that the
+spec rejects keep a row.
 """
 
 import json
@@ -58,7 +58,9 @@ def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[st
         write_tokens(folder / "tokens.parquet", rows=workload.steps, length=tokens, config=config)
         try:
             arguments, log = loop_arguments(job_spec(workload, folder, way), folder / "run")
-            run_module("benchmarks.training.memory_run", out, *arguments, log=log, ranks=1, variables=ALLOCATOR)
+            run_module(
+                "benchmarks.training.peak_memory.peak_run", out, *arguments, log=log, ranks=1, variables=ALLOCATOR
+            )
         except (SpecError, ProgramError) as error:
             return {"peak_bytes": None, "error": str(error)}
         found: dict[str, Any] = json.loads(out.read_bytes())

@@ -1,6 +1,6 @@
 """Trainshed's loop with the peak memory of its second step.
 
-Run as `torchrun -m benchmarks.training.memory_run OUT SPEC --run-dir DIR`.
+Run as `torchrun -m benchmarks.training.peak_memory.peak_run OUT SPEC --run-dir DIR`.
 
 The window runs from the end of the first step, when weights, gradients and optimizer state exist, to the second step's
 last gradient. On the CPU the result is the kernel's peak (VmHWM, reset at the start) minus the resident memory at the
@@ -8,6 +8,7 @@ start (VmRSS). On a GPU it is the allocator's peak minus its allocated memory.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ class Peak:
 
 
 def main() -> None:
-    """Run the loop, then write the peak."""
+    """Run the loop, then write the peak of rank 0."""
     out, watch = Path(sys.argv.pop(1)), Peak()
     register_optimizer_step_post_hook(watch.step_ended)
     register_optimizer_step_pre_hook(watch.gradients_ready)
     run.main()
-    out.write_text(json.dumps({"peak_bytes": watch.bytes}))
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps({"peak_bytes": watch.bytes}))
 
 
 def begin_peak() -> int:
