@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp 2 x tp 2": ("llama", 4, {"tp_size": 2}),
     "sp 2 x tp 2": ("qwen3", 4, {"tp_size": 2, "ulysses_size": 2}),
     "fsdp 2 x tp 2, split": ("qwen3", 4, {"tp_size": 2, "sequence_parallel": True}),
+    "experts, fsdp 2 x tp 2, ep 4, split": ("experts", 4, {"tp_size": 2, "ep_size": 4, "sequence_parallel": True}),
 }
 """Model, ranks and strategy."""
 

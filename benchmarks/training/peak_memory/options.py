@@ -1,7 +1,8 @@
 """Peak memory of a step's forward and backward pass by sequence length, for each memory-saving option.
 
-`python -m benchmarks.training.peak_memory.options [--quick]`. Each cell runs in a separate process. Options that the
-spec rejects keep a row.
+`python -m benchmarks.training.peak_memory.options [--shared] [--quick]`. Each cell runs in a separate process. Options that the spec
+rejects keep a row. With `--shared`, two ranks share each layer, with and without sequence parallelism; the peak is that
+of rank 0.
 """
 
 import json
@@ -29,37 +30,50 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, chunked_loss, apply_tiled_mlp": PLAIN
     | {"gradient_checkpointing": "full", "chunked_loss": True, "apply_tiled_mlp": True},
 }
+# Heads are as wide as the states, as in larger models of this family.
+SHARED_CONFIG = CONFIG | {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8}
+_TWO = PLAIN | {"chunked_loss": True, "tp_size": 2}
+SHARED: dict[str, dict[str, Any]] = {
+    f"tp_size: 2{more}": _TWO | way | {"sequence_parallel": splits}
+    for way, checkpointing in (({}, ""), ({"gradient_checkpointing": "full"}, ", full"))
+    for splits, more in ((False, checkpointing), (True, f"{checkpointing}, sequence_parallel"))
+}
+_STRATEGY = ("apply_tiled_mlp", "tp_size", "sequence_parallel")
 
 
 def main() -> None:
     """Measure every option at every length and write the table."""
-    arguments = parse(command_line(__doc__), rounds=3)
-    config, lengths = (TOY, (512,)) if arguments.quick else (CONFIG, LENGTHS)
+    parser = command_line(__doc__)
+    parser.add_argument("--shared", action="store_true", help="two ranks share each layer")
+    arguments = parse(parser, rounds=3)
+    ways, usual = (SHARED, SHARED_CONFIG) if arguments.shared else (WAYS, CONFIG)
+    config, lengths = (TOY, (512,)) if arguments.quick else (usual, LENGTHS)
     data = [
         {"round": number, "way": name, "tokens": tokens} | measure(config, way, tokens)
         for number in range(arguments.rounds)
-        for name, way in WAYS.items()
+        for name, way in ways.items()
         for tokens in lengths
     ]
     write_result(
-        "memory",
+        "memory-shared" if arguments.shared else "memory",
         settings={"config": config, "dtype": "fp32", "rounds": arguments.rounds, "quick": arguments.quick},
         data=data,
-        table=markdown_table([record(name, data, lengths) for name in WAYS]),
+        table=markdown_table([record(name, data, lengths) for name in ways]),
         folder=arguments.results,
     )
 
 
 def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return the peak bytes of one cell, or the error."""
-    workload = Workload(config=config, world=1, sequence_length=tokens, steps=2)
+    ranks = way.get("tp_size", 1)
+    workload = Workload(config=config, world=ranks, sequence_length=tokens, steps=2)
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         folder, out = Path(root), Path(root, "peak.json")
         write_tokens(folder / "tokens.parquet", rows=workload.steps, length=tokens, config=config)
         try:
             arguments, log = loop_arguments(job_spec(workload, folder, way), folder / "run")
             run_module(
-                "benchmarks.training.peak_memory.peak_run", out, *arguments, log=log, ranks=1, variables=ALLOCATOR
+                "benchmarks.training.peak_memory.peak_run", out, *arguments, log=log, ranks=ranks, variables=ALLOCATOR
             )
         except (SpecError, ProgramError) as error:
             return {"peak_bytes": None, "error": str(error)}
@@ -69,7 +83,7 @@ def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[st
 
 def job_spec(workload: Workload, folder: Path, way: dict[str, Any]) -> dict[str, Any]:
     """Return the spec of one cell. Raises SpecError if the spec rejects the option."""
-    raw = workload.spec(folder, strategy={"apply_tiled_mlp": way["apply_tiled_mlp"]})
+    raw = workload.spec(folder, strategy={name: way[name] for name in _STRATEGY if name in way})
     raw["model"] |= {"gradient_checkpointing": way["gradient_checkpointing"]}
     raw["training"] |= {"chunked_loss": way["chunked_loss"]}
     parse_spec(raw)
