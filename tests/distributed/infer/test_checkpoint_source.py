@@ -25,7 +25,7 @@ from train_loop.infer import infer
 from train_loop.loop.session import Session
 from train_loop.preflight.checks import check_model
 from train_loop.preflight.parent_checkpoint import has_its_tokenizer
-from train_loop.run_dir import ExportWish, Outcome, Parent, RunDir
+from train_loop.run_dir import ExportWish, Outcome, Parent, RunDir, Stop
 from train_loop.spec import InferJobSpec, parse_any
 from train_loop.spec.model import Dtype
 
@@ -147,6 +147,18 @@ def pause_and_supersede(folder: Path, run_dir: RunDir) -> None:
         run(folder, run_dir, job, attempt=1)
     assert run_dir.results.shards() == [0]
     assert run(folder, run_dir, job, attempt=2) == Outcome(result="succeeded", step=ROWS)
+
+
+def test_stop_request_ends_the_run_before_the_next_batch(folder: Path, ranks: CallRanks) -> None:
+    run_dir = start_from(folder, RunDir(folder / "stopped"))
+    for mode, result in (("cancel", "cancelled"), ("resize", "resized"), ("pause", "paused")):
+        run_dir.write_stop(Stop.model_validate({"mode": mode}))
+        assert ranks(2, run_on_folder, folder, run_dir).result == result
+    assert run_dir.results.shards() == []
+
+
+def run_on_folder(folder: Path, run_dir: RunDir) -> Outcome:
+    return run(folder, run_dir, job_of(folder, of_job()))
 
 
 def test_plan_compares_the_model_and_its_tokenizer_with_the_checkpoint(folder: Path) -> None:
