@@ -53,7 +53,7 @@ class Loop:
         dist.barrier()
         begun = perf_counter()
         batch = share_rows(rows, count=self._count, dataset=dataset, mesh=self._mesh)
-        size = self._spec.training.per_device_train_batch_size
+        size = self._spec.training.micro_batch
         micro = micro_batches(batch, size, self._objective.anatomy, self._mesh)
         train_step(
             self._state,

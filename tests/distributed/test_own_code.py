@@ -120,7 +120,7 @@ def test_other_optimizers_and_bf16_equal_the_plain_loop(runs: Path, variant: str
 def test_mfu_is_that_of_a_counted_call(runs: Path, name: str) -> None:
     module, job = example(name), parse(example_job(runs, name))
     assert job.code is not None
-    model, size = module.build(job.code.config), job.training.per_device_train_batch_size
+    model, size = module.build(job.code.config), job.training.micro_batch
     batch = first_batch(name, size)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         module.loss(model, batch)[0].backward()

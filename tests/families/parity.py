@@ -150,7 +150,7 @@ def difference(family: str, case: Case, settings: Settings) -> float:
     if case.half_untrained:
         rows = untrained_first(rows)
     batch = my_share(rows, mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
+    micro = micro_batches(batch, job.training.micro_batch, loss.anatomy, mesh)
     mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh)
     found = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
     if dist.get_rank() > 0:

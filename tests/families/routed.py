@@ -218,7 +218,7 @@ def gathered_ahead(case: Case) -> dict[str, tuple[list[str], list[str]]]:
 
 def _accumulate(loss: Objective, rows: Rows, job: JobSpec, mesh: Mesh) -> StepSums:
     batch = my_share(rows, mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
+    micro = micro_batches(batch, job.training.micro_batch, loss.anatomy, mesh)
     reduction = PlainReduction(loss.anatomy.model, mesh)
     scaler = torch.amp.GradScaler(mesh.device.type, enabled=False)
     return accumulate(loss, micro, divisor(batch, mesh), reduction=reduction, scaler=scaler)

@@ -204,7 +204,7 @@ def plain_loop(
     is_half = job.model.dtype == "bf16"
 
     def sums(rows: Sequence[int]) -> Iterator[tuple[Tensor, Any]]:
-        size = job.training.per_device_train_batch_size if is_half else len(rows)
+        size = job.training.micro_batch if is_half else len(rows)
         for part in (rows[start : start + size] for start in range(0, len(rows), size)):
             total, count, *_ = module.loss(_InHalf(model) if is_half else model, module.batch(_taken(columns, part)))
             yield total, count

@@ -60,7 +60,7 @@ def partly_frozen(checkpointing: str) -> float:
     job = spec(model=parts, data={"sequence_length": 32}, strategy={"ulysses_size": 2}, scaling={"num_workers": 2})
     _, loss, mesh = build(job)
     batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
+    micro = micro_batches(batch, job.training.micro_batch, loss.anatomy, mesh)
     return accumulate_plainly(loss, micro, divisor(batch, mesh), mesh).item()
 
 

@@ -49,7 +49,7 @@ def step_and_evaluation(job: JobSpec, folder: Path) -> tuple[float, dict[str, Te
     assert divisor is not None
     sums = accumulate(
         objective,
-        micro_batches(batch, job.training.per_device_train_batch_size, sharded.anatomy, mesh),
+        micro_batches(batch, job.training.micro_batch, sharded.anatomy, mesh),
         divisor,
         reduction=reduction,
         scaler=GradScaler(enabled=False),

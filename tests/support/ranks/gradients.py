@@ -71,7 +71,7 @@ def one_step(job: JobSpec, rows: Rows, device: torch.device = CPU) -> tuple[floa
     """Return the loss of all rows over all ranks, and the gradients in the parameters."""
     model, loss, mesh = build(job, device)
     batch = my_share(rows, mesh)
-    micro = micro_batches(batch, job.training.per_device_train_batch_size, loss.anatomy, mesh)
+    micro = micro_batches(batch, job.training.micro_batch, loss.anatomy, mesh)
     once = job.strategy.gradient_sync == "last"
     mean = accumulate_plainly(loss, micro, divisor(batch, mesh), mesh, once=once)
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}

@@ -161,7 +161,7 @@ def test_groups_that_cross_nodes_get_a_warning(workers: int, places: tuple[float
     ("strategy", "placed"),
     [({}, [5, 3]), ({"ep_size": 4}, [4, 4]), ({"ep_size": 4, "ulysses_size": 2}, [4, 4]), ({"fsdp_size": 4}, [4, 4])],
 )
-def test_ranks_that_share_experts_are_placed_on_one_node(strategy: dict[str, int], placed: list[int]) -> None:
+def test_ranks_that_share_experts_are_placed_on_one_node(strategy: dict[str, Any], placed: list[int]) -> None:
     chosen = StrategySpec(**strategy)
     ranks = lay_out(
         ScalingSpec(num_workers=8), [{"CPU": 5.0}, {"CPU": 5.0}], group=chosen.peers, whole=chosen.whole_group

@@ -47,7 +47,9 @@ def test_kind_infer_round_trips() -> None:
 
 def test_examples_of_inference_are_valid() -> None:
     for name, output in (("infer", "logprobs"), ("generate", "generate")):
-        assert parse_any_text(Path(f"examples/{name}.yaml").read_text()).run.infer.output == output
+        job = parse_any_text(Path(f"examples/{name}.yaml").read_text())
+        assert isinstance(job, InferJobSpec)
+        assert job.infer.output == output
 
 
 def test_unknown_kind_is_refused() -> None:
