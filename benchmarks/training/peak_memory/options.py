@@ -1,7 +1,7 @@
 """Peak memory of a step's forward and backward pass by sequence length, for each memory-saving option.
 
 `python -m benchmarks.training.peak_memory.options [--shared] [--quick]`. Each cell runs in a separate process. Options
-that the spec rejects keep a row. With `--shared`, two ranks share each layer, with and without sequence parallelism; then
+that the spec rejects keep a row. `--shared`: two ranks share each layer, with and without sequence parallelism, and
 the peak is that of rank 0.
 """
 
