@@ -39,7 +39,7 @@ _MIXTURES = """
     laguna mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe qwen2_moe qwen3_moe solar_open
 """
 MIXTURES = frozenset(_MIXTURES.split())
-"""Families proven with `ep_size` by `tests/families/test_expert_parallel.py`."""
+"""Families proven with `ep_size` by `tests/families/test_expert_parallel.py`, and with `sequence_parallel` as below."""
 PROVEN = frozenset(_KINDS.split())
 """Families whose loss and gradients are compared with those of one rank.
 
