@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
     "mpt": {"attn_config": {}},
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 Call = Callable[..., Any]
 
 
@@ -43,6 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokens(folder / "d.parquet", rows=ROWS, length=(1, LENGTH), vocab=SIZES["vocab_size"])
     for kind, more in FAMILIES.items():
         save_model(folder / kind, {"model_type": kind} | SIZES | more)
+    save_model(folder / "qwen3_moe", {"model_type": "qwen3_moe"} | SIZES | FAMILIES["qwen3"] | EXPERTS)
     return folder
 
 
@@ -93,15 +95,30 @@ def test_tokens_do_not_depend_on_ranks_and_batches(data: Path, tmp_path: Path, c
     _, one = call_ranks(1, infer_rows, job(data, **drawn), tmp_path / "drawn-1")
     greedy = plain_tokens(data, "qwen3")
     assert tokens_of(one) != greedy
+    outcome, found = call_ranks(4, infer_rows, job(data, batch=2, strategy={"fsdp_size": 2}), tmp_path / "greedy")
+    assert (outcome.result, outcome.step) == ("succeeded", ROWS)
+    assert tokens_of(found) == greedy
     for world, batch, strategy in ((2, 1, {}), (4, 2, {"fsdp_size": 2}), (4, 5, {})):
         name = f"{world}-{batch}"
-        outcome, found = call_ranks(world, infer_rows, job(data, batch=batch, strategy=strategy), tmp_path / name)
-        assert (outcome.result, outcome.step) == ("succeeded", ROWS)
-        assert tokens_of(found) == greedy
         raw = job(data, batch=batch, strategy=strategy, **drawn)
-        _, found = call_ranks(world, infer_rows, raw, tmp_path / f"drawn-{name}")
+        _, found = call_ranks(world, infer_rows, raw, tmp_path / name)
         assert tokens_of(found) == tokens_of(one)
         assert_logprobs(found, one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"), [("llama", 4, {"tp_size": 2}), ("qwen3_moe", 2, {"ep_size": 2})]
+)
+def test_ranks_that_share_layers_or_experts_compute_as_one(
+    data: Path, tmp_path: Path, call_ranks: Call, kind: str, world: int, strategy: dict[str, int]
+) -> None:
+    _, found = call_ranks(world, infer_rows, job(data, kind, strategy=strategy), tmp_path / "tokens")
+    assert tokens_of(found) == plain_tokens(data, kind)
+    scored = {"infer": {"output": "logprobs", "batch_size": 3}}
+    _, one = call_ranks(1, infer_rows, job(data, kind) | scored, tmp_path / "one")
+    _, found = call_ranks(world, infer_rows, job(data, kind, strategy=strategy) | scored, tmp_path / "several")
+    for row, other in zip(found, one, strict=True):
+        np.testing.assert_allclose(row["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
 
 
 def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -32,8 +32,10 @@ class Ends:
         """
         loaded = None if tokenizer is None else load_tokenizer(tokenizer, needs_eos=False)
         chosen = spec.infer.generation.stop_tokens
-        tokens = stop_tokens_of(spec.model, None if loaded is None else loaded.end) if chosen is None else chosen
-        return cls(frozenset(tokens), spec.infer.generation.stop, loaded)
+        if chosen is None:
+            eos = None if loaded is None else loaded.end
+            chosen = stop_tokens_of(spec.model, eos, trained=spec.model.is_of_job)
+        return cls(frozenset(chosen), spec.infer.generation.stop, loaded)
 
     def find(self, ids: Sequence[int], start: int) -> int | None:
         """Return the number of tokens after which a row ends, given all of its tokens; None if it goes on.
@@ -63,13 +65,16 @@ class Ends:
         return self.tokenizer.decode(ids)
 
 
-def stop_tokens_of(model: ModelSpec, eos: int | None) -> tuple[int, ...]:
+def stop_tokens_of(model: ModelSpec, eos: int | None, *, trained: bool = False) -> tuple[int, ...]:
     """Return the tokens that end an answer of a model, given its tokenizer's EOS. Raises ModelError.
 
-    They are those of generation_config.json; without any, that of the tokenizer, or that of the model's config.
+    They are those of generation_config.json; without any, that of the tokenizer, or that of the model's config. A
+    model that was `trained` further has learnt to end with its tokenizer's EOS, too.
     """
     folder = model_folder(model)
     stated = _listed(_generation_config(folder).get("eos_token_id")) if folder is not None else ()
+    if trained:
+        stated += _listed(eos)
     return stated or _listed(eos) or _listed(model_config(model).get("eos_token_id"))
 
 

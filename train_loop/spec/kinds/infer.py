@@ -14,6 +14,7 @@ from train_loop.spec.job import JobSpec, Labels, Name, Priority
 from train_loop.spec.kinds.model import CheckpointSource, model_of_job
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
+from train_loop.spec.model_parallel import expert_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
@@ -25,6 +26,7 @@ _MODEL = (
 _STRATEGY = (
     *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
     *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
+    *("tp_size", "ep_size"),
 )
 _COLUMNS = ("text", "input_ids", "messages", "tools")
 _RESULTS = (
@@ -140,7 +142,8 @@ class InferJobSpec(SpecModel):
     data: InferDataSpec = Field(description="the rows, in data.train")
     infer: InferSpec = Field(default=InferSpec(), description="the outputs for each row")
     strategy: StrategySpec = Field(
-        default=StrategySpec(), description="sharding over the workers: FSDP2, HSDP and Ulysses"
+        default=StrategySpec(),
+        description="sharding over the workers: FSDP2, HSDP, Ulysses, and shared layers or experts",
     )
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
     failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
@@ -248,6 +251,11 @@ class InferJobSpec(SpecModel):
         if model.tokenizer is not None and not self.data.reads_text:
             yield "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already"
         yield from self._head_faults()
+        parts = {"model": model}
+        yield from (one.message for one in (*tensor_faults(strategy, parts), *expert_faults(strategy, parts)))
+        for name, size in (("tp_size", strategy.tp_size), ("ep_size", strategy.ep_size)):
+            if output == "embeddings" and size > 1:
+                yield f"strategy.{name}={size} is not supported with output: embeddings; remove {name}"
         if output == "embeddings" and strategy.ulysses_size > 1:
             yield "output: embeddings reads whole rows, and ranks would see parts of a row; set ulysses_size: 1"
         if output == "embeddings" and self.data.has_messages:

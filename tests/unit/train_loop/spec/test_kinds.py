@@ -109,7 +109,17 @@ def generates(**generation: Any) -> dict[str, Any]:
         ({"model": {"dtype": "fp16"}}, "/model", "choose bf16 or fp32"),
         ({"model": {"head": "reward"}}, "", "model.head is not supported"),
         ({"model": {"head": "embedding"}}, "", "choose output: embeddings"),
-        ({"strategy": {"tp_size": 2}}, "", "strategy.tp_size=2 is not supported with kind: infer"),
+        (
+            {"infer": {"output": "embeddings"}, "strategy": {"tp_size": 2}},
+            "",
+            "strategy.tp_size=2 is not supported with",
+        ),
+        (
+            {"strategy": {"tp_size": 2, "sequence_parallel": True}},
+            "",
+            "strategy.sequence_parallel=true is not supported",
+        ),
+        ({"strategy": {"tp_size": 2, "reshard_after_forward": 2}}, "", "does not support reshard_after_forward=2"),
         ({"strategy": {"reduce_dtype": "bf16"}}, "", "strategy.reduce_dtype="),
         ({"infer": {"output": "embeddings"}, "strategy": {"ulysses_size": 2}}, "", "set ulysses_size: 1"),
         ({"training": {"learning_rate": 1.0}}, "/training", "training belongs to training jobs"),

@@ -41,6 +41,7 @@ def test_default_stop_tokens_are_of_the_generation_config_then_the_tokenizer_the
     assert stop_tokens_of(model, 5) == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert stop_tokens_of(model, 5) == (9,)
+    assert stop_tokens_of(model, 5, trained=True) == (9, 5)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):
         stop_tokens_of(model, 5)
