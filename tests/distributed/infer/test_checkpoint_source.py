@@ -94,23 +94,27 @@ def run(folder: Path, run_dir: RunDir, job: InferJobSpec, *, attempt: int = 1, s
     return infer(job, replace(session, stop_requested=lambda: next(calls) >= stop_after), find_dataset(job.run, folder))
 
 
-def run_both(folder: Path, place: Path, name: str) -> None:
+def run_both(folder: Path, names: list[str]) -> None:
     """Compute results from the checkpoint and from its export."""
-    dtype, weights, output = CHOICES[name]
-    run(folder, RunDir(place / "job"), job_of(folder, of_job(dtype, weights), output))
-    path = str(RunDir(folder / "trained").exports.folder(STEP, ExportWish(dtype=dtype, weights=weights)))
-    run(folder, RunDir(place / "export"), job_of(folder, {"path": path, "dtype": dtype}, output))
+    for name in names:
+        dtype, weights, output = CHOICES[name]
+        place = folder / f"{name} on {dist.get_world_size()}"
+        run(folder, RunDir(place / "job"), job_of(folder, of_job(dtype, weights), output))
+        path = str(RunDir(folder / "trained").exports.folder(STEP, ExportWish(dtype=dtype, weights=weights)))
+        run(folder, RunDir(place / "export"), job_of(folder, {"path": path, "dtype": dtype}, output))
 
 
 def test_results_from_a_checkpoint_equal_those_of_its_export(folder: Path, ranks: CallRanks) -> None:
-    found = {}
-    for name, (dtype, weights, _) in CHOICES.items():
+    for dtype, weights, _ in CHOICES.values():
         export(RunDir(folder / "trained"), STEP, ExportWish(dtype=dtype, weights=weights))
-        # The run had two.
-        for world in (1, 2) if name == "weights" else (1,):
-            place = folder / f"{name} on {world}"
+    found = {}
+    # The run had two.
+    for world, names in ((1, [*CHOICES]), (2, ["weights"])):
+        places = {name: folder / f"{name} on {world}" for name in names}
+        for place in places.values():
             start_from(folder, RunDir(place / "job"))
-            ranks(world, run_both, folder, place, name)
+        ranks(world, run_both, folder, names)
+        for name, place in places.items():
             found[name], exported = (list(read_rows(RunDir(place / of))) for of in ("job", "export"))
             assert found[name] == exported, name
             assert [row["row"] for row in found[name]] == list(range(ROWS))
