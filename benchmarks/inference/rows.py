@@ -2,7 +2,7 @@
 
 `python -m benchmarks.inference.rows [--rounds N] [--quick]`. Every run is a separate start. Its time runs from the
 first batch to the durable results, without imports and the loading of weights. Programs whose results differ from the
-loop's have an error in their row.
+loop's have an error in their row. Trainshed keeps weights gathered, as the others have them.
 """
 
 import functools
@@ -79,6 +79,7 @@ class Work(BaseModel):
             },
             "infer": {"output": self.output, "batch_size": self.batch}
             | ({"generation": generation} if self.output == GENERATE else {}),
+            "strategy": {"reshard_after_forward": False},
             "scaling": {"num_workers": 1},
         }
 

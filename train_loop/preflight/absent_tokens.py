@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from train_loop.data.prepare.encode import TextRules
-from train_loop.data.text.chat import encode_chat, load_chat_templates
+from train_loop.data.text.chat import encode_whole, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
@@ -41,7 +41,7 @@ def _rendered(tokenizer: TextTokenizer, rules: TextRules, *, with_tools: bool) -
     conversations = [(one, None) for one in _PLAIN] + [(one, [_TOOL]) for one in _WITH_TOOLS if with_tools]
     for messages, tools in conversations:
         with suppress(DataError):
-            yield encode_chat(tokenizer, templates, messages, rules.system_prompt, tools)[0]
+            yield encode_whole(tokenizer, templates, messages, rules.system_prompt, tools)
 
 
 def absent_tokens(spec: JobSpec) -> str | None:
