@@ -149,3 +149,18 @@ def test_source_that_cannot_be_read_is_refused_at_its_field(
     with service.client(authorization=f"Bearer {key}") as stranger:
         errors = stranger.post("/jobs", content=body(trained, project="other")).json()["errors"]
     assert [(one["pointer"], one["message"]) for one in errors] == [("/model/job", f"job {trained} {none}")]
+
+
+def test_weights_of_another_project_need_an_editor_there_and_are_recorded_there(
+    client: TestClient, service: FakeService, trained: str
+) -> None:
+    raw = body(trained, project="other")
+    for role, status in (("viewer", 403), ("editor", 201)):
+        roles = {"other": "editor", "default": role}
+        key = client.post("/keys", json={"name": "k", "roles": roles}).json()["secret"]
+        with service.client(authorization=f"Bearer {key}") as caller:
+            for path in ("/jobs", "/jobs/plan"):
+                answer = caller.post(path, content=raw)
+                assert answer.status_code == (status if path == "/jobs" or status == 403 else 200), answer.text
+    (entry,) = [one for one in client.get("/audit?project=default").json()["data"] if one["action"] == "job.infer"]
+    assert (entry["target"], entry["after"]["project"]) == (trained, "other")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from service.domain.access.roles import Principal
+from service.domain.access.roles import Principal, Role
 from service.domain.jobs.job import Job
 from service.domain.jobs.lineage import source_of
 from service.errors import InvalidSpec, JobNotFound
@@ -25,7 +25,7 @@ class SourcedSpec(NamedTuple):
 def find_source(jobs: Jobs, caller: Principal, spec: AnyJobSpec) -> SourcedSpec:
     """Return a spec with the model of the job whose checkpoint it names, if it names one.
 
-    The caller needs the role viewer in the job's project. Raises InvalidSpec.
+    The caller needs the role editor in the job's project, as for an export. Raises InvalidSpec, Forbidden.
     """
     source = spec.checkpoint_source
     if source is None:
@@ -41,9 +41,9 @@ def find_source(jobs: Jobs, caller: Principal, spec: AnyJobSpec) -> SourcedSpec:
 
 
 def _find_job(jobs: Jobs, caller: Principal, job_id: str) -> Job:
-    """Return a job with checkpoints of weights that this version can read. Raises InvalidSpec."""
+    """Return a job with checkpoints of weights that this version can read. Raises InvalidSpec, Forbidden."""
     try:
-        job = jobs.find(caller, job_id)
+        job = jobs.find(caller, job_id, Role.EDITOR)
     except JobNotFound as error:
         raise InvalidSpec([Problem("/model/job", str(error))]) from error
     refused = None

@@ -198,7 +198,15 @@ class Submitter:
 
     def _new_job(self, caller: Principal, key: IdempotencyKey | None, job: Job, *more: AuditEntry) -> NewJob:
         entry = change_entry(caller, "submit", None, job, now=self.jobs.clock())
-        return NewJob(job, key, (entry, *more))
+        return NewJob(job, key, (entry, *self._entry_of_source(caller, job), *more))
+
+    def _entry_of_source(self, caller: Principal, job: Job) -> tuple[AuditEntry, ...]:
+        """Return the entry for the project whose weights a job of another project reads; empty for other jobs."""
+        source = self.jobs.store.get(job.parent.job) if job.parent is not None and not job.spec.trains else None
+        if source is None or source.spec.project == job.spec.project:
+            return ()
+        after, now = job_facts(job) | {"project": job.spec.project}, self.jobs.clock()
+        return (action_entry(caller, "infer", source, before={}, after=after, now=now),)
 
     def _store_once(
         self, caller: Principal, key: IdempotencyKey | None, new_job: Callable[[], _CheckedJob]
