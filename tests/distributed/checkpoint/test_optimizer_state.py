@@ -24,26 +24,33 @@ from train_loop.weights.inputs import find_inputs
 from train_loop.weights.write import write_weights
 
 AT = 3
+RUNS: dict[str, dict[str, Any]] = {"first": {}, "muon": {"optimizer": "muon"}}
 FREEZE = {"freeze_module_prefix": ["model.embed_tokens"]}
 
 
 def train_and_gather(folder: Path) -> list[dict[str, Any]]:
     """Train on two ranks, and return the file of the checkpoint in the middle, by both APIs."""
-    data, run_dir = folder / "d.parquet", RunDir(folder / "first")
-    small_runs.run(data, run_dir.root)
-    if dist.get_rank() == 0:
-        run_dir.write_spec(job_of(data, dist.get_world_size()))
-    dist.barrier()
-    return [gather(run_dir, AT, api, optimizer=True) for api in WAYS]
+    data, files = folder / "d.parquet", list[dict[str, Any]]()
+    for name, training in RUNS.items():
+        run_dir = RunDir(folder / name)
+        small_runs.run(data, run_dir.root, **training)
+        if dist.get_rank() == 0:
+            run_dir.write_spec(job_of(data, dist.get_world_size(), training=training))
+        dist.barrier()
+        files += [gather(run_dir, AT, api, optimizer=True) for api in WAYS]
+    return files
 
 
 def go_on(folder: Path) -> None:
-    """On one rank, resume the run from the checkpoint, and start another from the folder."""
-    data, model = folder / "d.parquet", {"config": None, "path": str(folder / "out")}
-    small_runs.run(data, folder / "resumed")
-    small_runs.run(data, folder / "started", model=model, optimizer_state=str(folder / "out"))
-    # It resumes from its own checkpoint.
-    small_runs.run(data, folder / "started", model=model, optimizer_state=str(folder / "out"), max_steps=STEPS + 1)
+    """On one rank, resume the runs from the checkpoint, and start others from the folders."""
+    data = folder / "d.parquet"
+    for name, training in RUNS.items():
+        out = str(folder / f"{name} out")
+        start: dict[str, Any] = {"model": {"config": None, "path": out}, "optimizer_state": out} | training
+        small_runs.run(data, folder / f"{name} resumed", **training)
+        small_runs.run(data, folder / f"{name} started", **start)
+        # It resumes from its own checkpoint.
+        small_runs.run(data, folder / f"{name} started", **start, max_steps=STEPS + 1)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +63,20 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 @pytest.fixture(scope="module")
 def folder(gathered: tuple[Path, list[dict[str, Any]]]) -> Path:
-    """Return a folder with the converted file in `out`."""
+    """Return a folder with the converted files, of which `out` is that of the first run."""
     folder, files = gathered
-    torch.save(files[0], folder / "whole.pt")
-    (folder / "out").mkdir()
-    write_weights(find_inputs(folder / "whole.pt"), folder / "out", shard_bytes=20_000)
-    run_dir = RunDir(folder / "first")
-    write_run_configs(run_dir.spec().run, run_dir, folder / "out", dtype="fp32")
+    for name, file in zip(RUNS, files[:: len(WAYS)], strict=True):
+        torch.save(file, folder / "whole.pt")
+        out, run_dir = folder / f"{name} out", RunDir(folder / name)
+        out.mkdir()
+        write_weights(find_inputs(folder / "whole.pt"), out, shard_bytes=20_000)
+        write_run_configs(run_dir.spec().run, run_dir, out, dtype="fp32")
+    (folder / "out").symlink_to(folder / "first out")
     return folder
 
 
 def test_both_apis_write_the_same_model_and_optimizer_state(gathered: tuple[Path, list[dict[str, Any]]]) -> None:
-    by_dtensor, by_dcp = gathered[1]
+    by_dtensor, by_dcp, *of_muon = gathered[1]
     assert by_dtensor["training"] == by_dcp["training"]
     assert (by_dtensor["training"]["step"], by_dtensor["training"]["optimizer"]) == (AT, "adamw")
     assert by_dtensor["optimizer"].keys() == by_dtensor["model"].keys()
@@ -76,23 +85,34 @@ def test_both_apis_write_the_same_model_and_optimizer_state(gathered: tuple[Path
         assert torch.equal(by_dtensor["model"][name], by_dcp["model"][name])
         assert all(torch.equal(value, by_dcp["optimizer"][name][key]) for key, value in states.items()), name
         assert states["step"] == AT
+    assert {one["training"]["optimizer"] for one in of_muon} == {"muon"}
+    kinds = [{name: frozenset(states) for name, states in one["optimizer"].items()} for one in of_muon]
+    assert kinds[0] == kinds[1]
+    assert {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})} == {*kinds[0].values()}
 
 
-def test_run_with_the_optimizer_state_equals_a_resumed_run_at_another_size(folder: Path) -> None:
-    shutil.copytree(folder / "first", folder / "resumed")
-    shutil.rmtree(RunDir(folder / "resumed").checkpoint(STEPS))
-    before = len(small_runs.lines(folder / "resumed"))
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Path:
+    """Return the folder after each run has been resumed from its checkpoint, and started from its folder."""
+    for name in RUNS:
+        shutil.copytree(folder / name, folder / f"{name} resumed")
+        shutil.rmtree(RunDir(folder / f"{name} resumed").checkpoint(STEPS))
     on_ranks(1, go_on, folder)
-    expected = small_runs.lines(folder / "resumed")[before:]
-    found = small_runs.lines(folder / "started")
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_with_the_optimizer_state_equals_a_resumed_run_at_another_size(started: Path, name: str) -> None:
+    expected = small_runs.lines(started / f"{name} resumed")[len(small_runs.lines(started / name)) :]
+    found = small_runs.lines(started / f"{name} started")
     assert [line["step"] for line in expected] == list(range(AT + 1, STEPS + 1))
     assert [line["step"] for line in found] == list(range(AT + 1, STEPS + 2))
     for line, other in zip(found, expected, strict=False):
         assert numbers(line) == numbers(other), f"step {line['step']}"
         assert (line["tokens"], line["samples"]) == (other["tokens"], other["samples"])
-    (event,) = small_runs.events(folder / "started", "optimizer_state_loaded")
+    (event,) = small_runs.events(started / f"{name} started", "optimizer_state_loaded")
     assert event["step"] == AT
-    starts = small_runs.events(folder / "started", "training_started")
+    starts = small_runs.events(started / f"{name} started", "training_started")
     assert [start["resumed_from"] for start in starts] == [AT, STEPS]
 
 

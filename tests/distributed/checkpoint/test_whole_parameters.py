@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from tests.support.ranks.gradients import build
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_tensors, write_tokens
+from train_loop.checkpoint.export.huggingface import export
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, SpecError, parse
 from train_loop.train import train
 
@@ -47,6 +49,7 @@ def train_all(folder: Path) -> tuple[int, list[str]]:
     """Train plain, whole, and resumed; return the bytes of parameters on this rank, and names of whole ones."""
     train_in(folder, "plain", [])
     train_in(folder, "whole", WHOLE)
+    RunDir(folder / "whole").write_spec(a_job(folder, WHOLE))
     if dist.get_rank() == 0:
         shutil.copytree(folder / "whole", folder / "resumed")
         shutil.rmtree(RunDir(folder / "resumed").checkpoint(STEPS))
@@ -84,6 +87,14 @@ def test_resumed_run_with_whole_parameters_has_the_bits_of_the_uninterrupted_one
     folder, _ = runs
     expected, found = (load_tensors(folder / name, STEPS) for name in ("whole", "resumed"))
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_export_with_whole_parameters_has_the_weights_of_every_rank(runs: Any) -> None:
+    folder, _ = runs
+    found = load_file(export(RunDir(folder / "whole"), STEPS, ExportWish(dtype="fp32")) / "model.safetensors")
+    expected = load_tensors(folder / "whole", STEPS)
+    assert {f"/model/{name}" for name in found} == {name for name in expected if name.startswith("/model/")}
+    assert all(torch.equal(value, expected[f"/model/{name}"]) for name, value in found.items())
 
 
 def test_plan_counts_what_each_rank_holds_whole(runs: Any) -> None:
