@@ -60,9 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ranks: CallRanks) -> Path:
 
 def job_of(folder: Path, model: dict[str, Any], output: str = "logprobs", **strategy: Any) -> InferJobSpec:
     """Return a job over the rows on the existing ranks."""
+    more = {"generation": {"max_new_tokens": 4}} if output == "generate" else {}
     raw = infer_spec(
         data={"train": {"path": str(folder / "rows.parquet")}},
-        infer={"output": output, "rows_per_shard": 4, "batch_size": 2},
+        infer={"output": output, "rows_per_shard": 4, "batch_size": 2} | more,
         scaling={"num_workers": dist.get_world_size() if dist.is_initialized() else 1},
         strategy=strategy,
     )
