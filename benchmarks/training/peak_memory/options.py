@@ -18,7 +18,7 @@ from train_loop.spec import parse as parse_spec
 
 # Head and MLP are wide relative to the rest, as in larger models of this family.
 CONFIG = SMALL | {"vocab_size": 32768, "intermediate_size": 2048, "max_position_embeddings": 16384}
-LENGTHS = (512, 1024, 2048, 4096)
+LENGTHS: tuple[int, ...] = (512, 1024, 2048, 4096)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Fixed thresholds: glibc then returns freed memory, so that resident memory equals memory in use."""
 PLAIN = {"gradient_checkpointing": "none", "chunked_loss": False, "apply_tiled_mlp": False}
@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # Heads are as wide as the states, as in larger models of this family.
 SHARED_CONFIG = CONFIG | {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8}
+SHARED_LENGTHS: tuple[int, ...] = (1024, 2048)
 _TWO = PLAIN | {"chunked_loss": True, "tp_size": 2}
 SHARED: dict[str, dict[str, Any]] = {
     f"tp_size: 2{more}": _TWO | way | {"sequence_parallel": splits}
@@ -46,8 +47,10 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--shared", action="store_true", help="two ranks share each layer")
     arguments = parse(parser, rounds=3)
-    ways, usual = (SHARED, SHARED_CONFIG) if arguments.shared else (WAYS, CONFIG)
-    config, lengths = (TOY, (512,)) if arguments.quick else (usual, LENGTHS)
+    ways = SHARED if arguments.shared else WAYS
+    config, lengths = (SHARED_CONFIG, SHARED_LENGTHS) if arguments.shared else (CONFIG, LENGTHS)
+    if arguments.quick:
+        config, lengths = TOY, (512,)
     data = [
         {"round": number, "way": name, "tokens": tokens} | measure(config, way, tokens)
         for number in range(arguments.rounds)
