@@ -36,6 +36,7 @@ from tests.families.runs import (
 )
 from tests.families.table import settings_of
 from tests.support.builders.datasets import prepare_tokens
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import may_read
 from tests.support.own_code import forget_imports
 from tests.support.ranks.first_step import step_and_evaluation
@@ -73,6 +74,10 @@ _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
 COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 5) + _draw.sample(_objectives, 3)
 """Kinds whose bytes and operations are counted."""
+TENSOR = tuple(
+    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(("strategy", "sequence_parallel", splits),)) for splits in (False, True)
+)
+"""Ranks that share layers, with all tokens between projections, and with a part of them."""
 _heads = [(family, name) for family, name in OTHERS if family != OWN]
 COMPARED = _heads if MORE else _draw.sample(_heads, 2)
 """Kinds whose steps are computed on meshes, besides those of `test_table.py` and `trainshed check-model`."""
@@ -221,7 +226,7 @@ def test_step_and_evaluation_are_those_of_one_rank(
     kind = kind_of(family, objective, rows)
     one, *others = (CASES[f"{mesh}, plain"] for mesh in ("one rank", "HSDP 2 x 2", "HSDP 2 x Ulysses 2"))
     expected = call_ranks(one.world, step_and_evaluation, evaluated(kind, one), rows.parent)
-    for case in (*others, Case("fsdp 2 x tp 2", 4, tp_size=2)):
+    for case in (*others, *drawn(TENSOR, 1)):
         peers = "tp_size" if case.tp_size > 1 else "ulysses_size"
         if case is not others[0] and (refusal := refusal_of(kind, case)) is not None:
             assert f"{peers}: 1" in refusal or f"{peers}=1" in refusal

@@ -312,9 +312,7 @@ def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
         "/strategy/ulysses_size": size > 1
         and f"ulysses_size={size} needs attention that can be split by heads, which {name} lacks; "
         "choose ulysses_size: 1",
-        "/strategy/tp_size": spec.strategy.tp_size > 1
-        and f"tp_size={spec.strategy.tp_size} needs a plan of how ranks share layers, which {name} lacks; choose "
-        "tp_size: 1",
+        "/strategy/tp_size": fault_without_plan(name, spec),
         "/training/chunked_loss": spec.training.chunked_loss is True
         and f"chunked_loss needs to know the steps after the head of {name}; remove chunked_loss",
         "/training/reproducible": spec.training.reproducible == "any_size"
@@ -323,6 +321,14 @@ def plain_settings(model: nn.Module, spec: JobSpec) -> tuple[SettingCheck, ...]:
         and f"attn_implementation={kernel} has no effect on {name}; remove attn_implementation",
     }
     return rejecting({**faults, **faults_without_experts(name, spec)})
+
+
+def fault_without_plan(name: str, spec: JobSpec) -> str | bool:
+    """Return the fault of `tp_size` for the model `name` that has no plan of how ranks share layers; false is none."""
+    size = spec.strategy.tp_size
+    return size > 1 and (
+        f"tp_size={size} needs a plan of how ranks share layers, which {name} lacks; choose tp_size: 1"
+    )
 
 
 def faults_without_experts(name: str, spec: JobSpec) -> dict[str, str]:

@@ -22,7 +22,15 @@ from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
 from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
-from train_loop.model.families.family import Attention, Examination, Family, SettingCheck, StoredNames
+from train_loop.model.families.family import (
+    Attention,
+    Examination,
+    Family,
+    SettingCheck,
+    StoredNames,
+    fault_without_plan,
+    rejecting,
+)
 from train_loop.spec import EmbeddingSpec, JobSpec, ModelSpec
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -77,6 +85,7 @@ class Masked(Causal):
             SettingCheck("/strategy/ulysses_size", lambda: _check_slices(spec, name)),
             SettingCheck("/training/chunked_loss", check_head),
             SettingCheck("/data/sequence_length", check_positions),
+            *rejecting({"/strategy/tp_size": fault_without_plan(name, spec)}),
             *check_experts(anatomy.model, None, spec),
         )
         return Examination({}, after_head, settings, sees_whole_rows=True)

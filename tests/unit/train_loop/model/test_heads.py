@@ -238,17 +238,26 @@ def test_family_without_a_head_that_reads_the_last_token_is_refused(config: dict
 
 
 @pytest.mark.parametrize(
-    ("parts", "pointer"),
+    ("parts", "pointer", "reason"),
     [
-        ({"data": TAGGED | {"packing": True}}, "/data/packing"),
-        ({"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}, "/strategy/ulysses_size"),
+        ({"data": TAGGED | {"packing": True}}, "/data/packing", "attends to the whole row"),
+        (
+            {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}},
+            "/strategy/ulysses_size",
+            "attends to the whole row",
+        ),
+        (
+            {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 2}},
+            "/strategy/tp_size",
+            "tp_size=2 needs a plan of how ranks share layers, which BertForTokenClassification lacks",
+        ),
     ],
 )
-def test_encoder_with_labels_attends_to_whole_rows(parts: dict[str, Any], pointer: str) -> None:
+def test_encoder_with_labels_has_whole_rows_and_layers(parts: dict[str, Any], pointer: str, reason: str) -> None:
     base: dict[str, Any] = {"model": {"config": small("bert"), "head": TAGS}, "data": TAGGED | {"packing": False}}
     raw = raw_spec(**base | parts)
     (problem, *_) = check_model(parse(raw), may_read())[1]
-    assert (problem.pointer, "attends to the whole row" in problem.message) == (pointer, True)
+    assert (problem.pointer, reason in problem.message) == (pointer, True)
 
 
 def test_text_with_labels_needs_no_eos(tmp_path: Path) -> None:
