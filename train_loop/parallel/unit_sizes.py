@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
-from train_loop.parallel.units import find_units, join_units, repeated_layers
+from train_loop.parallel.units import are_beside_layers, chosen_ends, find_units, join_units, repeated_layers
 from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 
 
 def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
-    """Return the sizes of the units of `min_num_params` or `precision`; None without both."""
+    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers."""
     policy = strategy.wrap_policy
-    if policy.min_num_params is None and not strategy.precision:
+    if policy.min_num_params is None and not strategy.precision and not chosen_ends(anatomy, policy):
         return None
     precision = find_precision(anatomy, strategy)
     own, shared, taken = dict[nn.Module, float](), 0.0, set[int]()
@@ -34,14 +34,21 @@ def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
     # Backward gathers ahead the unit that forward has left before.
     left = list(_in_order_of_return(anatomy.model, own))
     ahead = [gathered[unit] + own[before] for before, unit in pairwise(left)]
+
+    def size_of(end: nn.Module | None) -> int:
+        return round(own[end]) if end in ends else 0
+
+    ends = [one for one in (anatomy.embeddings, anatomy.head) if one in own and are_beside_layers(strategy)]
     rest = sum(p.numel() for p in anatomy.model.parameters() if id(p) not in taken)
     return UnitSizes(
         root=round(rest + shared),
         all=round(sum(own.values())),
         largest=round(max(own.values(), default=0)),
-        gathered=round(max(gathered.values(), default=0)),
+        gathered=round(max((size for unit, size in gathered.items() if unit not in ends), default=0)),
         ahead=round(max([*ahead, *gathered.values()], default=0)),
         has_head=anatomy.head in own,
+        embeddings=size_of(anatomy.embeddings),
+        head=size_of(anatomy.head),
     )
 
 

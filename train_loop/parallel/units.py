@@ -1,14 +1,14 @@
 """Selection of FSDP units. Every parameter belongs to the innermost unit that holds it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy, modules_of
 from train_loop.model.precision import Precision, attends_in_fp32, find_precision
-from train_loop.spec import JobSpec, WrapPolicySpec
+from train_loop.spec import JobSpec, StrategySpec, WrapPolicySpec
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called, so that FSDP2 could not gather them."""
@@ -114,7 +114,7 @@ def large_modules(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
     least = policy.min_num_params
     if least is None:
         return []
-    found, taken = list[nn.Module](), {id(p) for end in _chosen_ends(anatomy, policy) for p in end.parameters()}
+    found, taken = list[nn.Module](), {id(p) for end in chosen_ends(anatomy, policy) for p in end.parameters()}
     # Children before their parents.
     for module in reversed(_separable(anatomy.model)):
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
@@ -189,24 +189,43 @@ def wrappable(model: nn.Module) -> list[str]:
 
 
 def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:
-    ends = _chosen_ends(anatomy, policy)
+    ends = chosen_ends(anatomy, policy)
     if anatomy.is_tied:
         return [ends] if ends else []
     large = large_modules(anatomy, policy)
     return [[end] for end in (anatomy.embeddings, anatomy.head) if end is not None and (end in ends or end in large)]
 
 
-def _chosen_ends(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
+def are_beside_layers(strategy: StrategySpec) -> bool:
+    """Return whether embeddings and head that are units come before and after all layers, and not inside of a unit."""
+    return strategy.wrap_policy.min_num_params is None and not strategy.precision
+
+
+def chosen_ends(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
     """Return the embeddings and the head, as far as the policy names them, or makes them a unit because they are tied.
 
-    Tied embeddings must stay one parameter: they are one unit together, or stay with the root.
+    Tied embeddings must stay one parameter: they are one unit together, or stay with the root. The root also stays
+    gathered from its first module to its last, so that they are a unit only on request.
     """
     chosen = [(anatomy.embeddings, policy.wrap_embeddings), (anatomy.head, policy.wrap_lm_output)]
     if not anatomy.is_tied:
-        return [module for module, wrap in chosen if wrap and module is not None]
+        saves = _saves_memory(anatomy, policy)
+        return [one for one, wrap in chosen if one is not None and (saves(one) if wrap is None else wrap)]
     ends, least = [module for module, _ in chosen if module is not None], policy.min_num_params
     is_large = least is not None and _parameters(ends[0]) >= least
     return ends if policy.wrap_embeddings or policy.wrap_lm_output or is_large else []
+
+
+def _saves_memory(anatomy: Anatomy, policy: WrapPolicySpec) -> Callable[[nn.Module], bool]:
+    """Return whether one of a model's ends, as a unit of its own, makes the peak of a step lower.
+
+    That of the plan without the model is `ModelShape.units`.
+    """
+    if policy.min_num_params is not None or anatomy.labels is not None or not anatomy.layers:
+        return lambda _: False
+    layer = max(map(_parameters, repeated_layers(anatomy, policy)))
+    separable = set(_separable(anatomy.model))
+    return lambda one: isinstance(one, nn.Embedding | nn.Linear) and one in separable and _parameters(one) >= layer
 
 
 def join_units(anatomy: Anatomy, units: list[list[nn.Module]], precision: Precision) -> list[list[nn.Module]]:

@@ -1,5 +1,6 @@
 """Memory estimate in bytes per worker, each term with its formula."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -68,7 +69,7 @@ def estimate_memory(
         MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_whole_gradients(spec, shape, mesh),
-        *_partial_sums(shape.units(spec.strategy.wrap_policy.min_num_params), mesh, tree, trained),
+        *_partial_sums(shape.units(spec.strategy.wrap_policy), mesh, tree, trained),
     )
     staged = -(-sum(term.bytes for term in state) // mesh.ddp)
     return (
@@ -124,21 +125,19 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
 def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, ordered: bool) -> tuple[int, str]:
     """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
 
-    FSDP2 copies units also on one rank. The root unit, which has the embeddings and the head, stays gathered while each
-    layer and the one after it are gathered. The peak is inside the layers, where the head has its whole gradient, and
-    the root no sharded one; or at the start of backward, before sharded gradients exist; or at the end, when the root's
-    gradients are reduced. An `ordered` exchange has its buffer among the partial sums.
+    FSDP2 copies units also on one rank. The root unit, which has embeddings and head that are not units of their own,
+    stays gathered while each layer and the one after it are gathered. The peak is inside the layers, where the head has
+    its whole gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or
+    when gradients of embeddings and head are reduced. An `ordered` exchange has its buffer among the partial sums.
     """
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
     master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
-    units, measured = shape.units(wrap.min_num_params), spec.code is not None or shape.is_measured
+    units, measured = shape.units(wrap), spec.code is not None or shape.is_measured
     by_layer = wrap.min_num_params is None and not spec.strategy.precision
     outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or measured) and not ordered else 0
-    # Embeddings that are units of their own are freed after use; elsewhere they are none of the root's parameters.
-    wrapped = (wrap.wrap_embeddings or wrap.wrap_lm_output) and by_layer
-    inside = max(outside, ahead) if wrapped else outside + ahead
+    inside = outside + ahead
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
     without = units.has_head or frozen or ordered or measured or chunk_rows(spec, shape, tokens=tokens) is not None
@@ -159,11 +158,37 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
             0 if frozen else compute * outside + reduced * (outside - outside // mesh.fsdp),
             f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
         ),
+        *_of_ends(spec, shape, mesh, units, reduced=reduced),
     )
     # A unit by size may be as large as the model: its whole gradient exists before its shards.
     large = compute * (outside + head + 2 * units.gathered) - shard
     formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
     return max(peaks) if by_layer else max(*peaks, (large, formula))
+
+
+def _of_ends(
+    spec: JobSpec, shape: ModelShape, mesh: MeshPlan, units: UnitSizes, *, reduced: int
+) -> Iterator[tuple[int, str]]:
+    """Yield the bytes, beside all sharded gradients, at the peaks of a head and of embeddings that are units.
+
+    The head's whole gradient exists beside its weights when backward begins. The table is not gathered in backward.
+    """
+    compute, offloads = DTYPE_BYTES[spec.strategy.param_dtype], spec.strategy.offload_policy is True
+    # Bytes of sharded gradients here; others are in host memory.
+    master = 0 if offloads else DTYPE_BYTES[spec.model.master_dtype]
+    frozen, (_, trained) = shape.trained < shape.parameters, shape.on_rank(mesh.fsdp)
+    if units.head:
+        # In later micro-batches of a step, all other sharded gradients exist.
+        first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
+        absent = trained if first else units.head // mesh.fsdp
+        size = compute * (units.root + (1 if frozen else 2) * units.head) - (0 if frozen else master * absent)
+        yield size, f"{compute} bytes x (the head's weights and gradient + the root unit) - gradients to come"
+    if units.embeddings and not frozen:
+        size = compute * (units.root + units.embeddings) + (reduced * units.embeddings if mesh.fsdp > 1 else 0)
+        yield (
+            size - master * units.embeddings // mesh.fsdp,
+            f"({compute} + {reduced}) bytes x the gradient of embeddings, which are reduced last",
+        )
 
 
 def _whole_gradients(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from train_loop.plan.built.units import UnitTree
+from train_loop.spec import WrapPolicySpec
 
 # Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
 # attention heads, or hidden_size / num_attention_heads for head_dim.
@@ -74,11 +75,15 @@ class UnitSizes:
     largest: int
     """Parameters of the largest unit, without those of units inside of it."""
     gathered: int
-    """Most parameters that one unit and the units around it gather."""
+    """Most parameters that one unit and the units around it gather; without those of the two fields at the end."""
     ahead: int
     """The same with the unit that is gathered ahead."""
     has_head: bool = False
-    """True if the head is a unit of its own by its size."""
+    """True if the head is a unit of its own."""
+    embeddings: int = 0
+    """Parameters of the input embeddings that are a unit beside layers, and are not gathered in backward."""
+    head: int = 0
+    """Parameters of the head that is a unit beside layers, and stays gathered until its backward."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class ParameterCounts:
     module: int
     """Parameters of the largest module without its children: each rank draws them whole for random weights."""
     units: UnitSizes | None = None
-    """Units by `min_num_params` or `precision`; None without both."""
+    """The units, if they are not the layers alone."""
     compute: ComputeBytes | None = None
     """Bytes of what modules compute with `precision`; None without it."""
     wholes: int = 0
@@ -284,23 +289,37 @@ class ModelShape:
         """Return the parameters that muon updates; without counts, those of the layers."""
         return self.layers * self.layer_parameters if self.counts is None else self.counts.trained_matrices
 
-    def units(self, least: int | None) -> UnitSizes:
-        """Return the sizes of the units: layers, or modules of at least `least` parameters.
+    def units(self, policy: WrapPolicySpec) -> UnitSizes:
+        """Return the sizes of the units: layers with embeddings and head, or modules of a size.
 
         Without counts, the latter are an estimate: a layer that is large enough is one unit.
         """
         if self.counts is not None and self.counts.units is not None:
             return self.counts.units
         layer, root, layers = self.layer_parameters, self.embedding_parameters, self.layers * self.layer_parameters
+        table, least = self.vocab * self.hidden, policy.min_num_params
         if least is None:
-            return UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer)
-        table, unit = self.vocab * self.hidden, layer if layer >= least else layers
+            return self._with_ends(UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer), policy)
+        unit = layer if layer >= least else layers
         if table < least or self.tied or self.labels is not None:
             return UnitSizes(root, layers, unit, unit, min(2 * unit, layers))
         largest = max(unit, table)
-        return UnitSizes(
-            root - 2 * table, layers + 2 * table, largest, largest, max(min(2 * unit, layers), table + unit), True
-        )
+        ahead = max(min(2 * unit, layers), table + unit)
+        return UnitSizes(root - 2 * table, layers + 2 * table, largest, largest, ahead, True)
+
+    def _with_ends(self, units: UnitSizes, policy: WrapPolicySpec) -> UnitSizes:
+        """Return the units of layers with the embeddings and the head that are units beside them."""
+        # A model that has been counted has no such units.
+        if self.counts is not None or self.tied or self.labels is not None:
+            return units
+        table, layer = self.vocab * self.hidden, units.largest
+        wraps = (policy.wrap_embeddings, policy.wrap_lm_output)
+        embeddings, head = (table >= layer if wrap is None else wrap for wrap in wraps)
+        moved, largest = (embeddings + head) * table, max(table, layer)
+        if not moved:
+            return units
+        ahead, ends = max(units.ahead, table + layer), (embeddings * table, head * table)
+        return UnitSizes(units.root - moved, units.all + moved, largest, units.gathered, ahead, head, *ends)
 
     @property
     def largest_module(self) -> int:

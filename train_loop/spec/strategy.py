@@ -23,8 +23,14 @@ class WrapPolicySpec(SpecModel):
         description="make units of modules by size instead of by class: those with at least so many parameters that no "
         "unit inside of them has",
     )
-    wrap_embeddings: bool = Field(default=False, description="make the input embeddings an FSDP unit")
-    wrap_lm_output: bool = Field(default=False, description="make the output layer an FSDP unit")
+    wrap_embeddings: bool | None = Field(
+        default=None,
+        description="make the input embeddings an FSDP unit; null: if they are larger than a layer, and not tied",
+    )
+    wrap_lm_output: bool | None = Field(
+        default=None,
+        description="make the output layer an FSDP unit; null: if it is larger than a layer, and not tied",
+    )
     moe_experts: tuple[str, ...] = Field(
         default=(),
         description="class names of experts, as Qwen3MoeExperts or ROLL's Qwen3MoeMLP: the experts of each "

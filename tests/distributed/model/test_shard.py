@@ -32,8 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "reshard to 2": {"reshard_after_forward": 2},
     "norms": {"norm_dtype": "fp32", "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", NORM]}},
     "offload": {"offload_policy": True},
-    "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
-    "head": {"wrap_policy": {"wrap_lm_output": True}},
+    "embeddings": {"wrap_policy": {"wrap_lm_output": False}},
+    "head": {"wrap_policy": {"wrap_embeddings": False}},
+    "layers": {"wrap_policy": {"wrap_embeddings": False, "wrap_lm_output": False}},
     "uncast inputs": {"cast_forward_inputs": False},
 }
 
@@ -46,8 +47,10 @@ def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
     names = {state: name for name, state in states.items()}
     found = {}
     for name, state in states.items():
-        group = state._fsdp_param_group
-        assert group is not None
+        if (group := state._fsdp_param_group) is None:
+            # The other units have all parameters of the model.
+            assert name == ""
+            continue
         kept = group.post_forward_mesh_info
         found[name] = {
             "forward": [names[s] for s in state._states_to_forward_prefetch],
@@ -56,6 +59,7 @@ def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
             "gradients divided by": group.gradient_divide_factor,
             "casts inputs": group.mp_policy.cast_forward_inputs,
+            "gathered in backward": group.unshard_in_backward,
         }
     return found
 
@@ -90,13 +94,13 @@ def step_of_two(strategy: dict[str, Any]) -> tuple[list[list[str]], list[bool]]:
 
 
 def steps_of_two() -> list[tuple[list[list[str]], list[bool]]]:
-    return [step_of_two({}), step_of_two({"wrap_policy": {"wrap_embeddings": True}, "gradient_sync": "last"})]
+    return [step_of_two({}), step_of_two(CASES["layers"] | {"gradient_sync": "last"})]
 
 
 def test_each_micro_batch_finds_its_first_units_gathered_and_gradients_are_reduced_as_chosen() -> None:
     every, last = on_ranks(2, steps_of_two)[0]
-    assert every == ([[""], [""], []], [False, True, True])
-    assert last == ([["", EMBEDDINGS], ["", EMBEDDINGS], []], [False, False, True])
+    assert every == ([["", EMBEDDINGS], ["", EMBEDDINGS], []], [False, True, True])
+    assert last == ([[""], [""], []], [False, False, True])
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +112,12 @@ def found() -> dict[str, dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("case", "units"),
     [
-        ("plain", ["", *LAYERS]),
-        ("prefetch finer", ["", *HALVES]),
+        ("plain", ["", EMBEDDINGS, *LAYERS, HEAD]),
+        ("prefetch finer", ["", EMBEDDINGS, *HALVES, HEAD]),
         ("embeddings", ["", EMBEDDINGS, *LAYERS]),
         ("head", ["", *LAYERS, HEAD]),
-        ("norms", ["", *NORMS, "model.norm"]),
+        ("layers", ["", *LAYERS]),
+        ("norms", [EMBEDDINGS, *NORMS, "model.norm", HEAD]),
     ],
 )
 def test_units_follow_the_wrap_policy(found: Any, case: str, units: list[str]) -> None:
@@ -131,6 +136,15 @@ def test_each_unit_prefetches_the_next_two(found: Any, case: str, units: list[st
 )
 def test_layers_stay_gathered_after_forward_on_request(found: Any, case: str, ranks: int | None) -> None:
     assert {found[case][layer]["spread after forward over"] for layer in LAYERS} == {ranks}
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("plain", None), ("reshard true", 4), ("reshard to 2", 2)])
+def test_head_stays_gathered_for_backward_which_begins_with_it(found: Any, case: str, ranks: int | None) -> None:
+    assert found[case][HEAD]["spread after forward over"] == ranks
+
+
+def test_only_embeddings_are_not_gathered_for_backward_which_does_not_read_them(found: Any) -> None:
+    assert [name for name, unit in found["plain"].items() if not unit["gathered in backward"]] == [EMBEDDINGS]
 
 
 @pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])

@@ -1,5 +1,7 @@
 """Settings for memory, communication or computation that must not change results.
 
+Their embeddings and head are FSDP units, unless they are tied; those of the plain model are in the root unit.
+
 Without `MORE=1`, most variants run with one of two models; both have variants of every kind.
 """
 
@@ -40,8 +42,9 @@ BIT_EQUAL: dict[str, Parts] = {
     "offload": {"strategy": {"offload_policy": True}},
     "no recomputation": {"model": {"gradient_checkpointing": "none"}},
     "offloaded activations": {"model": {"gradient_checkpointing": "offload"}},
-    "wrapped embeddings": {"strategy": {"wrap_policy": {"wrap_embeddings": True}}},
-    "wrapped head": {"strategy": {"wrap_policy": {"wrap_lm_output": True}}},
+    "ends as units": {},
+    "wrapped embeddings": {"strategy": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": False}}},
+    "wrapped head": {"strategy": {"wrap_policy": {"wrap_embeddings": False, "wrap_lm_output": True}}},
     "wrapped all": {"strategy": {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}},
     "finer units": {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}}},
     "units by size": {"strategy": {"wrap_policy": {"min_num_params": 1000}}},
@@ -67,8 +70,17 @@ EQUAL: dict[str, Parts] = {
     "exchanged once, chunked": {"training": {"chunked_loss": True}, "strategy": {"gradient_sync": "last"}},
     "exchanged once, hybrid": {"strategy": {"gradient_sync": "last", "fsdp_size": 2}},
 }
+LAYERS: Parts = {"strategy": {"wrap_policy": {"wrap_embeddings": False, "wrap_lm_output": False}}}
+"""A model whose embeddings and head are in the root unit, with which variants are compared."""
 MODELS = [(1, False), (2, True)]
-ON_BOTH_MODELS = {"wrapped embeddings", "wrapped head", "wrapped all", "chunked head", "chunked, wrapped head"}
+ON_BOTH_MODELS = {
+    "ends as units",
+    "wrapped embeddings",
+    "wrapped head",
+    "wrapped all",
+    "chunked head",
+    "chunked, wrapped head",
+}
 """Variants of the head and the embeddings, which are one parameter if they are tied."""
 ON_FOUR_RANKS = {"reshard to 2", "hybrid", "exchanged once, hybrid", "whole norms, hybrid"}
 """Variants that divide the ranks; two ranks are enough for the others."""
@@ -101,7 +113,7 @@ def run_all(chosen: list[Case]) -> Found:
     rows = random_rows(SAMPLES, LENGTH, vocab=TINY["vocab_size"], packed=True)
     found: Found = {}
     for sp, tied in MODELS:
-        plain = one_step(job({}, sp, tied), rows)
+        plain = one_step(job(LAYERS, sp, tied), rows)
         for case in chosen:
             if case[1:] == (sp, tied):
                 found[case] = one_step(job((BIT_EQUAL | EQUAL)[case[0]], sp, tied), rows), plain

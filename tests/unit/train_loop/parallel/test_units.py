@@ -10,9 +10,11 @@ from tests.support.builders.specs import TINY, may_read, raw_spec
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.parallel.unit_sizes import unit_sizes
 from train_loop.parallel.units import find_units, repeated_layers
+from train_loop.plan import read_shape
 from train_loop.preflight.checks import check_model
-from train_loop.spec import SpecError, WrapPolicySpec, parse
+from train_loop.spec import SpecError, StrategySpec, WrapPolicySpec, parse
 
 IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48} | IDS
@@ -24,6 +26,35 @@ LAYERS = [["model.layers.1"], ["model.layers.0"]]
 
 def of(config: dict[str, Any]) -> Anatomy:
     return CAUSAL.anatomy(build_model(parse(raw_spec(model={"config": config})).model))
+
+
+def chosen(config: dict[str, Any], **policy: Any) -> list[list[str]]:
+    anatomy = of(config)
+    names = {module: name for name, module in anatomy.model.named_modules()}
+    return [[names[one] for one in unit] for unit in find_units(anatomy, WrapPolicySpec(**policy))]
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "units"),
+    [
+        (TINY, {}, [EMBEDDINGS, HEAD, *LAYERS]),
+        (TINY, {"wrap_embeddings": False}, [HEAD, *LAYERS]),
+        (TINY, {"wrap_lm_output": False}, [EMBEDDINGS, *LAYERS]),
+        # A table has 7,744 parameters, and a layer 7,760.
+        (TINY | {"vocab_size": 242}, {}, LAYERS),
+        (TINY | {"vocab_size": 243}, {}, [EMBEDDINGS, HEAD, *LAYERS]),
+        (TINY | {"vocab_size": 242}, {"wrap_embeddings": True}, [EMBEDDINGS, *LAYERS]),
+        (TIED, {}, LAYERS),
+        (TIED, {"wrap_embeddings": True}, [[*EMBEDDINGS, *HEAD], *LAYERS]),
+    ],
+)
+def test_large_embeddings_and_heads_are_units_unless_they_are_tied(
+    config: dict[str, Any], policy: dict[str, Any], units: list[list[str]]
+) -> None:
+    assert chosen(config, **policy) == units
+    # The plan without the model has the same sizes.
+    shape, counted = read_shape(config), unit_sizes(of(config), StrategySpec(wrap_policy=WrapPolicySpec(**policy)))
+    assert counted is None or shape.units(WrapPolicySpec(**policy)) == counted or shape.tied
 
 
 def by_size(anatomy: Anatomy, least: int) -> list[list[str]]:

@@ -24,15 +24,18 @@ def built(**parts: dict[str, Any]) -> UnitTree:
     return shape.built
 
 
-def test_units_of_a_decoder_are_its_layers_and_the_rest() -> None:
+def test_units_of_a_decoder_are_its_layers_embeddings_head_and_the_rest() -> None:
     found = built()
-    root, layer = found.units
-    assert root == UnitGroup("Qwen3ForCausalLM", 1, 2 * TABLE + 32, 4 * (2 * TABLE + 32), "fp32")
-    assert layer == UnitGroup("Qwen3DecoderLayer", 2, LAYER, 4 * LAYER, "fp32")
+    assert {*found.units} == {
+        UnitGroup("Qwen3ForCausalLM", 1, 32, 4 * 32, "fp32"),
+        UnitGroup("Embedding", 1, TABLE, 4 * TABLE, "fp32"),
+        UnitGroup("Qwen3DecoderLayer", 2, LAYER, 4 * LAYER, "fp32"),
+        UnitGroup("Linear", 1, TABLE, 4 * TABLE, "fp32"),
+    }
     lines = found.tree.splitlines()
     assert lines[0] == "FSDPQwen3ForCausalLM("
     assert "      (0-1): 2 x FSDPQwen3DecoderLayer(" in lines
-    assert "    (embed_tokens): Embedding(384, 32)" in lines
+    assert "    (embed_tokens): FSDPEmbedding(384, 32)" in lines
 
 
 def test_units_have_the_dtype_in_which_they_compute() -> None:
@@ -43,13 +46,11 @@ def test_units_have_the_dtype_in_which_they_compute() -> None:
     assert norms == {32: 2 * 2 + 1, 8: 2 * 2}
 
 
-def test_embeddings_are_units_if_the_policy_says_so() -> None:
-    found = built(strategy={"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}})
+def test_embeddings_and_head_are_in_the_root_unit_if_the_policy_says_so() -> None:
+    found = built(strategy={"wrap_policy": {"wrap_embeddings": False, "wrap_lm_output": False}})
     assert {one.module: (one.count, one.parameters) for one in found.units} == {
-        "Qwen3ForCausalLM": (1, 32),
-        "Embedding": (1, TABLE),
+        "Qwen3ForCausalLM": (1, 2 * TABLE + 32),
         "Qwen3DecoderLayer": (2, LAYER),
-        "Linear": (1, TABLE),
     }
 
 
