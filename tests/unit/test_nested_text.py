@@ -31,6 +31,8 @@ TRUSTED = {
     "train_loop/checkpoint/files/writer.py:write",
     "train_loop/checkpoint/files/writer.py:serve",
     "train_loop/liveness/heartbeat.py:main",
+    "train_loop/loop/infer/of_job.py:stop_tokens_of_job",
+    "train_loop/model/families/causal/cache.py:_is_exact",
     "train_loop/model/families/causal/separation.py:_has_more_positions",
     "train_loop/model/families/causal/separation.py:_measure_copy",
     "train_loop/model/families/masked.py:_measured",

@@ -224,7 +224,7 @@ class RunDir:
         """Return the folder of the tokenizer of the prepared data; None if there is none."""
         try:
             found = json.loads(read_whole(self.data)).get("tokenizer")
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
         return found if isinstance(found, str) else None
 

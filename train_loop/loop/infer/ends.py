@@ -90,7 +90,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
         found = json.loads(read_input(file))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON: {error}; copy it again, or remove it") from error
     if not isinstance(found, dict):
         raise ModelError(f"{file} has no JSON object; copy it again, or remove it")

@@ -157,7 +157,7 @@ def test_buildable_model_has_no_problems() -> None:
     spec = parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))
     shape, found = check_model(spec, may_read())
     assert shape is not None
-    assert (replace(shape, counts=None, built=None), found) == (model_shape(spec.model), [])
+    assert (replace(shape, counts=None, tiles=None, built=None), found) == (model_shape(spec.model), [])
     assert shape.counts is not None
     assert shape.parameters == shape.trained == model_shape(spec.model).parameters
     assert shape.layer_parameters == model_shape(spec.model).layer_parameters
