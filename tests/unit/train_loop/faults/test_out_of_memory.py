@@ -49,7 +49,7 @@ def test_full_device_is_reported_with_rank_host_sizes_and_cheapest_remedies_firs
     assert (
         "ran out of device memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in outcome.reason
     )
-    assert "the plan estimates 0.9 MiB per rank: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
+    assert "the plan estimates 0.8 MiB per rank: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
     assert "remedies, cheapest first: strategy.apply_tiled_mlp: true; " in outcome.reason
     (event,) = events(tmp_path, "out_of_memory")
     assert (event["rank"], event["memory"], event["again"]) == (1, "device", False)
@@ -109,7 +109,7 @@ def test_killed_rank_is_reported_with_sizes_and_remedies(tmp_path: Path) -> None
     )
     assert (event["rank"], event["committed"]) == (1, 10)
     assert event["error"].startswith(
-        "rank 1 on a was killed; the plan estimates 1.4 MiB per rank: checkpoint_staging 0.5 MiB"
+        "rank 1 on a was killed; the plan estimates 1.3 MiB per rank: checkpoint_staging 0.5 MiB"
     )
     assert "cheapest first: failure.spare_workers: false" in event["error"]
     assert {"parameters", "optimizer"} <= event["estimate"].keys()
