@@ -45,6 +45,13 @@ from trainshed import ApiError, Job
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
+TURN = drawn(["conversations", "oom", "memory", "fewer layers shared", "link", "own code", "head"], 3)
+"""Tests that this commit runs, of those whose parts other files test, too."""
+
+
+def in_turn(name: str) -> pytest.MarkDecorator:
+    """Skip a test unless this commit has drawn it."""
+    return pytest.mark.skipif(name not in TURN, reason="other commits run it, and `make more`")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +143,7 @@ def test_service_killed_while_a_job_is_queued_starting_and_running_does_not_dist
     assert (newest.step, rejected) == (STEPS, {})
 
 
+@in_turn("conversations")
 def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_tokens(
     service: LiveService, s3: S3Server
 ) -> None:
@@ -272,6 +280,7 @@ def test_killed_workers_and_driver_do_not_change_the_run(service: LiveService, r
     assert_whole(service, job_id, reference)
 
 
+@in_turn("oom")
 def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> None:
     job_id = service.submit(
         training={"max_steps": 100_000}, checkpoint={"every_steps": None}, scaling={"num_workers": 2}
@@ -310,6 +319,7 @@ def test_job_with_an_oom_killed_rank_is_retried_once(service: LiveService) -> No
     assert len(service.events(job_id, "training_started")) == 2
 
 
+@in_turn("memory")
 def test_rank_beyond_the_memory_it_reserved_fails_while_the_service_answers_and_another_job_waits(
     service: LiveService,
 ) -> None:
@@ -379,6 +389,7 @@ def test_paused_job_whose_workers_share_layers_resumes_at_another_size(service: 
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
 
 
+@in_turn("fewer layers shared")
 def test_example_of_shared_layers_goes_on_without_sharing(service: LiveService) -> None:
     example = parse_text(Path("examples/tensor-parallel.yaml").read_text())
     job_id = service.client.submit(dump(override(example, {"training": {"max_steps": 12, "audit_samples": True}}))).id
@@ -468,6 +479,7 @@ def test_clone_continues_from_the_checkpoint_of_another_job(service: LiveService
     assert job.goodput < 1
 
 
+@in_turn("link")
 def test_link_that_replaces_data_after_the_submit_is_not_trained_on(service: LiveService, tmp_path: Path) -> None:
     path, outside = service.home / "data" / "link.parquet", tmp_path / "outside.parquet"
     for place in (path, outside):
@@ -482,6 +494,7 @@ def test_link_that_replaces_data_after_the_submit_is_not_trained_on(service: Liv
 
 
 # One by commit, as the head below: tests/distributed compares each with its plain loop.
+@in_turn("own code")
 @pytest.mark.parametrize("name", drawn(NAMES, 1))
 def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None:
     folder = service.home / "data" / "own"
@@ -497,6 +510,7 @@ def test_own_code_equals_its_plain_loop(service: LiveService, name: str) -> None
     assert lines[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
 
 
+@in_turn("head")
 @pytest.mark.parametrize("head", drawn(["sequence_classification", "reward"], 1))
 def test_text_with_a_head_becomes_a_model_of_transformers(service: LiveService, head: str) -> None:
     job_id = service.submit(**TEXT_HEADS[head].write(service.home / "data" / head))
