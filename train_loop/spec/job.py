@@ -152,17 +152,19 @@ class JobSpec(SpecModel):
     def at_any_size(self) -> "JobSpec":
         """Return the spec without the fields that may change on resume.
 
-        These are the fields of its size, if the global batch does not depend on it.
+        These are the fields of its size, if the global batch does not depend on it, and whether embeddings and head
+        are FSDP units, whose default has changed.
         """
+        strategy = self.strategy.with_any_ends
         if not self.resizable:
-            return self
+            return self.model_copy(update={"strategy": strategy})
         if self.training.reproducible == "any_size":
-            strategy = self.strategy.model_copy(update={"fsdp_size": 0})
+            strategy = strategy.model_copy(update={"fsdp_size": 0})
             return self.scaled(ScalingSpec()).model_copy(update={"strategy": strategy})
         return self.model_copy(
             update={
                 "scaling": ScalingSpec(),
-                "strategy": self.strategy.over_all_workers,
+                "strategy": strategy.over_all_workers,
                 "training": self.training.model_copy(update={"per_device_train_batch_size": 1}),
             }
         )

@@ -254,6 +254,12 @@ class StrategySpec(SpecModel):
         return self.model_copy(update=alone | {"sequence_parallel": False})
 
     @property
+    def with_any_ends(self) -> "StrategySpec":
+        """The same strategy, whether embeddings and head are units of their own or not, which changes no bits."""
+        either = {"wrap_embeddings": None, "wrap_lm_output": None}
+        return self.model_copy(update={"wrap_policy": self.wrap_policy.model_copy(update=either)})
+
+    @property
     def save_mode(self) -> SaveMode:
         """The mode in which checkpoints are written."""
         named: dict[bool, SaveMode] = {False: "sync", True: "thread"}
