@@ -3,10 +3,12 @@
 import gc
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
     def call_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
         for queue in requests:
             queue.put((function, arguments))
-        error, answer = answers.get(timeout=240)
+        error, answer = _next_answer(answers, ranks)
         if error:
             raise AssertionError(error)
         return answer
@@ -63,7 +65,7 @@ def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callabl
         with tempfile.TemporaryDirectory() as group:
             for queue in requests[:world]:
                 queue.put((world, group, function, arguments))
-            found = [answers.get(timeout=240) for _ in range(world)]
+            found = [_next_answer(answers, ranks) for _ in range(world)]
         for _, error, _ in found:
             if error:
                 raise AssertionError(error)
@@ -87,6 +89,18 @@ def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> 
             for rank in ranks:
                 rank.kill()
                 rank.join()
+
+
+def _next_answer(answers: "Queue[Any]", ranks: Any, *, seconds: float = 240.0) -> Any:
+    """Return the next answer. Raises AssertionError as soon as a rank has ended, whose answer would never come."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        try:
+            return answers.get(timeout=1.0)
+        except Empty:
+            codes = {rank: one.exitcode for rank, one in enumerate(ranks.processes) if one.exitcode is not None}
+            assert not codes, f"ranks have ended, with these exit codes: {codes}"
+    raise AssertionError(f"no answer within {seconds:g} s")
 
 
 def _start(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> Any:
