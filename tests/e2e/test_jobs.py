@@ -417,15 +417,14 @@ SMALLER: dict[str, dict[str, Any]] = {
 """Fields of the examples for users of other tools that fit two workers, or four."""
 
 
-@pytest.mark.skipif("MORE" not in os.environ, reason="four jobs: `make more` runs it")
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", drawn(list(SMALLER), 1))
 def test_example_of_another_tool_trains_at_toy_size(service: LiveService, name: str) -> None:
     example = parse_text(Path(f"examples/coming-from/{name}.yaml").read_text())
     toy: dict[str, dict[str, Any]] = {
         "model": {"path": None, "config": TINY},
         "data": {"train": {"path": "stdlib://json/*.py"}, "sequence_length": 32},
         "training": {"num_train_epochs": None, "max_steps": 3, "per_device_train_batch_size": 1, "logging_steps": 1},
-        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.25}},
+        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.25, "GPU": 0}},
     }
     job = service.client.submit(dump(override(override(example, toy), SMALLER[name])))
     service.wait_for_state(job.id, JobState.SUCCEEDED)
