@@ -3,7 +3,6 @@
 import email
 import gzip
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
