@@ -143,8 +143,10 @@ def test_model_built_says_what_was_chosen(runs: Path) -> None:
     (built,) = events(runs / "slow", "model_built")
     assert (built["mesh"], list(built["hosts"].values())) == ({"fsdp": 2, "sp": 2}, [[0, 1]])
     assert {one["module"]: (one["count"], one["dtype"]) for one in built["units"]} == {
+        "Embedding": (1, "fp32"),
         "Qwen3ForCausalLM": (1, "fp32"),
         "Qwen3DecoderLayer": (2, "fp32"),
+        "Linear": (1, "fp32"),
     }
     shape, _ = check_model(job_of(runs / "d.parquet", 2, strategy=ULYSSES), may_read())
     assert shape is not None
