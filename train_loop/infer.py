@@ -168,7 +168,7 @@ class InferenceLoop:
             self.stop = agree_on_stop(self.stop_signal.seen)
         return self.stop
 
-    def go_on(self, busy: bool) -> bool:
+    def any_busy(self, busy: bool) -> bool:
         """Return whether any rank is busy and none has to stop; a batch of many calls asks between them."""
         self.watchdog.feed()
         self.session.mark(self.done, Phase.TRAIN)
@@ -191,7 +191,7 @@ class InferenceLoop:
         job, mesh = self.job, self.job.mesh
         self.session.mark(self.done, Phase.TRAIN)
         (rows_of_rank,) = micro_batches(batch, job.order.per_rank, job.sharded.anatomy, mesh)
-        results = job.output(job.sharded.anatomy, rows_of_rank, mesh, self.go_on)
+        results = job.output(job.sharded.anatomy, rows_of_rank, mesh, self.any_busy)
         if self.stop is not None:
             return
         if mesh.leads:

@@ -43,7 +43,7 @@ _TOLERANCE = 1e-3
 
 
 class Work(BaseModel):
-    """The rows of a comparison, and what is computed for each."""
+    """The rows of a comparison, and the output for each."""
 
     model_config = ConfigDict(frozen=True)
 

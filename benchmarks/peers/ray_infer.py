@@ -25,7 +25,7 @@ class Predictor:
         self._model, self._first = load(Path(folder)), Path(first)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the results of a batch beside its rows."""
+        """Return the results of a batch with its rows."""
         if not self._first.exists():
             self._first.write_text(repr(time.time()))
         rows = [row.tolist() for row in batch["ids"]]

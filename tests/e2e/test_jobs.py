@@ -621,7 +621,7 @@ def test_inference_survives_kills_of_worker_service_and_driver_without_repeated_
     wait_for(lambda: service.events(job_id, "results_committed")[1:], "a second shard", seconds=120)
     service.wait_for_state(job_id, JobState.RUNNING)
     service.driver(job_id).kill()
-    # Its workers live a little longer, and would go on.
+    # Its workers live a little longer, and would continue.
     wait_for(lambda: service.events(job_id, "work_started")[2:], "a second attempt", seconds=120)
     service.hold(job_id, None)
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)

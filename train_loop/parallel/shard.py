@@ -19,7 +19,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
 from train_loop.model.whole import whole_parameters
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.units import are_beside_layers, find_units, join_units
+from train_loop.parallel.units import are_outside_layers, find_units, join_units
 from train_loop.spec import StrategySpec
 from train_loop.spec.model import Dtype
 from train_loop.telemetry.timers import ComputeTimer
@@ -30,7 +30,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
 
     Routers in another dtype than the rest are separate units, and so are experts that ranks share.
     """
-    offload, beside = _offload_policy(strategy, mesh), are_beside_layers(strategy)
+    offload, outside = _offload_policy(strategy, mesh), are_outside_layers(strategy)
     # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
     units, experts = find_units(anatomy, strategy.wrap_policy), anatomy.experts
     precision = find_precision(anatomy, strategy)
@@ -51,7 +51,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
         # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
         ranks, reshard = _ranks_of(unit[0], anatomy, mesh), strategy.reshard_after_forward
-        if beside and reshard is None and unit == [anatomy.head]:
+        if outside and reshard is None and unit == [anatomy.head]:
             # Backward begins with the head.
             reshard = False
         place = wholes.place if wholes.are_in(unit) else None
@@ -63,7 +63,7 @@ def apply_fsdp(anatomy: Anatomy, mesh: Mesh, strategy: StrategySpec, *, router_d
             reshard_after_forward=reshard,
             shard_placement_fn=place,
         )
-        if beside and unit == [anatomy.embeddings] and isinstance(unit[0], nn.Embedding):
+        if outside and unit == [anatomy.embeddings] and isinstance(unit[0], nn.Embedding):
             # The gradient of a lookup does not need the table.
             sharded: Any = unit[0]
             sharded.set_unshard_in_backward(False)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
-from train_loop.parallel.units import are_beside_layers, chosen_ends, find_units, join_units, repeated_layers
+from train_loop.parallel.units import are_outside_layers, chosen_ends, find_units, join_units, repeated_layers
 from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 
@@ -38,7 +38,7 @@ def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
     def size_of(end: nn.Module | None) -> int:
         return round(own[end]) if end in ends else 0
 
-    ends = [one for one in (anatomy.embeddings, anatomy.head) if one in own and are_beside_layers(strategy)]
+    ends = [one for one in (anatomy.embeddings, anatomy.head) if one in own and are_outside_layers(strategy)]
     rest = sum(p.numel() for p in anatomy.model.parameters() if id(p) not in taken)
     return UnitSizes(
         root=round(rest + shared),

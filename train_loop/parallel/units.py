@@ -196,7 +196,7 @@ def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Modul
     return [[end] for end in (anatomy.embeddings, anatomy.head) if end is not None and (end in ends or end in large)]
 
 
-def are_beside_layers(strategy: StrategySpec) -> bool:
+def are_outside_layers(strategy: StrategySpec) -> bool:
     """Return whether embeddings and head that are units come before and after all layers, and not inside of a unit."""
     return strategy.wrap_policy.min_num_params is None and not strategy.precision
 
@@ -217,7 +217,7 @@ def chosen_ends(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
 
 
 def _saves_memory(anatomy: Anatomy, policy: WrapPolicySpec) -> Callable[[nn.Module], bool]:
-    """Return whether one of a model's ends, as a unit of its own, makes the peak of a step lower.
+    """Return whether the peak of a step is lower if an end of the model is a unit.
 
     That of the plan without the model is `ModelShape.units`.
     """

@@ -125,7 +125,7 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
 def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, ordered: bool) -> tuple[int, str]:
     """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
 
-    FSDP2 copies units also on one rank. The root unit, which has embeddings and head that are not units of their own,
+    FSDP2 copies units also on one rank. The root unit, which has embeddings and head unless they are units,
     stays gathered while each layer and the one after it are gathered. The peak is inside the layers, where the head has
     its whole gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or
     when gradients of embeddings and head are reduced. An `ordered` exchange has its buffer among the partial sums.
@@ -169,9 +169,9 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
 def _of_ends(
     spec: JobSpec, shape: ModelShape, mesh: MeshPlan, units: UnitSizes, *, reduced: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the bytes, beside all sharded gradients, at the peaks of a head and of embeddings that are units.
+    """Yield the bytes, in addition to all sharded gradients, at the peaks of a head and of embeddings that are units.
 
-    The head's whole gradient exists beside its weights when backward begins. The table is not gathered in backward.
+    The head's weights and whole gradient both exist when backward begins. The table is not gathered in backward.
     """
     compute, offloads = DTYPE_BYTES[spec.strategy.param_dtype], spec.strategy.offload_policy is True
     # Bytes of sharded gradients here; others are in host memory.

@@ -79,11 +79,11 @@ class UnitSizes:
     ahead: int
     """The same with the unit that is gathered ahead."""
     has_head: bool = False
-    """True if the head is a unit of its own."""
+    """True if the head is a unit."""
     embeddings: int = 0
-    """Parameters of the input embeddings that are a unit beside layers, and are not gathered in backward."""
+    """Parameters of the input embeddings that are a unit outside of layers, and are not gathered in backward."""
     head: int = 0
-    """Parameters of the head that is a unit beside layers, and stays gathered until its backward."""
+    """Parameters of the head that is a unit outside of layers, and stays gathered until its backward."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class ModelShape:
         return UnitSizes(root - 2 * table, layers + 2 * table, largest, largest, ahead, True)
 
     def _with_ends(self, units: UnitSizes, policy: WrapPolicySpec) -> UnitSizes:
-        """Return the units of layers with the embeddings and the head that are units beside them."""
+        """Return the units of layers with the embeddings and the head that are units, too."""
         # A model that has been counted has no such units.
         if self.counts is not None or self.tied or self.labels is not None:
             return units

@@ -255,7 +255,7 @@ class StrategySpec(SpecModel):
 
     @property
     def with_any_ends(self) -> "StrategySpec":
-        """The same strategy, whether embeddings and head are units of their own or not, which changes no bits."""
+        """The same strategy, whether embeddings and head are units or not, which changes no bits."""
         either = {"wrap_embeddings": None, "wrap_lm_output": None}
         return self.model_copy(update={"wrap_policy": self.wrap_policy.model_copy(update=either)})
 

@@ -1,4 +1,4 @@
-"""Peak memory and time of a step with embeddings and head in FSDP's root unit, and as units of their own.
+"""Peak memory and time of a step with embeddings and head in FSDP's root unit, and as separate units.
 
 `python -m benchmarks.training.peak_memory.ends [--ranks N] [--rounds N] [--quick]`. The vocabulary has 150,000 tokens,
 as those of recent models. A step is a forward and a backward pass in fp32. The steps of all ways alternate in the same

@@ -140,7 +140,7 @@ async def results(
 
     Later rows may still be committed if the job has not ended: read on from the last id.
     """
-    # Each page is read by a process of its own.
+    # A separate process reads each page.
     threads: FairThreads = request.app.state.result_reads
     claim = await claim_for(caller, jobs, job_id)
     read = partial(read_results, jobs, request.app.state.result_tools, caller, job_id, after=after, limit=limit)

@@ -74,7 +74,7 @@ def _find_checkpoint(jobs: Jobs, job: Job, source: CheckpointSource) -> Manifest
 
 
 def without_old_source(jobs: Jobs, spec: AnyJobSpec, overrides: Mapping[str, object]) -> Mapping[str, object]:
-    """Return overrides that also remove what a spec has from its job, if they name another job."""
+    """Return overrides that, if they name another job, also remove the parts that the spec has from its job."""
     model, data = overrides.get("model"), overrides.get("data", {})
     source = spec.checkpoint_source
     if source is None or not isinstance(model, Mapping) or model.get("job", source.job) == source.job:

@@ -38,7 +38,7 @@ class Ends:
         return cls(frozenset(chosen), spec.infer.generation.stop, loaded)
 
     def find(self, ids: Sequence[int], start: int) -> int | None:
-        """Return the number of tokens after which a row ends, given all of its tokens; None if it goes on.
+        """Return the number of tokens after which a row ends, given all of its tokens; None if it has not ended.
 
         The first `start` tokens are known not to end it.
         """

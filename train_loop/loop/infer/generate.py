@@ -11,14 +11,14 @@ from train_loop.data.order import PADDING
 from train_loop.loop.batch import MicroBatch
 from train_loop.loop.infer.calls import calls_of
 from train_loop.loop.infer.ends import Ends
-from train_loop.loop.infer.outputs import GoOn, RowResult, rows_of
+from train_loop.loop.infer.outputs import AnyBusy, RowResult, rows_of
 from train_loop.loop.infer.sampling import choose_tokens
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.mesh import Mesh
 from train_loop.spec import GenerationSpec
 
 AGREE_EVERY = 8
-"""Tokens between two agreements of all ranks whether a row goes on. Tokens after a row's end are dropped."""
+"""Tokens between two agreements of all ranks whether a row has not ended. Tokens after a row's end are dropped."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Generate:
         logprobs = {"generated_logprobs": pa.list_(pa.float32())} if self.spec.logprobs else {}
         return {**text, "generated_tokens": pa.list_(pa.int32()), **logprobs, "finish_reason": pa.string()}
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
-        """Generate until each row of all ranks has ended. Ranks whose rows have ended go on with the others."""
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
+        """Generate until each row of all ranks has ended. Ranks whose rows have ended compute until the others end."""
         calls = calls_of(anatomy, batch, cached=self.cached)
         rows, logits = _Rows(self, batch), calls.begin()
         while True:
             tokens = rows.add(logits)
-            if rows.is_due and not go_on(rows.examine()):
+            if rows.is_due and not any_busy(rows.examine()):
                 return rows.results()
             logits = calls.add(tokens)
 
@@ -76,7 +76,7 @@ class _Rows:
         return len(self._tokens) % AGREE_EVERY == 0 or len(self._tokens) == self._output.spec.max_new_tokens
 
     def examine(self) -> bool:
-        """Find the ends of rows among the new tokens, and return whether a row goes on."""
+        """Find the ends of rows among the new tokens, and return whether one has not ended."""
         new = torch.stack(self._tokens[self._examined :], 1).tolist()
         for place, ids in enumerate(new):
             if not self._ended[place]:

@@ -21,7 +21,7 @@ _TOKENS_AT_ONCE = 4096
 """Tokens whose logits are converted to fp32 at once."""
 
 
-GoOn = Callable[[bool], bool]
+AnyBusy = Callable[[bool], bool]
 """Return whether any rank is busy, given whether this one is, and no rank has to stop. A collective call."""
 
 
@@ -42,10 +42,10 @@ class Output(Protocol):
         """Return its columns in the results, with their Arrow types."""
         ...
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Call the model, and return the results of the batch's rows. A collective call; peers return the same.
 
-        An output of many calls asks `go_on` between them. If a rank has to stop, its results are not used.
+        An output of many calls asks `any_busy` between them. If a rank has to stop, its results are not used.
         """
         ...
 
@@ -55,7 +55,7 @@ class Logprobs:
 
     columns: Mapping[str, pa.DataType] = MappingProxyType({"logprobs": pa.list_(pa.float32())})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a float32 array with a value per token after the first for each row."""
         found = token_logprobs(anatomy, batch, mesh).cpu().numpy()
         return [RowResult(row, size, {"logprobs": found[place, : size - 1]}) for place, row, size in rows_of(batch)]
@@ -66,7 +66,7 @@ class Perplexity:
 
     columns: Mapping[str, pa.DataType] = MappingProxyType({"perplexity": pa.float64()})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a number for each row."""
         found = token_logprobs(anatomy, batch, mesh).double().sum(1).tolist()
         return [
@@ -80,7 +80,7 @@ class Embeddings:
 
     columns: Mapping[str, pa.DataType] = MappingProxyType({"embedding": pa.list_(pa.float32())})
 
-    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, go_on: GoOn) -> list[RowResult]:
+    def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a float32 array [H] for each row."""
         found = call_model(anatomy, batch).float().cpu().numpy()
         return [RowResult(row, size, {"embedding": found[place]}) for place, row, size in rows_of(batch)]

@@ -350,7 +350,7 @@ def test_bf16_master_halves_weights_gradients_and_moments(optimizer: str) -> Non
     )
     halved = {"parameters", "gradients", "optimizer", "checkpoint_staging"}
     assert all(half[name] * 2 == whole[name] for name in halved)
-    # What is gathered lies beside the gradients that do not exist yet.
+    # Gathered parameters use the room of gradients that do not exist yet.
     others = whole.keys() - halved - {"gathered_parameters"}
     assert others <= {n: b for n, b in half.items() if b == whole[n]}.keys()
 
