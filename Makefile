@@ -13,14 +13,28 @@ LONG := tests/api/requests/test_description.py \
 	tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py tests/hosts/test_compose.py \
 	tests/hosts/test_pods.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e/test_stops.py
 long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
+# Each file repeats paths of the others of its group: a commit runs one of each group, MORE all.
+TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/test_elastic.py \
+	tests/hosts/test_compose.py+tests/hosts/test_pods.py+tests/e2e/test_operate.py \
+	tests/e2e/test_drain.py+tests/hosts/test_object_storage.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py \
+	tests/e2e/test_data_faults.py+tests/e2e/test_embedded_ray.py \
+	tests/families/test_sequence_parallel.py+tests/families/test_tensor.py \
+	tests/families/test_expert_parallel.py+tests/families/test_tensor_training.py \
+	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py \
+	tests/distributed/model/test_ordered.py+tests/distributed/model/test_any_size_schedules.py \
+	tests/distributed/model/test_variants.py+tests/distributed/model/test_numerics.py \
+	tests/distributed/model/test_optimizers.py+tests/distributed/model/test_precision.py \
+	tests/distributed/test_own_code.py+tests/distributed/test_own_module.py \
+	tests/api/process/test_connections.py+tests/api/process/test_leaving.py \
+	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py \
+	tests/api/cli/test_cli_watch.py+tests/api/cli/test_cli_diff.py+tests/api/cli/test_cli_ids.py \
+	tests/unit/train_loop/sinks/test_trackers.py+tests/unit/train_loop/sinks/test_tensorboard.py \
+	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py
+LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
 # Some files mostly wait: four at a time keep two cores busy.
-FAST := -n 4 $(BY_FILE) $(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py))) \
-	tests/kubernetes tests/contract tests/unit
-# Each takes a minute, and repeats paths of other files at more expense: a commit runs one of each pair, MORE both.
-PAIRS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py tests/e2e/test_elastic.py+tests/e2e/test_operate.py \
-	tests/hosts/test_compose.py+tests/hosts/test_pods.py tests/e2e/test_drain.py+tests/hosts/test_object_storage.py \
-	tests/e2e/test_own_code.py+tests/e2e/test_placement.py
-LEFT_OUT = $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(PAIRS)))
+FAST = -n 4 $(BY_FILE) \
+	$(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py)))) \
+	tests/kubernetes tests/contract tests/unit $(addprefix --ignore=,$(filter tests/unit/%,$(LEFT_OUT)))
 # Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
 WAITING = $(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))))
 # The short ones are last.
@@ -28,7 +42,7 @@ COMPUTING := $(foreach room,distributed/checkpoint families distributed/model di
 	$(sort $(wildcard tests/$(room)/test_*.py)))
 # One file compares times of ranks, so it runs alone.
 TIMED := tests/distributed/test_observe.py
-RAY = -n 2 $(BY_FILE) $(subst +, ,$(join $(addsuffix +,$(WAITING)),$(filter-out $(TIMED),$(COMPUTING))))
+RAY = -n 2 $(BY_FILE) $(subst +, ,$(join $(addsuffix +,$(WAITING)),$(filter-out $(TIMED) $(LEFT_OUT),$(COMPUTING))))
 
 # In an ASCII locale, neither pip nor Python can use a checkout whose path is not ASCII.
 ifneq ($(filter ANSI_X3.4-1968 US-ASCII,$(shell locale charmap 2>/dev/null)),)

@@ -28,6 +28,7 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.searches import drawn
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
+from tests.support.builders.turns import turns
 from tests.support.faults.memory import memory_group
 from tests.support.mixture import ROWS, loss_of_export, mixture_job
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
@@ -44,13 +45,14 @@ from trainshed import ApiError, Job
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
-TURN = drawn(["conversations", "oom", "memory", "fewer layers shared", "link", "own code", "head"], 3)
-"""Tests that this commit runs, of those whose parts other files test, too."""
-
-
-def in_turn(name: str) -> pytest.MarkDecorator:
-    """Skip a test unless this commit has drawn it."""
-    return pytest.mark.skipif(name not in TURN, reason="other commits run it, and `make more`")
+in_turn = turns(
+    [
+        *("conversations", "oom", "memory", "layers shared", "fewer layers shared", "other tool", "mixture", "clone"),
+        *("link", "own code", "head", "short data", "weights of a job", "inference killed"),
+    ],
+    5,
+)
+"""Of tests whose parts other files test, too, a commit runs some."""
 
 
 @pytest.fixture(scope="module")
@@ -376,6 +378,7 @@ def paused_at(service: LiveService, job_id: str, step: int) -> JobOut:
     return paused
 
 
+@in_turn("layers shared")
 def test_paused_job_whose_workers_share_layers_resumes_at_another_size(service: LiveService, reference: str) -> None:
     job_id = service.submit(strategy={"ulysses_size": 1, "tp_size": 2})
     paused = paused_at(service, job_id, 3)
@@ -417,6 +420,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", drawn(list(SMALLER), 1))
+@in_turn("other tool")
 def test_example_of_another_tool_trains_at_toy_size(service: LiveService, name: str) -> None:
     example = parse_text(Path(f"examples/coming-from/{name}.yaml").read_text())
     toy: dict[str, dict[str, Any]] = {
@@ -432,6 +436,7 @@ def test_example_of_another_tool_trains_at_toy_size(service: LiveService, name: 
     assert all(5.0 < line["loss"] < 7.0 for line in lines)
 
 
+@in_turn("mixture")
 def test_published_mixture_keeps_every_sample_through_a_kill_and_other_layouts(service: LiveService) -> None:
     folder = service.home / "data" / "mixture"
     job_id = service.client.submit(dump(mixture_job(folder))).id
@@ -457,6 +462,7 @@ def test_published_mixture_keeps_every_sample_through_a_kill_and_other_layouts(s
     assert loss_of_export(local_path(exported.path), folder) == pytest.approx(lines[-1]["eval_loss"], rel=1e-5)
 
 
+@in_turn("clone")
 def test_clone_continues_from_the_checkpoint_of_another_job(service: LiveService, reference: str) -> None:
     more: JsonValue = {"max_steps": STEPS + 5}
     with pytest.raises(ApiError) as refused:
@@ -527,6 +533,7 @@ def assert_metrics_of_export(service: LiveService, job_id: str, head: str) -> No
     assert expected.get("recall_at_1", expected.get("accuracy", 0.0)) > 0.9
 
 
+@in_turn("short data")
 def test_too_short_data_for_the_schedule_fails_the_job_without_lost_workers(
     service: LiveService,
 ) -> None:
@@ -584,6 +591,7 @@ def test_job_too_large_for_the_cluster_stays_queued_with_a_reason(service: LiveS
     service.wait_for_state(job_id, JobState.CANCELLED)
 
 
+@in_turn("weights of a job")
 def test_inference_reads_the_weights_of_a_jobs_checkpoint(service: LiveService, reference: str) -> None:
     raw = {
         "name": "scores",
@@ -607,6 +615,7 @@ def test_inference_reads_the_weights_of_a_jobs_checkpoint(service: LiveService, 
     assert service.run_dir(reference).pins() == set()
 
 
+@in_turn("inference killed")
 def test_inference_survives_kills_of_worker_service_and_driver_without_repeated_or_missing_rows(
     service: LiveService,
 ) -> None:

@@ -72,7 +72,7 @@ DRAWN = MATRIX if MORE else [(_draw.choice(ATTENDING), TOKENS), (_draw.choice(ST
 """
 _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
-COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 5) + _draw.sample(_objectives, 3)
+COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 3) + _draw.sample(_objectives, 2)
 """Kinds whose bytes and operations are counted."""
 TENSOR = tuple(
     Case("fsdp 2 x tp 2", 4, tp_size=2, others=(("strategy", "sequence_parallel", splits),)) for splits in (False, True)

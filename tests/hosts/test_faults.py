@@ -18,6 +18,7 @@ import yaml
 from service.api.schemas import FindingOut, JobOut
 from service.domain.doctor.finding import Verdict
 from service.domain.jobs.job import JobState
+from tests.support.builders.turns import turns
 from tests.support.hosts.host_cluster import HostCluster, host_cluster
 from tests.support.hosts.hosts import Host
 from tests.support.hosts.jobs import host_job
@@ -26,6 +27,7 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.timeout(600)
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d[T ][\d:]{8})(?:[.,]\d+Z?)? (.*)")
 """A log line: its time and text."""
+in_turn = turns(["frozen", "unresponsive head", "drained", "planned hosts"], 2)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,7 @@ def alive(host: Host, pid: int) -> bool:
     return bool(host.run("sh", "-c", f"kill -0 {pid} 2>/dev/null && echo yes || true").strip())
 
 
+@in_turn("frozen")
 def test_frozen_host_is_lost_within_fifteen_seconds_and_commits_nothing_once_resumed(
     cluster: HostCluster, job_id: str
 ) -> None:
@@ -193,6 +196,7 @@ def test_storage_outage_of_service_and_driver_causes_no_restart(cluster: HostClu
     assert len(cluster.client.job(job_id).attempts) == 1
 
 
+@in_turn("unresponsive head")
 def test_unresponsive_head_is_reported_while_training_continues(cluster: HostCluster, job_id: str) -> None:
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
     cluster.head.run("pkill", "-STOP", "-x", "gcs_server")
@@ -210,6 +214,7 @@ def test_unresponsive_head_is_reported_while_training_continues(cluster: HostClu
     assert cluster.epoch_of(job_id) == epoch
 
 
+@in_turn("drained")
 def test_job_leaves_a_drained_host_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
     cluster.wait_for_nodes(3)
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
@@ -289,6 +294,7 @@ def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None
         assert repeated == []
 
 
+@in_turn("planned hosts")
 def test_job_that_trains_all_steps_succeeds_on_its_planned_hosts(cluster: HostCluster) -> None:
     job = yaml.safe_dump(host_job(cluster.lab.shared))
     # The service's list of nodes may be older.

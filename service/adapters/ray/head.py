@@ -186,7 +186,13 @@ def _command(temp_dir: str, settings: HeadSettings) -> list[str]:
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *("--node-ip-address=127.0.0.1", "--port=0", f"--num-cpus={settings.cpus}", f"--temp-dir={temp_dir}"),
-        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"),
+        # Drivers write the logs of their ranks themselves, so that no process need send lines to drivers.
+        *(
+            "--include-log-monitor=false",
+            "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1",
+            "--dashboard-port=0",
+        ),
         *("--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0", "--metrics-export-port=0"),
         *(f"--memory={settings.memory_bytes}", f"--object-store-memory={settings.object_store_bytes}"),
         # Ray rejects 0 here. No process of ours connects to this port.

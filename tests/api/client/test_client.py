@@ -20,6 +20,7 @@ from service.api.schemas import ExportIn, KeyIn
 from service.domain.access.roles import Role
 from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.builders.checkpoints import checkpoint
+from tests.support.builders.searches import drawn
 from tests.support.builders.tensors import digests_in_process, tensor_checkpoint
 from tests.support.clients.blocking import Blocking
 from tests.support.fakes.service import KEY, FakeService, a_spec, raw_spec, spec_body
@@ -51,7 +52,7 @@ def proxy(service: FakeService) -> Iterator[Proxy]:
         proxy.close()
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=drawn(["sync", "async"], 1))
 def client(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Client]:
     """Provide the sync and the async client; tests call both in the same way."""
     with _client(request.param, proxy.url) as client:

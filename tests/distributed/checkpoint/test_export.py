@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests.support.builders.exports import save_a_run, save_a_run_of
 from tests.support.builders.families import small
 from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
@@ -48,9 +49,9 @@ class Trained(NamedTuple):
     tied: bool
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=drawn(["tied", "untied"], 1))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder, tied = tmp_path_factory.mktemp("trained"), bool(request.param)
+    folder, tied = tmp_path_factory.mktemp("trained"), request.param == "tied"
     write_tokens(folder / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     run_dir = RunDir(folder / "run")
     weights, averages = on_ranks(2, save_a_run, folder, run_dir, {"tie_word_embeddings": tied})[0]

@@ -3,7 +3,6 @@
 test_kills, test_resume and test_saver test runs on a local disk.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from service import ports
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import Cursor, LogSource
 from service.use_cases.runs.streams import Reader, read_page
+from tests.support.builders.searches import drawn
 from tests.support.builders.small_runs import STEPS, job_of, numbers, run
 from tests.support.builders.specs import TINY
 from tests.support.faults.nfs import act_like_nfs
@@ -38,7 +38,7 @@ from train_loop.run_dir import CheckpointFile, ExportWish, Outcome, RunDir, Stop
 from train_loop.telemetry.logs import open_log
 
 Place = Callable[[str], RunDir]
-MODES = ("sync", "thread", "process") if os.environ.get("MORE") else ("thread", "process")
+MODES = drawn(("thread", "process", "sync"), 1)
 """Ways to save; test_saving.py has all of them on a local disk."""
 
 
@@ -57,7 +57,7 @@ def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["nfs", "s3"])
+@pytest.fixture(scope="module", params=drawn(["nfs", "s3"], 1))
 def place(request: pytest.FixtureRequest, folder: Path) -> Place:
     """Return the location of run directories, by name."""
     if request.param == "s3":

@@ -64,12 +64,12 @@ def trained(call_ranks: CallRanks, folder: Path, case: str, mesh: str) -> Path:
 def compared() -> Iterator[tuple[str, str]]:
     """Yield the cases, each with the meshes that are compared with one rank.
 
-    Without `MORE=1`, a commit draws half of all others, with one mesh of four ranks, in turn; a third of all compiles.
+    Without `MORE=1`, a commit draws a third of the others, with one mesh of four ranks; one in three commits compiles.
     """
     compiles = 0 in drawn(range(3), 1)
     turns = itertools.cycle([("2x2",), ("4",)])
     others = [name for name in CASES if name not in ON_ALL]
-    some = [*ON_ALL, *drawn(others, len(others) // 2)]
+    some = [*ON_ALL, *drawn(others, len(others) // 3)]
     for name, case in CASES.items():
         if name not in some or (case.model.get("compile") and not compiles):
             continue

@@ -1,6 +1,6 @@
 """The sizes of searches that try one seed after the other, and the cases that a commit draws.
 
-`python -m tests.support.builders.searches A+B C+D` prints the one of each pair that the commit leaves out.
+`python -m tests.support.builders.searches A+B C+D+E` prints all but one of each group: what the commit leaves out.
 """
 
 import os
@@ -44,4 +44,6 @@ def drawn(cases: Sequence[T], number: int) -> list[T]:
 
 if __name__ == "__main__":
     random_of_commit = random.Random(SEED)
-    print(*[random_of_commit.choice(pair.split("+")) for pair in sys.argv[1:]])  # noqa: T201
+    for group in [argument.split("+") for argument in sys.argv[1:]]:
+        group.remove(random_of_commit.choice(group))
+        print(*group)  # noqa: T201

@@ -21,7 +21,7 @@ from tests.support.faults.replica import CPUS, LEASE
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
-JOBS = seeds(40, more=80)
+JOBS = seeds(24, more=80)
 SEED = 6
 
 
