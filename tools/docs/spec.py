@@ -11,7 +11,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from tools.docs.markdown import code, sentence, table
 from tools.docs.types import models_in, rules, supported, type_name
-from train_loop.spec import InferSpec, JobSpec
+from train_loop.spec import DataSpec, InferSpec, JobSpec, ModelSpec
+from train_loop.spec.kinds.infer import InferDataSpec, InferModelSpec
 
 EXAMPLES: dict[str, Any] = {
     "name": "my-run",
@@ -32,6 +33,9 @@ EXAMPLES: dict[str, Any] = {
     "model.path": "file:///models/Qwen3-0.6B",
     "model.config": {"model_type": "qwen3", "vocab_size": 8192},
     "model.tokenizer": "file:///models/Qwen3-0.6B",
+    "model.job": "job-01j9x3v5k8m2n4p6q7r8s9t0ab",
+    "model.step": 400,
+    "model.weights": "ema",
     "model.freeze_module_prefix": ["model.embed_tokens"],
     "data": {"train": {"path": "stdlib://"}},
     "data.train": {"path": "file:///data/*.parquet"},
@@ -96,6 +100,23 @@ class Section:
 
     path: str
     model: type[BaseModel]
+    of_training: type[BaseModel] | None = None
+    """The same part of a training job, if this is that of another kind; only the differences are listed."""
+
+    @property
+    def title(self) -> str:
+        """Return its heading."""
+        return f"{self.path}, with kind: infer" if self.of_training else self.path or "The job"
+
+    @property
+    def fields(self) -> dict[str, FieldInfo]:
+        """Return the fields to list."""
+        known = self.of_training.model_fields if self.of_training else {}
+        return {
+            name: field
+            for name, field in self.model.model_fields.items()
+            if name not in known or field.description != known[name].description
+        }
 
     def path_of(self, name: str) -> str:
         """Return the path of a field."""
@@ -110,9 +131,8 @@ def page() -> str:
         "values and a remedy.\n"
     ]
     for section in sections():
-        title = section.path or "The job"
-        rows = [_row(section, name, field) for name, field in section.model.model_fields.items()]
-        parts.append(f"## {title}\n\n{sentence(_summary(section.model))}\n")
+        rows = [_row(section, name, field) for name, field in section.fields.items()]
+        parts.append(f"## {section.title}\n\n{sentence(_summary(section.model))}\n")
         parts.append(table(("field", "type", "default", "rule", "example", "meaning"), rows))
     return "\n".join(parts)
 
@@ -128,6 +148,7 @@ def sections() -> list[Section]:
             for model in models_in(field.annotation) if supported(field) is None else ():
                 if all(one.model is not model for one in found):
                     found.append(Section(section.path_of(name), model))
+    found += [Section("model", InferModelSpec, ModelSpec), Section("data", InferDataSpec, DataSpec)]
     first = ["", *JobSpec.model_fields]
     return sorted(found, key=lambda one: first.index(one.path.partition(".")[0]))
 
@@ -137,8 +158,8 @@ _LINKS = {one.model: f"[fields of {one.path}](#{re.sub(r'[^a-z0-9_-]', '', one.p
 
 def example(section: Section, name: str, field: FieldInfo) -> Any:
     """Return an example of a field's value, as YAML would hold it."""
-    path = section.path_of(name)
-    if path in EXAMPLES:
+    path, allowed = section.path_of(name), supported(field)
+    if path in EXAMPLES and (allowed is None or EXAMPLES[path] in allowed):
         return EXAMPLES[path]
     return to_jsonable_python(field.get_default(call_default_factory=True))
 
