@@ -1,5 +1,6 @@
 """Generation: greedy tokens are those of transformers, and the tokens of a row depend on no other row and no rank."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY, infer_spec
@@ -164,6 +166,23 @@ def test_pause_between_tokens_drops_the_batch_alone(data: Path, tmp_path: Path, 
 
 def stopped_rows(raw: dict[str, Any], folder: Path, looks: int) -> Any:
     return infer_rows(raw, folder, stop_after=looks)
+
+
+def test_ranks_answer_after_they_have_left_their_group(tmp_path: Path, call_ranks: Call) -> None:
+    call_ranks(2, leave_slowly, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"]
+
+
+def leave_slowly(folder: Path) -> None:
+    rank, leave = dist.get_rank(), dist.destroy_process_group
+
+    def leave_and_report() -> None:
+        dist.destroy_process_group = leave
+        leave()
+        time.sleep(0.3)
+        (folder / str(rank)).touch()
+
+    dist.destroy_process_group = leave_and_report
 
 
 def test_more_tokens_than_positions_are_refused(data: Path) -> None:

@@ -144,14 +144,17 @@ def _answer_in_groups(
     gc.freeze = lambda: None
     while (request := requests[rank].get()) is not None:
         world, folder, function, arguments = request
+        answer: tuple[int, str | None, Any]
         try:
             with rank_group(rank, environment, world, folder, backend):
-                answers.put((rank, None, function(*arguments)))
+                answer = rank, None, function(*arguments)
         except Exception:
-            answers.put((rank, traceback.format_exc(), None))
+            answer = rank, traceback.format_exc(), None
         # torch remembers meshes of equal shape, whose groups are others in the next group of ranks.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         gc.collect()
+        # The caller then removes the group's folder. A file store that is destroyed meanwhile aborts the process.
+        answers.put(answer)
     answers.close()
     answers.join_thread()
     leave()
