@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.input_rows import check_unchanged, check_whole
-from train_loop.data.order import Order, StepOrder
+from train_loop.data.order import StepOrder
+from train_loop.data.stream.by_length import LengthOrder
 from train_loop.data.stream.local import StreamPlan
 from train_loop.faults.out_of_memory import memory_watched
 from train_loop.faults.watchdog import Watchdog, watched
@@ -87,7 +88,16 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
     if spec.model.is_of_job:
         spec = load_weights_of_job(spec, sharded.anatomy, session.access)
     sharded.model.eval()
-    order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
+    # Shards are complete in the order of the rows, and each is the window of a permutation.
+    order = LengthOrder(
+        dataset.samples,
+        seed=0,
+        shuffle=False,
+        dataset=dataset.fingerprint,
+        end=dataset.samples,
+        rows=dataset,
+        window=spec.infer.rows_per_shard,
+    )
     # Rank 0 counts: a shard may be committed while others look.
     committed = [session.run_dir.results.complete if session.rank == 0 else 0]
     dist.broadcast_object_list(committed, src=0)

@@ -8,10 +8,10 @@ import hashlib
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from train_loop.data.prepare.packing import Sample
 from train_loop.run_dir import is_transient
 from train_loop.system.retry import retry_storage
 
+T = TypeVar("T")
 _INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
 """Index record of a sample: its shard, and the start and number of its tokens and documents in that shard."""
@@ -72,12 +73,12 @@ def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
     """Yield prepared samples by index, in the requested order."""
     columns = tuple(part.stored)
     for sample in local.tolist():
-        try:
-            yield _read_sample(part, columns, sample)
-        except OSError as error:
-            if not may_pass(error):
-                raise
-            yield retry_storage(partial(_read_again, part, columns, sample), may_pass=may_pass)
+        yield _retried(partial(_read_sample, part, columns, sample))
+
+
+def sample_lengths(part: Part, start: int, stop: int) -> Ids:
+    """Return the number of tokens of prepared samples [start, stop)."""
+    return _retried(partial(_read_lengths, part, start, stop))
 
 
 def _read_sample(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
@@ -93,10 +94,27 @@ def _read_sample(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
     }
 
 
-def _read_again(part: Part, columns: tuple[Column, ...], sample: int) -> Cells:
+def _read_lengths(part: Part, start: int, stop: int) -> Ids:
+    assert part.index is not None
+    records = _open(part.index).read((stop - start) * RECORD_BYTES, start * RECORD_BYTES)
+    lengths: Ids = np.frombuffer(records, _RECORD)["tokens"].astype(np.int64)
+    return lengths
+
+
+def _retried(read: Callable[[], T]) -> T:
+    """Return what `read` returns; retry while the storage is unavailable."""
+    try:
+        return read()
+    except OSError as error:
+        if not may_pass(error):
+            raise
+    return retry_storage(partial(_read_again, read), may_pass=may_pass)
+
+
+def _read_again(read: Callable[[], T]) -> T:
     # Files that were opened before an unmount can stay stale forever.
     _open.cache_clear()
-    return _read_sample(part, columns, sample)
+    return read()
 
 
 def may_pass(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ from train_loop.data.order import PADDING, Ids, StepOrder
 from train_loop.data.own_columns import read_own
 from train_loop.data.own_files import read_batches
 from train_loop.data.prepare.columns import plain_table
-from train_loop.data.shards import read_shards
+from train_loop.data.shards import read_shards, sample_lengths
 from train_loop.errors import DataError
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import is_transient
@@ -77,6 +78,32 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
                 ((file, row),) = _places(part, local[places == place])
                 raise DataError(f"{file.path}, row {row} {error}") from error
     return rows
+
+
+def row_lengths(dataset: Dataset, first: int, stop: int) -> Ids:
+    """Return the number of tokens of samples [first, stop). Raises storage errors, DataError."""
+    found, start = [np.empty(0, np.int64)], 0
+    for part in dataset.parts:
+        begin, end = max(first - start, 0), min(stop - start, part.samples)
+        if begin < end:
+            found.append(
+                _lengths_as_it_is(part, begin, end) if part.index is None else sample_lengths(part, begin, end)
+            )
+        start += part.samples
+    return np.concatenate(found)
+
+
+def _lengths_as_it_is(part: Part, begin: int, end: int) -> Ids:
+    assert part.input_ids is not None, "rows of own columns have no tokens"
+    found, start = list[Ids](), 0
+    for file in part.files:
+        first, stop = max(begin - start, 0), min(end - start, file.rows)
+        if first < stop:
+            cells = _table(file.file, _columns_of(part))[part.input_ids].slice(first, stop - first)
+            # A row without a list is reported when it is read.
+            found.append(pc.fill_null(pc.list_value_length(cells), 0).to_numpy().astype(np.int64))
+        start += file.rows
+    return np.concatenate(found)
 
 
 def _cells_of(part: Part, local: Ids) -> Iterator[Cells]:
@@ -154,9 +181,13 @@ def _starts(documents: NDArray[Any], length: int) -> NDArray[Any]:
 
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
     """Yield rows of Parquet files that are read without preparation."""
-    columns = (*part.stored.values(), *(column.name for column in part.own))
     for file, row in _places(part, local):
-        yield _cells(part, _table(file.file, columns), row)
+        yield _cells(part, _table(file.file, _columns_of(part)), row)
+
+
+def _columns_of(part: Part) -> tuple[str, ...]:
+    """Return the columns that are read, which are the key of the kept tables."""
+    return (*part.stored.values(), *(column.name for column in part.own))
 
 
 def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
