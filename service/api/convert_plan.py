@@ -28,6 +28,7 @@ from train_loop.plan import (
     ReductionTree,
     Suggestion,
     allowed_workers,
+    needs_units,
     planned_choices,
 )
 from train_loop.spec import AnyJobSpec, JobSpec
@@ -74,10 +75,13 @@ def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:
 
 
 def _choices(spec: AnyJobSpec, plan: Plan) -> ChoicesOut:
-    found, built = planned_choices(spec.run, plan), plan.shape.built
+    found, built, is_mixture = planned_choices(spec.run, plan), plan.shape.built, plan.shape.active is not None
+    units, tree = (None, None) if built is None else (built.units, built.tree)
+    if not needs_units(spec.run, plan.mesh, is_mixture=is_mixture):
+        units, tree = (), None
     return ChoicesOut(
-        units=None if built is None else [UnitOut.model_validate(one, from_attributes=True) for one in built.units],
-        tree=None if built is None else built.tree,
+        units=None if units is None else [UnitOut.model_validate(one, from_attributes=True) for one in units],
+        tree=tree,
         dtypes=dict(found.dtypes),
         attention=found.attention,
         loss_chunk_tokens=found.loss_chunk_tokens,

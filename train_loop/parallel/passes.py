@@ -14,7 +14,7 @@ from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import check_precision, expert_units, innermost, repeated_layers, wrapped_layers
-from train_loop.plan import MeshPlan
+from train_loop.plan import MeshPlan, needs_units
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
 
@@ -149,13 +149,15 @@ class Shard:
     """FSDP2 shards parameters, gradients and optimizer states."""
 
     def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
-        """Return True; a single rank has units too, which hold master weights and compute in another dtype."""
+        """Return True: a single rank that trains has units too, which hold master weights in another dtype."""
         return True
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
-        """Make the units, and set how far each gathers ahead."""
+        """Make the units, if the model needs any, and set how far each gathers ahead."""
         anatomy, strategy = built.anatomy, built.spec.strategy
         check_precision(anatomy, built.spec)
+        if not needs_units(built.spec, mesh.plan, is_mixture=anatomy.experts is not None):
+            return
         # Found by class name, before FSDP2 changes the names of classes.
         layers, experts = wrapped_layers(anatomy, strategy.wrap_policy), expert_units(anatomy, strategy.wrap_policy)
         if mesh.experts is not None and anatomy.experts is not None:

@@ -53,7 +53,7 @@ from train_loop.plan.layout import (
 )
 from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, STATE_PART_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
-from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, plan_job, plan_sizes
+from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, needs_units, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
 from train_loop.plan.resources import (
@@ -157,6 +157,7 @@ __all__ = [
     "mesh_of",
     "missing_places",
     "needed",
+    "needs_units",
     "no_place",
     "no_preparation",
     "one_of",

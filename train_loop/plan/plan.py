@@ -155,6 +155,17 @@ def _memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTre
     )
 
 
+def needs_units(spec: JobSpec, mesh: MeshPlan, *, is_mixture: bool) -> bool:
+    """Return whether a model consists of FSDP units, which hold shards, or other dtypes than they compute in.
+
+    Inference without either needs no units: each worker holds the whole model, and gathers and copies nothing.
+    """
+    strategy, dtype = spec.strategy, spec.strategy.param_dtype
+    dtypes = [strategy.norm_dtype, strategy.output_dtype, *([spec.model.router_dtype] if is_mixture else [])]
+    splits = mesh.fsdp * mesh.tp * mesh.ep > 1
+    return spec.infer is None or splits or any(one not in (None, dtype) for one in dtypes)
+
+
 def _forward_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
     """Return the memory terms of a worker that computes forward passes only: one layer keeps its activations."""
     counts = shape.counts and replace(shape.counts, trained=0, trained_matrices=0)
@@ -164,6 +175,11 @@ def _forward_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         replace(term, bytes=0, formula="0, because nothing is trained") if term.name in _OF_TRAINING else term
         for term in terms
     )
+    if not needs_units(spec, mesh, is_mixture=shape.active is not None):
+        whole = "0, because each worker holds the whole model"
+        terms = tuple(
+            replace(term, bytes=0, formula=whole) if term.name == "gathered_parameters" else term for term in terms
+        )
     if spec.chats != "prompt":
         return terms
     return (*(term if term.name != "logits" else _last_logits(spec, shape) for term in terms), _cache(spec, shape))

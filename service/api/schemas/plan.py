@@ -118,7 +118,10 @@ class UnitOut(BaseModel):
 class ChoicesOut(BaseModel):
     """Choices for the run, as its event `model_built` says it, too; workers decide about `auto`."""
 
-    units: list[UnitOut] | None = Field(description="FSDP units; null if they are unknown")
+    units: list[UnitOut] | None = Field(
+        description="FSDP units; empty if each worker of an inference job holds the whole model; null if they are "
+        "unknown"
+    )
     tree: str | None = Field(description="modules as print(model) shows them; the names of units begin with FSDP")
     dtypes: dict[str, str]
     attention: str | None

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from tests.support.builders.specs import TINY, infer_spec
@@ -18,6 +20,10 @@ from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.errors import ModelError
 from train_loop.model.families.choose import family_of
+from train_loop.model.folder import model_shape
+from train_loop.parallel.build import build_sharded
+from train_loop.parallel.mesh import build_mesh
+from train_loop.plan import plan_job
 from train_loop.spec import parse_any
 
 LENGTH, ROWS, NEW = 20, 11, 12
@@ -100,7 +106,7 @@ def test_tokens_do_not_depend_on_ranks_and_batches(data: Path, tmp_path: Path, c
     outcome, found = call_ranks(4, infer_rows, job(data, batch=2, strategy={"fsdp_size": 2}), tmp_path / "greedy")
     assert (outcome.result, outcome.step) == ("succeeded", ROWS)
     assert tokens_of(found) == greedy
-    for world, batch, strategy in ((2, 1, {}), (4, 2, {"fsdp_size": 2}), (4, 5, {})):
+    for world, batch, strategy in ((2, 1, {"sharding_strategy": "NO_SHARD"}), (4, 2, {"fsdp_size": 2}), (4, 5, {})):
         name = f"{world}-{batch}"
         raw = job(data, batch=batch, strategy=strategy, **drawn)
         _, found = call_ranks(world, infer_rows, raw, tmp_path / name)
@@ -119,8 +125,14 @@ def test_ranks_that_share_layers_or_experts_compute_as_one(
     scored = {"infer": {"output": "logprobs", "batch_size": 3}}
     _, one = call_ranks(1, infer_rows, job(data, kind) | scored, tmp_path / "one")
     _, found = call_ranks(world, infer_rows, job(data, kind, strategy=strategy) | scored, tmp_path / "several")
-    for row, other in zip(found, one, strict=True):
+    of_rows = {"infer": {"output": "perplexity", "batch_size": 2}}
+    _, rated = call_ranks(world, infer_rows, job(data, kind, strategy=strategy) | of_rows, tmp_path / "perplexity")
+    for row, rate, other in zip(found, rated, one, strict=True):
         np.testing.assert_allclose(row["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
+        if other["logprobs"]:
+            assert rate["perplexity"] == pytest.approx(np.exp(-np.mean(other["logprobs"])), rel=1e-5)
+        else:
+            assert rate["perplexity"] is None
 
 
 def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -177,12 +189,27 @@ def leave_slowly(folder: Path) -> None:
     rank, leave = dist.get_rank(), dist.destroy_process_group
 
     def leave_and_report() -> None:
-        dist.destroy_process_group = leave
+        replaced.stop()
         leave()
         time.sleep(0.3)
         (folder / str(rank)).touch()
 
-    dist.destroy_process_group = leave_and_report
+    replaced = mock.patch.object(dist, "destroy_process_group", leave_and_report)
+    replaced.start()
+
+
+def test_model_that_each_rank_holds_has_no_units(data: Path, call_ranks: Call) -> None:
+    counts = [
+        call_ranks(2, count_units, job(data, strategy=strategy)) for strategy in ({"sharding_strategy": "NO_SHARD"}, {})
+    ]
+    assert counts == [0, 5]
+
+
+def count_units(raw: dict[str, Any]) -> int:
+    """Return the number of FSDP units: two layers, embeddings, head and root."""
+    job = parse_any(infer_spec() | raw | {"scaling": {"num_workers": dist.get_world_size()}})
+    mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
+    return sum(isinstance(module, FSDPModule) for module in build_sharded(job.run, mesh).model.modules())
 
 
 def test_more_tokens_than_positions_are_refused(data: Path) -> None:

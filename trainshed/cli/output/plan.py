@@ -71,8 +71,11 @@ def _documents(plan: PlanOut) -> str | None:
 
 def _units(plan: PlanOut) -> str | None:
     """Return the FSDP units, the outermost first; None if they are unknown."""
-    units = plan.choices.units or ()
-    return ", ".join(f"{one.count} x {one.module} of {one.parameters:,}" for one in units) or None
+    units = plan.choices.units
+    if units is None:
+        return None
+    found = ", ".join(f"{one.count} x {one.module} of {one.parameters:,}" for one in units)
+    return found or "none: each worker holds the whole model"
 
 
 def _loss(plan: PlanOut) -> str | None:

@@ -19,6 +19,17 @@ def test_plan_counts_the_cache_and_the_logits_of_one_token_per_row() -> None:
     assert "kv_cache" not in {term.name for term in scored.memory}
 
 
+def test_whole_model_on_each_worker_gathers_nothing() -> None:
+    shape = model_shape(parse_any(infer_spec()).model)
+    gathered = {}
+    for workers, strategy in ((1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (1, {"norm_dtype": "fp32"})):
+        model = {"config": TINY, "dtype": "bf16"}
+        job = parse_any(infer_spec(model=model, scaling={"num_workers": workers}, strategy=strategy))
+        sizes = {term.name: term.bytes for term in plan_job(job, shape).memory}
+        gathered[workers, *strategy] = sizes["gathered_parameters"] > 0
+    assert gathered == {(1,): False, (2,): True, (2, "sharding_strategy"): False, (1, "norm_dtype"): True}
+
+
 def test_stop_token_outside_of_the_vocabulary_is_refused() -> None:
     vocabulary = TINY["vocab_size"]
     generation = {"stop_tokens": [vocabulary - 1, vocabulary]}
