@@ -122,18 +122,23 @@ def test_results_from_a_checkpoint_equal_those_of_its_export(folder: Path, ranks
     assert found["weights"] != found["average"], "the average differs from the weights"
 
 
-def test_shards_in_two_replicas_give_the_results_of_one_rank(folder: Path, ranks: CallRanks) -> None:
-    run_dirs = {world: start_from(folder, RunDir(folder / f"replicas of {world}")) for world in (1, 4)}
-    for world, run_dir in run_dirs.items():
-        ranks(world, run_in_replicas, folder, run_dir)
-    alone, replicas = (list(read_rows(run_dir)) for run_dir in run_dirs.values())
-    for row, expected in zip(replicas, alone, strict=True):
-        np.testing.assert_allclose(row.pop("logprobs"), expected.pop("logprobs"), rtol=0, atol=1e-5)
-        assert row == expected
+MESHES: tuple[tuple[int, dict[str, Any]], ...] = ((4, {"fsdp_size": 2}), (2, {"tp_size": 2}), (4, {"tp_size": 2}))
 
 
-def run_in_replicas(folder: Path, run_dir: RunDir) -> None:
-    run(folder, run_dir, job_of(folder, of_job(), fsdp_size=2))
+def test_replicas_and_shared_layers_give_the_results_of_one_rank(folder: Path, ranks: CallRanks) -> None:
+    found = []
+    for world, strategy in ((1, {}), *MESHES):
+        run_dir = start_from(folder, RunDir(folder / f"{strategy} on {world}"))
+        ranks(world, run_with, folder, run_dir, strategy)
+        found.append(list(read_rows(run_dir)))
+    for rows in found[1:]:
+        for row, expected in zip(rows, found[0], strict=True):
+            np.testing.assert_allclose(row["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+            assert row | {"logprobs": None} == expected | {"logprobs": None}
+
+
+def run_with(folder: Path, run_dir: RunDir, strategy: dict[str, Any]) -> None:
+    run(folder, run_dir, job_of(folder, of_job(), **strategy))
 
 
 def test_superseded_group_commits_nothing_on_object_storage(folder: Path, ranks: CallRanks) -> None:
