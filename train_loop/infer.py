@@ -149,9 +149,7 @@ class InferenceLoop:
         self.writer: ResultsWriter | None = None
         if job.session.rank == 0:
             check_unchanged(job.spec.run, job.dataset)
-            self.writer = ResultsWriter(
-                job.spec, job.session.access, job.output, rows=job.dataset.samples, committed=job.committed
-            )
+            self.writer = ResultsWriter(job.spec, job.session.access, rows=job.dataset.samples, committed=job.committed)
 
     @property
     def kept(self) -> int:

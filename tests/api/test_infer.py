@@ -95,9 +95,5 @@ def test_results_command_prints_committed_rows(home: Path, client: TestClient, s
         service.run_dir(job_id).results.commit(number, content.getvalue())
     printed = [json.loads(line) for line in run("results", job_id, "--limit", "3").stdout.splitlines()]
     assert printed == [{"row": 0, "perplexity": 1.5}, {"row": 1, "perplexity": None}, {"row": 2, "perplexity": 1.5}]
-    file = home / "all.parquet"
-    assert run("results", job_id, "-o", str(file)).exit_code == 0
-    assert pq.read_table(file)["row"].to_pylist() == [0, 1, 2, 3]
-    assert "exists; choose a new file" in run("results", job_id, "-o", str(file)).stderr
     run("submit", str(home / "spec.json"))
     assert "kind: train, which has no results" in run("results", "job-0002").stderr

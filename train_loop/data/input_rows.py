@@ -6,8 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.cache import fingerprint, library_versions, list_sources
 from train_loop.data.prepare.rows import cut, read_piece
@@ -15,18 +13,6 @@ from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, JobSpec
 
 _PIECE_BYTES = 32 * 2**20
-
-
-def input_schema(spec: JobSpec) -> dict[str, pa.DataType]:
-    """Return the columns that the spec's rows are read from, with their Arrow types."""
-    found = dict[str, pa.DataType]()
-    for columns in map(spec.data.columns_of, spec.data.sources):
-        found |= dict.fromkeys(columns.texts, pa.large_string())
-        # Their types differ between files; JSON holds all of them.
-        found |= dict.fromkeys(filter(None, (columns.messages, columns.tools)), pa.large_string())
-        if columns.input_ids is not None:
-            found[columns.input_ids] = pa.large_list(pa.int64())
-    return found
 
 
 def check_whole(dataset: Dataset) -> None:

@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,46 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_loop.run_dir import ResultsDir, RunDir, is_remote, read_whole, storage_failed
-from train_loop.spec import InferJobSpec
+from train_loop.spec import DataSpec, InferJobSpec
 
 _AT_ONCE = 64
 """Rows that are converted to Python's values at once."""
 _NO_NUMBERS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
+def results_schema(spec: InferJobSpec) -> pa.Schema:
+    """Return the columns of a job's results: the row's id, its own columns, its number of tokens, and the output."""
+    columns = {"row": pa.int64(), **_input_columns(spec.data), "tokens": pa.int32(), **_output_columns(spec)}
+    return pa.schema(columns.items())
+
+
+def _input_columns(data: DataSpec) -> dict[str, pa.DataType]:
+    found = dict[str, pa.DataType]()
+    for columns in map(data.columns_of, data.sources):
+        found |= dict.fromkeys(columns.texts, pa.large_string())
+        # Their types differ between files; JSON holds all of them.
+        found |= dict.fromkeys(filter(None, (columns.messages, columns.tools)), pa.large_string())
+        if columns.input_ids is not None:
+            found[columns.input_ids] = pa.large_list(pa.int64())
+    return found
+
+
+def _output_columns(spec: InferJobSpec) -> dict[str, pa.DataType]:
+    numbers = pa.list_(pa.float32())
+    if spec.infer.output != "generate":
+        return {
+            "logprobs": {"logprobs": numbers},
+            "perplexity": {"perplexity": pa.float64()},
+            "embeddings": {"embedding": numbers},
+        }[spec.infer.output]
+    text = {"generated": pa.large_string()} if spec.data.reads_text else {}
+    logprobs = {"generated_logprobs": numbers} if spec.infer.generation.logprobs else {}
+    return {**text, "generated_tokens": pa.list_(pa.int32()), **logprobs, "finish_reason": pa.string()}
+
+
 def read_rows(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """Yield the rows of all committed shards. Raises storage errors."""
-    for table in _tables(run_dir):
+    for table in read_tables(run_dir):
         yield from table.to_pylist()
 
 
@@ -45,17 +75,32 @@ def _in_json(value: Any) -> Any:
     return _NO_NUMBERS.get(value, "NaN") if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_rows(run_dir: RunDir, file: Path) -> int:
-    """Write the rows of all committed shards to one Parquet file; return their number. Raises storage errors."""
-    rows, writer = 0, None
+def read_json(rows: Sequence[Mapping[str, Any]], spec: InferJobSpec) -> pa.Table:
+    """Return rows of a page, which are plain JSON, with the types of the results."""
+    schema = results_schema(spec)
+    return pa.Table.from_pylist(
+        [{one.name: _as_number(row[one.name], one.type) for one in schema} for row in rows], schema
+    )
+
+
+def _as_number(value: Any, kind: pa.DataType) -> Any:
+    """Return a value whose numbers may be text, because JSON does not have them."""
+    if pa.types.is_list(kind) and value is not None:
+        return [_as_number(one, kind.value_type) for one in value]
+    return float(value) if pa.types.is_floating(kind) and isinstance(value, str) else value
+
+
+def write_tables(tables: Iterable[pa.Table], spec: InferJobSpec, file: Path) -> int:
+    """Write tables of results to one new Parquet file; return the number of rows. A failure leaves no file."""
+    rows = 0
     try:
-        for table in _tables(run_dir):
-            writer = writer or pq.ParquetWriter(file, table.schema)
-            writer.write_table(table)
-            rows += table.num_rows
-    finally:
-        if writer is not None:
-            writer.close()
+        with pq.ParquetWriter(file, results_schema(spec)) as writer:
+            for table in tables:
+                writer.write_table(table)
+                rows += table.num_rows
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
     return rows
 
 
@@ -99,7 +144,8 @@ def _open(results: ResultsDir, number: int) -> pq.ParquetFile:
     return pq.ParquetFile(pa.BufferReader(read_whole(path)) if is_remote(path) else str(path))
 
 
-def _tables(run_dir: RunDir) -> Iterator[pa.Table]:
+def read_tables(run_dir: RunDir) -> Iterator[pa.Table]:
+    """Yield the committed shards. Raises storage errors."""
     results = run_dir.results
     for number in range(results.complete):
         yield pq.read_table(pa.BufferReader(read_whole(results.shard(number))))

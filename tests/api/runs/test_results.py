@@ -4,6 +4,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,17 +14,32 @@ from fastapi.testclient import TestClient
 from tests.support.builders.specs import infer_spec
 from tests.support.clients.command import run
 from tests.support.fakes.service import FakeService, spec_body
-from train_loop.data.read_results import read_page
+from train_loop.data.read_results import read_page, results_schema
 from train_loop.run_dir import RunDir
+from train_loop.spec import InferJobSpec, parse_any
 from trainshed import Client
+from trainshed.cli.commands import runs
 
 PER_SHARD = 4
+NUMBERS = [1.5, None, math.inf, math.nan]
+SPEC = infer_spec(infer={"output": "perplexity", "rows_per_shard": PER_SHARD}) | {
+    "data": {"train": {"path": "/data/*.parquet"}, "columns": {"text": "text"}, "sequence_length": 32}
+}
+
+
+def _schema() -> pa.Schema:
+    spec = parse_any(SPEC)
+    assert isinstance(spec, InferJobSpec)
+    return results_schema(spec)
+
+
+SCHEMA = _schema()
 
 
 @pytest.fixture
 def job(client: TestClient, service: FakeService) -> str:
     """Create an inference job with two committed shards of four rows."""
-    job_id = str(client.post("/jobs", content=json.dumps(infer_spec(infer={"rows_per_shard": PER_SHARD}))).json()["id"])
+    job_id = str(client.post("/jobs", content=json.dumps(SPEC)).json()["id"])
     service.reconciler().run_once()
     commit(service.run_dir(job_id), 2)
     return job_id
@@ -32,9 +48,9 @@ def job(client: TestClient, service: FakeService) -> str:
 def commit(run_dir: RunDir, shards: int, text: str = "ä") -> None:
     for number in range(shards):
         rows = range(number * PER_SHARD, (number + 1) * PER_SHARD)
-        columns = {"row": list(rows), "text": [text] * PER_SHARD, "perplexity": [1.5, None, math.inf, math.nan]}
+        values = {"row": list(rows), "text": [text] * PER_SHARD, "tokens": [1, 2, 3, 4], "perplexity": NUMBERS}
         content = io.BytesIO()
-        pq.write_table(pa.table(columns), content)
+        pq.write_table(pa.table(values, SCHEMA), content)
         run_dir.results.commit(number, content.getvalue())
 
 
@@ -95,5 +111,24 @@ def test_client_and_command_read_results_from_the_service(
     near = run("results", job, "--limit", "5").stdout
     monkeypatch.setattr(RunDir, "exists", lambda _: False)
     assert run("results", job, "--limit", "5").stdout == near
-    assert "cannot be read here" in run("results", job, "-o", str(home / "all.parquet")).stderr
     assert [json.loads(line)["row"] for line in near.splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_command_writes_the_same_file_near_the_run_directory_and_far_from_it(
+    home: Path, url: str, service: FakeService, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_LINES", 3)
+    files = [home / "near.parquet", home / "far.parquet"]
+    for file in files:
+        found = run("results", job, "-o", str(file))
+        assert (found.stdout.strip(), found.stderr.splitlines()[0]) == (str(file), "8 rows")
+        monkeypatch.setattr(RunDir, "exists", lambda _: False)
+    near, far = map(pq.read_table, files)
+    assert far.schema == near.schema == SCHEMA
+    assert [_text(row) for row in far.to_pylist()] == [_text(row) for row in near.to_pylist()]
+    assert "exists; choose a new file" in run("results", job, "-o", str(files[1])).stderr
+
+
+def _text(row: dict[str, Any]) -> str:
+    # NaN equals nothing.
+    return repr(row)

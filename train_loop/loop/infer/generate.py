@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -29,13 +28,6 @@ class Generate:
     ends: Ends
     cached: bool
     """Whether earlier tokens are cached; if not, each token needs a call with whole rows."""
-
-    @property
-    def columns(self) -> dict[str, pa.DataType]:
-        """The columns of the results; text only if rows have text."""
-        text = {} if self.ends.tokenizer is None else {"generated": pa.large_string()}
-        logprobs = {"generated_logprobs": pa.list_(pa.float32())} if self.spec.logprobs else {}
-        return {**text, "generated_tokens": pa.list_(pa.int32()), **logprobs, "finish_reason": pa.string()}
 
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Generate until each row of all ranks has ended. Ranks whose rows have ended compute until the others end."""
@@ -98,6 +90,6 @@ class _Rows:
             found = torch.stack(self._logprobs, 1).cpu().numpy()
             values["generated_logprobs"] = [found[place, : len(ids)] for place, ids in enumerate(self._ids)]
         return [
-            RowResult(row, size, {name: values[name][place] for name in self._output.columns})
+            RowResult(row, size, {name: of_rows[place] for name, of_rows in values.items()})
             for place, row, size in rows_of(self._batch)
         ]

@@ -1,10 +1,8 @@
 """The outputs of an inference job for the rows of a batch. n: rows, T: sequence length, V: vocabulary, H: width."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,16 +29,11 @@ class RowResult(NamedTuple):
     row: int
     tokens: int
     values: Mapping[str, Any]
-    """Values of the output's columns, as numpy or Python has them."""
+    """Values of the output's columns (`train_loop.data.read_results.results_schema`), as numpy or Python has them."""
 
 
 class Output(Protocol):
     """An output that an inference job can have."""
-
-    @property
-    def columns(self) -> Mapping[str, pa.DataType]:
-        """Return its columns in the results, with their Arrow types."""
-        ...
 
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Call the model, and return the results of the batch's rows. A collective call; peers return the same.
@@ -53,8 +46,6 @@ class Output(Protocol):
 class Logprobs:
     """The log probability of each token after the first, given those before it."""
 
-    columns: Mapping[str, pa.DataType] = MappingProxyType({"logprobs": pa.list_(pa.float32())})
-
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a float32 array with a value per token after the first for each row."""
         found = token_logprobs(anatomy, batch, mesh).cpu().numpy()
@@ -63,8 +54,6 @@ class Logprobs:
 
 class Perplexity:
     """The perplexity of each row: the exponential of the mean of -logprobs; null for a row of one token."""
-
-    columns: Mapping[str, pa.DataType] = MappingProxyType({"perplexity": pa.float64()})
 
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a number for each row."""
@@ -77,8 +66,6 @@ class Perplexity:
 
 class Embeddings:
     """The vector that the model's embedding head gives for each row."""
-
-    columns: Mapping[str, pa.DataType] = MappingProxyType({"embedding": pa.list_(pa.float32())})
 
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Return a float32 array [H] for each row."""

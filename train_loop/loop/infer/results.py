@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 
 from train_loop.checkpoint.access import RunAccess
-from train_loop.data.input_rows import input_schema, read_input_rows
+from train_loop.data.input_rows import read_input_rows
+from train_loop.data.read_results import results_schema
 from train_loop.liveness.fencing import check_fence
-from train_loop.loop.infer.outputs import Output, RowResult
+from train_loop.loop.infer.outputs import RowResult
 from train_loop.run_dir import storage_failed
 from train_loop.spec import InferJobSpec
 from train_loop.system.retry import retry_storage
@@ -30,12 +31,12 @@ def gather_results(own: list[RowResult]) -> list[RowResult]:
 class ResultsWriter:
     """The writer of results on rank 0, which commits each shard as soon as it has all of its rows."""
 
-    def __init__(self, spec: InferJobSpec, access: RunAccess, output: Output, *, rows: int, committed: int) -> None:
-        self._access, self._output = access, output
+    def __init__(self, spec: InferJobSpec, access: RunAccess, *, rows: int, committed: int) -> None:
+        self._access = access
         self._rows, self._size, self._next = rows, spec.infer.rows_per_shard, committed
         self._results = dict[int, RowResult]()
         self._inputs = read_input_rows(spec.run, start=committed * self._size)
-        self._columns = input_schema(spec.run)
+        self._schema = results_schema(spec)
 
     def add(self, results: list[RowResult]) -> None:
         """Add results of any rows, and commit the shards that are complete. Raises FencedError, storage errors."""
@@ -65,13 +66,10 @@ class ResultsWriter:
     def _table(self, results: list[RowResult]) -> pa.Table:
         """Return the rows of a shard: their ids, input columns, numbers of tokens, and outputs."""
         inputs = [next(self._inputs) for _ in results]
-        columns = {
-            "row": pa.array([result.row for result in results], pa.int64()),
-            **{name: pa.array([row.get(name) for row in inputs], kind) for name, kind in self._columns.items()},
-            "tokens": pa.array([result.tokens for result in results], pa.int32()),
-            **{
-                name: pa.array([result.values[name] for result in results], kind)
-                for name, kind in self._output.columns.items()
-            },
-        }
-        return pa.table(columns)
+        rows = [
+            {**own, "row": result.row, "tokens": result.tokens, **result.values}
+            for own, result in zip(inputs, results, strict=True)
+        ]
+        # Sources may have different columns.
+        columns = [pa.array([row.get(column.name) for row in rows], column.type) for column in self._schema]
+        return pa.table(columns, self._schema)

@@ -1,17 +1,20 @@
 """`trainshed events`, `metrics`, `logs`, `describe` and `results`: what a run wrote; `diff` compares two runs."""
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel, RootModel
 
 from service.api.schemas import DigestsOut, JobOut, Level, LinePage, TextPage
 from train_loop.run_dir import RunDir, storage_failed
+from train_loop.spec import InferJobSpec
 from trainshed import Api, Line
 from trainshed.cli.comparison import compare, values_by_step
 from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect, newest_event
@@ -254,37 +257,41 @@ def results(
         found = api.job(find_job(api, job))
         if found.spec.kind != "infer":
             fail(f"{found.id} is a job of kind: {found.spec.kind}, which has no results; see `trainshed checkpoints`")
+        if output is not None and output.exists():
+            fail(f"{output} exists; choose a new file")
+        pages = partial(_result_pages, api, found.id)
         try:
             run_dir = RunDir.at(found.run_dir)
             if not run_dir.exists():
                 raise FileNotFoundError(f"{found.run_dir} is not mounted")
-            _show_results(run_dir, limit, output)
+            if output is None:
+                _show_rows(islice(read_results.read_rows(run_dir), limit))
+            else:
+                _write_results(read_results.read_tables(run_dir), found.spec, output)
         except Exception as error:
             if not storage_failed(error):
                 raise
-            if output is not None:
-                advice = "run the command where this storage is mounted, or print rows without --output"
-                fail(f"{found.run_dir}/results cannot be read here: {error}; {advice}")
-            _show_sent_results(api, found.id, limit)
+            if output is None:
+                _show_rows(row for page in pages(limit) for row in page)
+            else:
+                _write_results((read_results.read_json(page, found.spec) for page in pages()), found.spec, output)
     show_next(f"show {found.id}")
 
 
-def _show_sent_results(api: Api, job_id: str, limit: int) -> None:
-    """Print rows that the service reads."""
+def _result_pages(api: Api, job_id: str, limit: float = math.inf) -> Iterator[list[Line]]:
+    """Yield pages of rows that the service reads."""
     after, left, more = None, limit, True
     while left and more:
-        page = api.results(job_id, after=after, limit=min(left, _LINES))
-        for row in page.data:
-            show_text(read_results.dump_row(row))
+        page = api.results(job_id, after=after, limit=int(min(left, _LINES)))
+        yield page.data
         after, left, more = page.next, left - len(page.data), page.has_more
 
 
-def _show_results(run_dir: RunDir, limit: int, output: Path | None) -> None:
-    if output is not None:
-        if output.exists():
-            fail(f"{output} exists; choose a new file")
-        show_note(f"{read_results.write_rows(run_dir, output)} rows")
-        show_text(str(output))
-        return
-    for row in islice(read_results.read_rows(run_dir), limit):
+def _show_rows(rows: Iterable[Line]) -> None:
+    for row in rows:
         show_text(read_results.dump_row(row))
+
+
+def _write_results(tables: Iterable[Any], spec: InferJobSpec, file: Path) -> None:
+    show_note(f"{read_results.write_tables(tables, spec, file)} rows")
+    show_text(str(file))
