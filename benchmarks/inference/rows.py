@@ -1,24 +1,21 @@
-"""Rows/s of inference: Trainshed, a plain loop of transformers and Ray Data's `map_batches`, on one process each.
+"""Rows/s of inference: Trainshed, plain loops of transformers and Ray Data's `map_batches`, on one process each.
 
-`python -m benchmarks.inference.rows [--rounds N] [--quick]`. Every run is a separate start. Its time runs from the
-first batch to the durable results, without imports and the loading of weights. Programs whose results differ from the
-loop's have an error in their row. Trainshed keeps weights gathered, as the others have them.
+`python -m benchmarks.inference.rows [--rounds N] [--quick] [--note TEXT]`. Every run is a separate start with one
+thread. Its rate counts all rows from the first batch to the durable results. What comes before, such as imports and
+weights, are its seconds of start, which count from the start of the process. One loop reads rows in the order of the
+file; the other sorts all of them by length before it begins, and shares the start of the first. Programs whose results
+differ from the loop's have an error in their row.
 """
 
 import functools
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
 import yaml
-from pydantic import BaseModel, ConfigDict
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import (
     Measured,
@@ -29,76 +26,39 @@ from benchmarks.harness import (
     markdown_table,
     parse,
     ratios_of,
+    taken,
     write_result,
 )
+from benchmarks.inference.work import GENERATE, LOGPROBS, Work
 from benchmarks.launch import ProgramError, run_for_json, run_module
 from benchmarks.workload import SMALL, TOY
 from train_loop.data.read_results import read_rows
 from train_loop.run_dir import RunDir, read_lines
 
 OURS, LOOP, RAY = "Trainshed", "transformers in a loop", "Ray Data `map_batches`"
-LOGPROBS, GENERATE = "logprobs", "generate"
+SORTED = "transformers in a loop, rows sorted by length"
 _TOLERANCE = 1e-3
 """Largest relative difference of the sums of results."""
 
 
-class Work(BaseModel):
-    """The rows of a comparison, and the output for each."""
-
-    model_config = ConfigDict(frozen=True)
-
-    output: str
-    config: dict[str, Any] = SMALL
-    rows: int = 96
-    longest: int = 256
-    batch: int = 8
-    new_tokens: int = 64
-
-    def write(self, folder: Path) -> None:
-        """Write a model, rows of uneven lengths, and this workload."""
-        folder.mkdir()
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config)).save_pretrained(folder / "model")
-        draw = np.random.default_rng(0)
-        lengths = draw.integers(self.longest // 4, self.longest, self.rows, endpoint=True)
-        ids = [draw.integers(0, self.config["vocab_size"], size).tolist() for size in lengths]
-        pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), folder / "rows.parquet")
-        (folder / "work.json").write_text(self.model_dump_json())
-
-    def spec(self, folder: Path) -> dict[str, Any]:
-        """Return the workload as a job of one worker."""
-        generation = {"max_new_tokens": self.new_tokens, "stop_tokens": []}
-        return {
-            "name": "benchmark",
-            "kind": "infer",
-            "model": {"path": str(folder / "model"), "dtype": "fp32"},
-            "data": {
-                "train": {"path": str(folder / "rows.parquet")},
-                "columns": {"input_ids": "ids"},
-                "sequence_length": self.longest,
-            },
-            "infer": {"output": self.output, "batch_size": self.batch}
-            | ({"generation": generation} if self.output == GENERATE else {}),
-            "strategy": {"reshard_after_forward": False},
-            "scaling": {"num_workers": 1},
-        }
-
-
 def main() -> None:
     """Run the comparison and write its table."""
-    arguments = parse(command_line(__doc__))
-    toy = {"config": TOY, "rows": 12, "longest": 24, "batch": 4, "new_tokens": 6} if arguments.quick else {}
-    works = [Work(output=output, **toy) for output in (LOGPROBS, GENERATE)]
+    parser = command_line(__doc__)
+    parser.add_argument("--note", help="text for the raw data, such as other load of the machine")
+    arguments = parse(parser, rounds=5)
+    small = {"config": TOY, "rows": 12, "longest": 24, "batch": 4, "new_tokens": 6, "per_shard": 8}
+    sizes = small if arguments.quick else {"config": SMALL}
+    works = [Work(output=output, **sizes) for output in (LOGPROBS, GENERATE)]
     samples = list[Sample]()
     for work in works:
         with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-", ignore_cleanup_errors=True) as root:
             work.write(Path(root, "work"))
-            found = interleave(programs(Path(root)), arguments.rounds)
+            found = with_sorted(interleave(programs(Path(root)), arguments.rounds), work.rows)
         samples += [replace(one, variant=f"{work.output}: {one.variant}") for one in found]
     write_result(
-        "infer-rows",
+        "inference",
         settings={work.output: work.model_dump() for work in works}
-        | {"rounds": arguments.rounds, "quick": arguments.quick},
+        | {"rounds": arguments.rounds, "quick": arguments.quick, "note": arguments.note},
         data=samples,
         table=table(samples),
         folder=arguments.results,
@@ -117,6 +77,7 @@ def programs(root: Path) -> dict[str, functools.partial[Measured]]:
 def one_run(root: Path, module: str | None) -> Measured:
     """Return the rows/s of one program. Raises ProgramError, also if its results differ from the first program's."""
     work = Work.model_validate_json((root / "work" / "work.json").read_bytes())
+    launched, load = time.time(), os.getloadavg()
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
         if module is None:
             found = ours(work, root / "work", Path(here))
@@ -128,7 +89,19 @@ def one_run(root: Path, module: str | None) -> Measured:
     expected = float(reference.read_text())
     if not abs(found["sum"] - expected) <= _TOLERANCE * abs(expected):
         raise ProgramError(f"the sum of its results is {found['sum']}; expected {expected}")
-    return Measured(work.rows / found["seconds"], found)
+    more = {"start_seconds": found["began"] - launched, "load_average": load}
+    return Measured(work.rows / found["seconds"], found | more)
+
+
+def with_sorted(samples: Sequence[Sample], rows: int) -> list[Sample]:
+    """Return samples with those of the sorted loop, which shares each start of the other loop."""
+    found = list[Sample]()
+    for one in samples:
+        found.append(one)
+        if one.variant == LOOP:
+            value = None if one.error else rows / one.raw["sorted_seconds"]
+            found.append(replace(one, variant=SORTED, value=value, raw={"shares_start": True}))
+    return found
 
 
 def ours(work: Work, folder: Path, here: Path) -> dict[str, float]:
@@ -136,10 +109,14 @@ def ours(work: Work, folder: Path, here: Path) -> dict[str, float]:
     file, run_dir = here / "spec.yaml", RunDir(here / "run")
     file.write_text(yaml.safe_dump(work.spec(folder)))
     run_module("train_loop.run", file, "--run-dir", run_dir.root, log=here / "log", ranks=1)
-    times = {line["event"]: line["time"] for line in read_lines(run_dir.attempt(1).events)}
+    attempt = run_dir.attempt(1)
+    times = {line["event"]: line["time"] for line in read_lines(attempt.events)}
+    first = next(iter(read_lines(attempt.metrics)))
+    # A line has the seconds of a row of its batch, and the number of rows so far.
+    began = first["time"] - first["step_seconds"] * first["step"]
     column = "logprobs" if work.output == LOGPROBS else "generated_tokens"
-    total = sum(float(np.sum(row[column])) for row in read_rows(run_dir))
-    return {"seconds": times["work_ended"] - times["work_started"], "sum": total}
+    total = sum(float(sum(row[column])) for row in read_rows(run_dir))
+    return {"began": began, "seconds": times["work_ended"] - began, "sum": total}
 
 
 def table(samples: Sequence[Sample]) -> str:
@@ -152,12 +129,14 @@ def table(samples: Sequence[Sample]) -> str:
             if one.variant.startswith(f"{output}: ")
         ]
         ratios = ratios_of(OURS, of_output)
+        starts = {row.variant: row for row in compare(taken(of_output, "start_seconds"), LOOP)}
         records += [
             {
                 "output": output,
                 "program": row.variant,
                 "rows/s, median": row.error if row.median is None else f"{row.median:.2f}",
                 "Trainshed's ÷ its, median [95 % interval]": ratios.get(row.variant),
+                "start, s, median": None if starts[row.variant].median is None else f"{starts[row.variant].median:.1f}",
             }
             for row in compare(of_output, LOOP)
         ]

@@ -1,10 +1,12 @@
 """A plain loop of transformers over rows of tokens: `-m benchmarks.peers.hf_infer OUT FOLDER`.
 
-It writes results to a Parquet file. Rows have the order of the file, and are padded to the longest of their batch.
+It writes results to a Parquet file. Rows are padded to the longest of their batch. A first pass takes them in the order
+of the file, and a second one by length.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,21 +18,29 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from benchmarks.inference.rows import LOGPROBS, Work
+from benchmarks.inference.work import LOGPROBS, Work
 
 
 def main() -> None:
-    """Compute the results of all rows after a first batch that is not counted."""
+    """Compute the results of all rows, in both orders."""
     out, folder = map(Path, sys.argv[1:])
     work = Work.model_validate_json((folder / "work.json").read_bytes())
     model = load(folder)
     rows = pq.read_table(folder / "rows.parquet")["ids"].to_pylist()
-    began, results = perf_counter(), []
+    began = time.time()
+    seconds, total = one_pass(model, rows, work, out.with_name("results.parquet"))
+    ordered = sorted(rows, key=len, reverse=True)
+    sorted_seconds, _ = one_pass(model, ordered, work, out.with_name("ordered.parquet"))
+    out.write_text(json.dumps({"began": began, "seconds": seconds, "sum": total, "sorted_seconds": sorted_seconds}))
+
+
+def one_pass(model: Any, rows: list[list[int]], work: Work, file: Path) -> tuple[float, float]:
+    """Write the results of all rows. Return the seconds, and the sum of the results."""
+    began, results = perf_counter(), list[list[float]]()
     for start in range(0, len(rows), work.batch):
         results += compute(model, rows[start : start + work.batch], work)
-    pq.write_table(pa.table({"ids": rows, "results": results}), out.with_name("results.parquet"))
-    seconds = perf_counter() - began
-    out.write_text(json.dumps({"seconds": seconds, "sum": sum(float(sum(one)) for one in results)}))
+    pq.write_table(pa.table({"ids": rows, "results": results}), file)
+    return perf_counter() - began, sum(float(sum(one)) for one in results)
 
 
 def load(folder: Path) -> Any:

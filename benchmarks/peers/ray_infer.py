@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import ray
 
-from benchmarks.inference.rows import Work
+from benchmarks.inference.work import Work
 from benchmarks.peers.hf_infer import compute, load
 
 
@@ -42,9 +42,10 @@ def main() -> None:
     arguments = (str(folder), str(first))
     found = data.map_batches(Predictor, fn_constructor_args=arguments, batch_size=work.batch, concurrency=1, num_cpus=1)
     found.write_parquet(str(results))
-    seconds = time.time() - float(first.read_text())
+    began = float(first.read_text())
+    seconds = time.time() - began
     values = pq.read_table(results)["results"].to_pylist()
-    out.write_text(json.dumps({"seconds": seconds, "sum": sum(float(sum(one)) for one in values)}))
+    out.write_text(json.dumps({"began": began, "seconds": seconds, "sum": sum(float(sum(one)) for one in values)}))
 
 
 if __name__ == "__main__":
