@@ -182,17 +182,21 @@ def _forward_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         )
     if spec.chats != "prompt":
         return terms
-    return (*(term if term.name != "logits" else _last_logits(spec, shape) for term in terms), _cache(spec, shape))
+    return (
+        *(term if term.name != "logits" else _last_logits(spec, shape) for term in terms),
+        _cache(spec, shape, mesh),
+    )
 
 
-def _cache(spec: JobSpec, shape: ModelShape) -> MemoryTerm:
+def _cache(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> MemoryTerm:
     """Return the keys and values of all tokens of the rows that are generated together."""
     size = DTYPE_BYTES[spec.strategy.param_dtype]
-    values = spec.sequences_per_device * spec.positions * shape.layers * shape.kv_heads * shape.head_dim
+    heads = shape.shared(tp=mesh.tp).kv_heads
+    values = spec.sequences_per_device * spec.positions * shape.layers * heads * shape.head_dim
     return MemoryTerm(
         "kv_cache",
         2 * size * values,
-        f"2 x {size} bytes x rows x (sequence_length + max_new_tokens) x L x kv heads x head_dim",
+        f"2 x {size} bytes x rows x (sequence_length + max_new_tokens) x L x kv heads / tp x head_dim",
     )
 
 

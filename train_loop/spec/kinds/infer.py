@@ -266,8 +266,8 @@ class InferJobSpec(SpecModel):
     def _generation_faults(self) -> Iterator[str]:
         if self.strategy.ulysses_size > 1:
             yield (
-                "output: generate keeps the states of whole rows, and ranks would have those of parts; set "
-                "ulysses_size: 1"
+                "output: generate computes one token at a time, which ranks cannot split, and needs the states of "
+                "whole rows; set ulysses_size: 1, or let ranks share layers with tp_size, which splits states by heads"
             )
         if self.model.attn_implementation == "flex_attention":
             yield "attn_implementation=flex_attention is not proven with output: generate; choose sdpa or auto"
