@@ -72,6 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
             service_metrics=_service_metrics(backends),
             webhooks=_webhooks(settings, backends),
             doctor=_doctor(settings, backends),
+            results=backends.preflight,
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=background.lifespan,
             startup=startup,

@@ -30,6 +30,7 @@ from service.api.routes import (
 from service.api.stranger_limit import StrangerLimit
 from service.lifecycle.shutdown import Shutdown
 from service.lifecycle.startup import DatabaseStartup, opened
+from service.ports import ResultPages
 from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.submit import Submitter
@@ -59,6 +60,7 @@ class Parts:
     service_metrics: ServiceMetrics
     webhooks: Webhooks
     doctor: Doctor
+    results: ResultPages
     hosts: Sequence[str] = ()
     """Allowed Host header names, in addition to those of loopback."""
     lifespan: Lifespan | None = None
@@ -104,7 +106,7 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.checks = FairThreads(parts.checks)
     app.state.submitter, app.state.submit_cached = parts.submitter, GroupCommit(parts.submitter.submit_cached)
     app.state.slow_reads = FairThreads(_SLOW_READS, waiting_per_key=_WAITING_PER_KEY)
-    app.state.result_tools = actions.tools
+    app.state.result_pages = parts.results
     app.state.result_reads = FairThreads(_RESULT_READS, waiting_per_key=_WAITING_PER_KEY)
     app.state.digests = FairThreads(_DIGESTS, waiting_per_key=_WAITING_PER_KEY)
     tests = FairThreads(_WEBHOOK_TESTS, waiting_per_key=_WAITING_PER_KEY)

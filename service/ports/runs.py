@@ -249,7 +249,7 @@ class Digests:
 
 
 class CheckpointTools(Protocol):
-    """Tools that read whole checkpoints, or results, each call in a separate process."""
+    """Tools that read whole checkpoints, each call in a separate process."""
 
     def verify(self, run_dir: str, step: int, cancellation: Cancellation) -> list[str] | None:
         """Return the faults of a checkpoint; None if it does not exist.
@@ -263,14 +263,18 @@ class CheckpointTools(Protocol):
         Raises VerifyFailed if it could not be read, CallCancelled.
         """
 
-    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
-        """Return a page of the committed rows after an id as JSON: data, has_more and next.
-
-        Raises ResultsUnreadable, CallCancelled.
-        """
-
     def export(self, job: Job, step: int, wish: ExportWish) -> None:
         """Start the export of a checkpoint to a Hugging Face folder.
 
         Raises Busy if too many exports run, of all projects or of this one.
+        """
+
+
+class ResultPages(Protocol):
+    """Reads results of inference jobs in a separate process."""
+
+    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
+        """Return a page of the committed rows after an id as JSON: data, has_more and next.
+
+        Raises ResultsUnreadable, CallCancelled.
         """

@@ -1,13 +1,7 @@
-"""Reading of an inference job's results: its committed shards, in the order of the rows.
+"""Reading of an inference job's results: its committed shards, in the order of the rows, and pages of them as JSON."""
 
-`python -m train_loop.data.read_results RUN_DIR` prints a page of rows as JSON: {"data": [row, …], "has_more": …,
-"next": id of the last row, as text}. The service runs it as a separate process, which reads the files of a job.
-"""
-
-import argparse
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,22 +145,16 @@ def read_tables(run_dir: RunDir) -> Iterator[pa.Table]:
         yield pq.read_table(pa.BufferReader(read_whole(results.shard(number))))
 
 
-def main() -> None:
-    """Print a page, or exit with the reason why it cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m train_loop.data.read_results", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN_DIR")
-    parser.add_argument("--after", type=int, help="id of the last row that is known [none]")
-    parser.add_argument("--limit", type=int, default=100, help="maximum number of rows [%(default)s]")
-    parser.add_argument("--most-bytes", type=int, default=2**23, help="maximum size of the rows [%(default)s]")
-    arguments = parser.parse_args()
-    run_dir, most = RunDir.at(arguments.run_dir), arguments.most_bytes
+def answer_page(question: Mapping[str, Any]) -> bytes:
+    """Return a page of rows as JSON, given `run_dir` and the arguments of `read_page`.
+
+    If the files cannot be read, the answer is {"unreadable": reason}.
+    """
+    run_dir = RunDir.at(question["run_dir"])
     try:
-        sys.stdout.write(read_page(run_dir, after=arguments.after, limit=arguments.limit, most_bytes=most))
+        page = read_page(run_dir, after=question["after"], limit=question["limit"], most_bytes=question["most_bytes"])
     except Exception as error:
         if not storage_failed(error) and not isinstance(error, pa.ArrowException):
             raise
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
+        page = json.dumps({"unreadable": str(error)})
+    return page.encode()

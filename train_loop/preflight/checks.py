@@ -3,9 +3,9 @@
 `python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
 {"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
 "shape": {…}, "preview": […], "count": {…}, "largest": {…}}. `shape` has the model's sizes, or is null if they are
-unknown. If storage is unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the
-service torch's memory and import time. It forks for each request, because a damaged file may crash the library that
-opens it.
+unknown. If storage is unavailable, the answer is {"unavailable": {"root", "error"}}. A request {"results": …,
+"seconds": …} reads a page of results. A separate process spares the service torch's memory and import time. It forks
+for each request, because a damaged file may crash the library that opens it.
 """
 
 import sys
@@ -24,6 +24,7 @@ from train_loop.data.own_columns import own_columns
 from train_loop.data.prepare.largest_read import largest_read
 from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, check_plain, list_files
+from train_loop.data.read_results import answer_page
 from train_loop.data.text.chat import check_chat_template
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError, ModelError
@@ -377,5 +378,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def answer_request(request: dict[str, Any]) -> dict[str, Any] | bytes:
+    """Return the answer to a spec, or a page of an inference job's results."""
+    return answer_page(request["results"]) if "results" in request else answer(request)
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1], answer)
+    serve(sys.argv[1], answer_request)

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 _REMEDY = "choose a smaller config or smaller files, or have the operator raise"
 _NO_MEMORY = b'{"limit": "memory"}'
 _MOST_OUTPUT = 16 * _MIB
-"""Maximum bytes of an answer: users' code can write to its pipe, too."""
+"""Maximum bytes of an answer by default: users' code can write to its pipe, too."""
 _CODE = "/code"
 """Beginning of the pointers of checks that run users' code."""
 _answer_pipe = -1
@@ -46,9 +46,10 @@ def answer_pipe() -> int:
 def serve(path: str, answer: Answer) -> None:
     """Answer each request in a forked process until standard input closes: then the parent process has exited.
 
-    A request's `seconds` limit its time. Optional `cpu_seconds` and `memory_bytes` limit its CPU time and its memory
-    beyond the helper's. A request that exceeds a limit is answered with a problem at the pointer of its current check.
-    A request ends when its requester disconnects. Its temporary files are removed however it ends.
+    An answer is JSON, or its bytes. A request's `seconds` limit its time. Optional `cpu_seconds` and `memory_bytes`
+    limit its CPU time and its memory beyond the helper's; `output_bytes` limits its answer [16 MiB]. A request that
+    exceeds a limit is answered with a problem at the pointer of its current check. A request ends when its requester
+    disconnects. Its temporary files are removed however it ends.
     """
 
     class Handler(StreamRequestHandler):
@@ -92,7 +93,8 @@ def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket,
             os._exit(0)
     os.close(writing)
     try:
-        *subjects, found = _read(reading, requester, lambda: os.kill(child, signal.SIGKILL)).split(b"\n")
+        most = question.get("output_bytes", _MOST_OUTPUT)
+        *subjects, found = _read(reading, requester, lambda: os.kill(child, signal.SIGKILL), most).split(b"\n")
     finally:
         os.close(reading)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
@@ -109,8 +111,8 @@ def _watched(question: dict[str, Any], answer: Answer, requester: socket.socket,
     return json.dumps({"failed": _timed_out(question, subject)}).encode() if _by(status) == signal.SIGALRM else found
 
 
-def _read(pipe: int, requester: socket.socket, end: Callable[[], None]) -> bytes:
-    """Read a pipe to its end, and call `end` if the requester disconnects before."""
+def _read(pipe: int, requester: socket.socket, end: Callable[[], None], most: int) -> bytes:
+    """Read a pipe to its end, and call `end` if the requester disconnects before, or for more than `most` bytes."""
     waiting, parts, size = select.poll(), list[bytes](), 0
     waiting.register(pipe, select.POLLIN)
     # The requester has closed its half already: only the end of both halves is reported without being asked for.
@@ -126,7 +128,7 @@ def _read(pipe: int, requester: socket.socket, end: Callable[[], None]) -> bytes
                 return b"".join(parts)
             parts.append(part)
             size += len(part)
-            if size > _MOST_OUTPUT:
+            if size > most:
                 end()
                 return b""
 
@@ -137,7 +139,8 @@ def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
     _subject = lambda pointer: _write(writing, f"{pointer}\n".encode())  # noqa: E731
     _limit(question)
     try:
-        found = json.dumps(answer(question)).encode()
+        value = answer(question)
+        found = value if isinstance(value, bytes) else json.dumps(value).encode()
     except BaseException as error:  # also a panic of Rust code, which Exception does not include
         if lacks_memory(error):
             found = _NO_MEMORY

@@ -1,4 +1,4 @@
-"""Tools that read whole checkpoints, or results, in helper processes, outside the training and the service process."""
+"""Tools that read whole checkpoints in helper processes, outside the training and the service process."""
 
 import os
 import subprocess
@@ -11,14 +11,12 @@ from pydantic import TypeAdapter
 
 from service.adapters.ray.environment import environment_of_helpers
 from service.domain.jobs.job import Job
-from service.errors import Busy, ResultsUnreadable, VerifyFailed
+from service.errors import Busy, VerifyFailed
 from service.ports import Cancellation, Digests
 from train_loop.run_dir import READ_POLICY_VARIABLE, ExportWish, ReadPolicy
 
 _AT_ONCE, _PER_PROJECT = 4, 2
 """Maximum numbers of concurrent exports: of one service, and of one project. The last is left to a project without."""
-_PAGE_BYTES = 2**23
-"""Maximum bytes of the rows in a page of results; a longer first row is returned alone."""
 _FAULTS: TypeAdapter[list[str] | None] = TypeAdapter(list[str] | None)
 _DIGESTS: TypeAdapter[Digests | None] = TypeAdapter(Digests | None)
 
@@ -28,8 +26,7 @@ class _Failed(Exception):
 
 
 class HelperTools:
-    """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`, and
-    `train_loop.data.read_results`.
+    """CheckpointTools that run `python -m train_loop.checkpoint.manifest`, `.digest` and `.export`.
 
     `timeout` is the limit of a verification and of digests, in seconds. `read_policy` returns the policy of a project's
     inputs, of which exports copy files; without it they may copy any file.
@@ -61,19 +58,6 @@ class HelperTools:
         Raises VerifyFailed if it could not be read, CallCancelled.
         """
         return _DIGESTS.validate_json(self._read_checkpoint("digest", run_dir, step, cancellation))
-
-    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
-        """Return a page of the committed rows after an id as JSON: data, has_more and next.
-
-        Raises ResultsUnreadable, CallCancelled.
-        """
-        begin = [] if after is None else ["--after", str(after)]
-        command = ["train_loop.data.read_results", run_dir, "--limit", str(limit), *begin]
-        command += ["--most-bytes", str(_PAGE_BYTES)]
-        try:
-            return self._read(command, cancellation).encode()
-        except _Failed as error:
-            raise ResultsUnreadable(f"the results could not be read: {error}") from error
 
     def _read_checkpoint(self, tool: str, run_dir: str, step: int, cancellation: Cancellation) -> str:
         """Return the output of a tool that reads a whole checkpoint. Raises VerifyFailed, CallCancelled."""

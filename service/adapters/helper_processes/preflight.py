@@ -1,7 +1,9 @@
-"""Preflight checks in a helper process: its hangs, crashes and memory use do not affect the service."""
+"""Preflight checks and pages of results in a helper process.
+
+Its hangs, crashes and memory use do not affect the service.
+"""
 
 import json
-import math
 import os
 import socket
 import subprocess
@@ -9,9 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +20,20 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from service.adapters.helper_processes.report_cache import ReportCache, cache_key
 from service.adapters.ray.environment import environment_of_helpers
-from service.errors import PreflightFailed, StorageAway
-from service.ports import CallCancelled, Cancellation, PreflightReport
+from service.errors import PreflightFailed, ResultsUnreadable, StorageAway
+from service.ports import Cancellation, PreflightReport
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import AnyJobSpec
 
 _GRACE_SECONDS = 2.0
 """Seconds for the helper to answer after the timeout of a check."""
 _COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
+_PAGE_BYTES = 1 << 23
+"""Maximum bytes of the rows in a page of results; a longer first row is returned alone."""
 _MOST_BYTES = 1 << 30
 """Maximum bytes of an answer, each part counted as a whole one."""
-_FRESH_SECONDS = 30.0
-"""Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
-_KEPT = 256
 _findings = TypeAdapter(PreflightReport)
 
 
@@ -56,7 +56,10 @@ class Limits:
 
 
 class HelperPreflight:
-    """A Preflight that asks a long-running `python -m train_loop.preflight.checks`. Each check runs within `limits`."""
+    """A Preflight that asks a long-running `python -m train_loop.preflight.checks`. Each check runs within `limits`.
+
+    It also reads ResultPages: a new process would import for longer than it reads.
+    """
 
     def __init__(
         self, *, read_policy: Callable[[str], ReadPolicy], limits: Limits, command: Sequence[str] = _COMMAND
@@ -67,7 +70,7 @@ class HelperPreflight:
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="shed-")
-        self._answers = _Answers()
+        self._answers = ReportCache()
 
     def start(self) -> None:
         """Start the helper if it does not run. It takes seconds until it answers."""
@@ -117,11 +120,31 @@ class HelperPreflight:
         # A package of code may change between two checks.
         if parent is not None or spec.code is not None:
             return self._run_check(spec, parent, call)
-        return self._answers.get(_cache_key(spec), lambda: self._run_check(spec, None, call))
+        return self._answers.get(cache_key(spec), lambda: self._run_check(spec, None, call))
+
+    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
+        """Return a page of the committed rows after an id as JSON: data, has_more and next.
+
+        Raises ResultsUnreadable, CallCancelled.
+        """
+        page = {"run_dir": run_dir, "after": after, "limit": limit, "most_bytes": _PAGE_BYTES}
+        question = {"results": page, "seconds": self._limits.seconds, "output_bytes": _MOST_BYTES}
+        try:
+            found = self._request(json.dumps(question).encode(), cancellation)
+        except ConnectionError:
+            found = b""
+        except (TimeoutError, RetryError):
+            found = b"{}"
+        if found.startswith(b'{"data": '):
+            return found
+        why = f"it took over {self._limits.seconds:g} s; check that the storage answers"
+        if not found:
+            why = "the helper that reads them crashed; see the service's log"
+        raise ResultsUnreadable(f"the results could not be read: {_error_in(found).get('unreadable', why)}")
 
     def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
-        return self._answers.cached(_cache_key(spec))
+        return self._answers.cached(cache_key(spec))
 
     @property
     def _socket(self) -> Path:
@@ -192,91 +215,10 @@ class HelperPreflight:
         return connection
 
 
-class _Answers:
-    """A cache of recent results without problems, and of running checks. Equal concurrent checks share one result."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[float, Future[PreflightReport]]] = OrderedDict()
-
-    def cached(self, key: str) -> PreflightReport | None:
-        """Return a fresh result without problems; None if there is none."""
-        with self._lock:
-            since, answer = self._known.get(key, (-math.inf, Future[PreflightReport]()))
-        if not answer.done() or answer.exception() or time.monotonic() - since >= _FRESH_SECONDS:
-            return None
-        return None if answer.result().problems else answer.result()
-
-    def get(self, key: str, check: Callable[[], PreflightReport]) -> PreflightReport:
-        """Return the cached result, or call `check`. Raises what `check` raises."""
-        while True:
-            mine = Future[PreflightReport]()
-            answer = self._answer(key, mine)
-            if answer is mine:
-                self._fill(key, mine, check)
-            try:
-                return answer.result()
-            except CallCancelled:
-                # The client of the other call has gone, and ours has not.
-                if answer is mine:
-                    raise
-
-    def _answer(self, key: str, mine: Future[PreflightReport]) -> Future[PreflightReport]:
-        """Return the fresh or running result of a key; `mine`, which is kept for it, if there is none."""
-        with self._lock:
-            since, answer = self._known.get(key, (0.0, mine))
-            if answer is mine or (answer.done() and time.monotonic() - since >= _FRESH_SECONDS):
-                answer = mine
-                self._known[key] = time.monotonic(), mine
-                self._known.move_to_end(key)
-                if len(self._known) > _KEPT:
-                    self._known.popitem(last=False)
-        return answer
-
-    def _fill(self, key: str, answer: "Future[PreflightReport]", check: Callable[[], PreflightReport]) -> None:
-        try:
-            answer.set_result(check())
-        except BaseException as error:
-            answer.set_exception(error)
-        if answer.exception() or answer.result().problems:
-            # Do not cache problems: the next check should see a fix at once.
-            with self._lock:
-                self._known.pop(key, None)
-
-
 def _disconnect(connection: socket.socket) -> None:
     """End a request: the helper ends its check, and a thread that waits for the answer gets an empty one."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _cache_key(spec: AnyJobSpec) -> str:
-    """Return the cache key: all fields of a spec that `train_loop.preflight.checks` reads.
-
-    The project is part of it, because projects may read different files.
-    """
-    parts: dict[str, Any] = {
-        "project": True,
-        "model": True,
-        "data": True,
-        "strategy": True,
-        "scaling": True,
-        "training": {
-            "chunked_loss",
-            "global_batch_size",
-            "gradient_accumulation_steps",
-            "label_smoothing_factor",
-            "optimizer",
-            "optimizer_state",
-            "per_device_train_batch_size",
-            "reproducible",
-            "router_aux_loss",
-            "router_z_loss",
-            "seed",
-            "z_loss",
-        },
-    }
-    return f"{spec.kind} {spec.run.model_dump_json(include=parts)}"
 
 
 def _parse(answer: bytes) -> PreflightReport:

@@ -143,7 +143,7 @@ async def results(
     # A separate process reads each page.
     threads: FairThreads = request.app.state.result_reads
     claim = await claim_for(caller, jobs, job_id)
-    read = partial(read_results, jobs, request.app.state.result_tools, caller, job_id, after=after, limit=limit)
+    read = partial(read_results, jobs, request.app.state.result_pages, caller, job_id, after=after, limit=limit)
     content = await threads.run(request, claim, lambda end: read(cancellation=end))
     return Response(content, media_type="application/json")
 

@@ -2,13 +2,13 @@
 
 from service.domain.access.roles import Principal
 from service.errors import NoResults
-from service.ports import Cancellation, CheckpointTools
+from service.ports import Cancellation, ResultPages
 from service.use_cases.jobs.jobs import Jobs
 
 
 def read_results(
     jobs: Jobs,
-    tools: CheckpointTools,
+    pages: ResultPages,
     caller: Principal,
     job_id: str,
     *,
@@ -23,4 +23,4 @@ def read_results(
     job = jobs.find(caller, job_id)
     if job.spec.trains:
         raise NoResults(job.id, job.spec.kind)
-    return tools.results(job.run_dir, after=after, limit=limit, cancellation=cancellation)
+    return pages.results(job.run_dir, after=after, limit=limit, cancellation=cancellation)

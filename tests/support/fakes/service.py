@@ -25,8 +25,9 @@ from service.domain.jobs.observation import SubmissionStatus
 from service.domain.queue.policy import PriorityLimits, QueuePolicy
 from service.domain.queue.snapshot import QueueSnapshot
 from service.domain.webhooks.ssrf import AllowList
+from service.errors import ResultsUnreadable
 from service.lifecycle.startup import DatabaseStartup, opened
-from service.ports import Cluster, JobCounts, JobStore, Metrics, NoTracer, RunDirs, Tracer
+from service.ports import Cancellation, Cluster, JobCounts, JobStore, Metrics, NoTracer, RunDirs, Tracer
 from service.use_cases.access.access import Access, Tokens
 from service.use_cases.access.rate_limits import Limits, Rates
 from service.use_cases.checkpoints import CheckpointActions
@@ -39,6 +40,7 @@ from service.use_cases.webhooks.webhooks import Webhooks
 from tests.support.fakes.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
 from tests.support.fakes.stores import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
 from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
+from train_loop.data.read_results import answer_page
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -86,6 +88,17 @@ def a_spec(**parts: Any) -> JobSpec:
 def a_job(job_id: str = "job-1", *, run_dir: str = "file:///nowhere", now: float = 0.0, **parts: Any) -> Job:
     """Return a queued job."""
     return Job(job_id, a_spec(**parts), run_dir, created_at=now, updated_at=now)
+
+
+class InProcessPages:
+    """ResultPages that are read in this process."""
+
+    def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
+        """Return a page. Raises ResultsUnreadable."""
+        page = answer_page({"run_dir": run_dir, "after": after, "limit": limit, "most_bytes": 1 << 23})
+        if page.startswith(b'{"unreadable"'):
+            raise ResultsUnreadable(f"the results could not be read: {json.loads(page)['unreadable']}")
+        return page
 
 
 @dataclass
@@ -182,6 +195,7 @@ class FakeService:
             service_metrics=self.service_metrics,
             webhooks=self.webhooks,
             doctor=self.doctor,
+            results=InProcessPages(),
             startup=startup or opened(),
         )
 

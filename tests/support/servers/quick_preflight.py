@@ -1,4 +1,4 @@
-"""`python -m tests.support.servers.quick_preflight SOCKET`: a preflight helper that only reads the model's sizes."""
+"""`python -m tests.support.servers.quick_preflight SOCKET`: a preflight helper that only reads sizes, and results."""
 
 import sys
 from dataclasses import asdict
@@ -8,8 +8,12 @@ from train_loop.plan import read_shape
 from train_loop.preflight.fork_server import serve
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the spec's model, and no problems."""
+def answer(question: dict[str, Any]) -> dict[str, Any] | bytes:
+    """Return a page of results, or the sizes of the spec's model, and no problems."""
+    if "results" in question:
+        from train_loop.data.read_results import answer_page  # noqa: PLC0415 - few services have results
+
+        return answer_page(question["results"])
     return {"problems": [], "shape": asdict(read_shape(question["spec"]["model"]["config"]))}
 
 

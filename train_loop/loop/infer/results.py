@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 def gather_results(own: list[RowResult]) -> list[RowResult]:
     """Return the results of all ranks on rank 0, and nothing on other ranks. A collective call."""
+    if dist.get_world_size() == 1:
+        return own
     leads = dist.get_rank() == 0
     found: list[list[RowResult]] = [[] for _ in range(dist.get_world_size())]
     dist.gather_object(own, found if leads else None, dst=0)

@@ -1,6 +1,7 @@
 """Preflight helper process: answers, limits and unavailable storage."""
 
 import gzip
+import io
 import json
 import re
 import socket
@@ -14,18 +15,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from service.adapters.helper_processes.preflight import _FRESH_SECONDS, HelperPreflight, Limits, _cache_key
-from service.errors import PreflightFailed, StorageAway
+from service.adapters.helper_processes.preflight import HelperPreflight, Limits
+from service.adapters.helper_processes.report_cache import FRESH_SECONDS, cache_key
+from service.errors import PreflightFailed, ResultsUnreadable, StorageAway
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
-from tests.support.builders.specs import TINY, may_read
+from tests.support.builders.specs import TINY, infer_spec, may_read
 from tests.support.fakes.service import a_spec
 from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
-from train_loop.spec import Problem
+from train_loop.run_dir import RunDir
+from train_loop.spec import Problem, parse_any
 
 
 @contextmanager
@@ -86,11 +91,11 @@ def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str,
     ],
 )
 def test_result_is_not_reused_for_settings_that_a_check_reads(training: dict[str, object]) -> None:
-    assert _cache_key(a_spec(training=training)) != _cache_key(a_spec())
+    assert cache_key(a_spec(training=training)) != cache_key(a_spec())
 
 
 def test_result_is_not_reused_for_other_resources() -> None:
-    assert _cache_key(a_spec(scaling={"resources_per_worker": {"GPU": 1}})) != _cache_key(a_spec())
+    assert cache_key(a_spec(scaling={"resources_per_worker": {"GPU": 1}})) != cache_key(a_spec())
 
 
 OWN_CODE = """{
@@ -245,6 +250,39 @@ def test_fork_is_killed_first_if_host_runs_out_of_memory() -> None:
         assert helper.check(a_spec()).problems[0].message == "1000"
 
 
+PAGES = "__import__('train_loop.data.read_results', fromlist=['_']).answer_page(request['results'])"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (PAGES, "the results could not be read: Parquet magic bytes not found"),
+        ("os._exit(1)", "the results could not be read: the helper that reads them crashed; see the service's log"),
+        ("time.sleep(60)", "the results could not be read: it took over 1 s; check that the storage answers"),
+    ],
+)
+def test_page_of_results_that_cannot_be_read_is_an_error(tmp_path: Path, answer: str, message: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.write_spec(parse_any(infer_spec()))
+    run_dir.results.commit(0, b"no Parquet")
+    timeout = 1.0 if "1 s" in message else 30.0
+    with preflight(answer, timeout=timeout) as helper, pytest.raises(ResultsUnreadable, match=re.escape(message)):
+        helper.results(str(tmp_path), after=None, limit=10, cancellation=Cancellation())
+
+
+def test_page_may_be_larger_than_the_answer_of_a_check(tmp_path: Path) -> None:
+    run_dir, schema = RunDir(tmp_path), pa.schema({"row": pa.int64(), "text": pa.large_string()})
+    run_dir.write_spec(parse_any(infer_spec()))
+    content = io.BytesIO()
+    pq.write_table(pa.table({"row": [0, 1], "text": ["x" * 2**25, "y"]}, schema), content)
+    run_dir.results.commit(0, content.getvalue())
+    with preflight(PAGES) as helper:
+        first = json.loads(helper.results(str(tmp_path), after=None, limit=10, cancellation=Cancellation()))
+        assert [len(row["text"]) for row in first["data"]] == [2**25]
+        rest = json.loads(helper.results(str(tmp_path), after=0, limit=10, cancellation=Cancellation()))
+    assert (rest["data"], rest["has_more"]) == ([{"row": 1, "text": "y"}], False)
+
+
 def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
     socket = tmp_path / "shed" / "preflight"
     socket.parent.mkdir()
@@ -297,7 +335,7 @@ def test_known_returns_only_recent_passed_checks(monkeypatch: pytest.MonkeyPatch
         assert helper.cached(bad) is None
         assert helper.cached(ill) is None
         now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + _FRESH_SECONDS)
+        monkeypatch.setattr(time, "monotonic", lambda: now + FRESH_SECONDS)
         assert helper.cached(good) is None
 
 
