@@ -1,7 +1,8 @@
 """The order of inference: rows of similar length follow each other, so that batches have little padding."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,17 @@ class LengthOrder(Order):
             found[chosen] = self._sorted(int(number))[plain[chosen] - number * self.window]
         return found
 
-    def _sorted(self, number: int) -> Ids:
-        """Return the samples of a window in their order."""
-        if number not in self._known:
-            if len(self._known) == _KEPT:
-                del self._known[min(self._known)]
-            first, stop = number * self.window, min((number + 1) * self.window, self.samples)
-            ascending = first + np.argsort(row_lengths(self.rows, first, stop), kind="stable")
-            self._known[number] = ascending if number % 2 else ascending[::-1]
-        return self._known[number]
-
     @cached_property
-    def _known(self) -> dict[int, Ids]:
-        return {}
+    def _sorted(self) -> Callable[[int], Ids]:
+        """Return the function `_sort`, whose latest results are kept; several threads use it."""
+        return lru_cache(maxsize=_KEPT)(self._sort)
+
+    def _sort(self, number: int) -> Ids:
+        """Return the samples of a window in their order."""
+        first, stop = number * self.window, min((number + 1) * self.window, self.samples)
+        ascending: Ids = first + np.argsort(row_lengths(self.rows, first, stop), kind="stable")
+        return ascending if number % 2 else ascending[::-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: a thread may send the order while another one uses it."""
-        return {name: value for name, value in self.__dict__.items() if name != "_known"}
+        """Return the fields alone."""
+        return {name: value for name, value in self.__dict__.items() if name != "_sorted"}
