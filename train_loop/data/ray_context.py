@@ -13,7 +13,7 @@ from ray._private import state
 from ray.data import DataContext, Dataset, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
-from train_loop.system.ray_loopback import OWN_RAY_VARIABLE
+from train_loop.system.ray_env import OWN_RAY_VARIABLE
 
 
 def configure_ray_data(*, block_bytes: int | None = None, limits: ExecutionResources | None = None) -> None:

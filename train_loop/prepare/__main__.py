@@ -6,7 +6,8 @@ import runpy
 import shutil
 
 from train_loop.system.private_folder import make_private_folder
-from train_loop.system.ray_loopback import OWN_RAY_VARIABLE, loopback_environment
+from train_loop.system.ray_env import OWN_RAY_VARIABLE
+from train_loop.system.ray_loopback import loopback_environment
 
 
 def main() -> None:

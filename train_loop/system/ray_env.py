@@ -15,6 +15,8 @@ AHEAD_SECONDS = 30.0
 
 A driver also waits this long for nodes with room: after the loss of a head node, they join a few seconds later.
 """
+OWN_RAY_VARIABLE = "TRAINSHED_OWN_RAY"
+"""Names the private folder of the Ray that this process may start."""
 _SUPERVISOR = "ray::JobSupervisor"
 """Ray's name of the process that starts the driver of a submitted job."""
 

@@ -19,10 +19,6 @@ _ADDRESS = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2200, 1, 1)
 
 
-OWN_RAY_VARIABLE = "TRAINSHED_OWN_RAY"
-"""Names the private folder of the Ray that this process may start."""
-
-
 def loopback_environment(folder: str) -> dict[str, str]:
     """Create a key and its certificate in a private folder. Return the variables that make Ray's processes use them.
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from train_loop.data.text.messages import THOUGHTS, Message, Tools
 from train_loop.errors import DataError
@@ -43,7 +42,7 @@ class ChatTemplate:
     def text(self, messages: list[Message], *, prompt: bool = False) -> str:
         """Return a conversation as text; `prompt`: with the generation prompt. Raises TemplateError or TypeError."""
         self._count(len(messages))
-        texts, _ = render_jinja_template(
+        texts, _ = _render(
             [messages], self.tools, chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
         return _within_bounds(str(texts[0]), messages)
@@ -51,7 +50,7 @@ class ChatTemplate:
     def marked_text(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """Return a conversation as text, and the spans of it that the template marks with {% generation %}."""
         self._count(len(messages))
-        texts, spans = render_jinja_template(
+        texts, spans = _render(
             [messages], self.tools, chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
         )
         return _within_bounds(texts[0], messages), spans[0]
@@ -116,10 +115,17 @@ def dated(source: str, day: date | None) -> str:
     return f"{{% set strftime_now = {written!r}.get %}}\n{source}"  # the line's end is part of the tag
 
 
+def _render(conversations: list[list[Message]], *arguments: Any, **named: Any) -> Any:
+    """Call `render_jinja_template` of transformers, which only jobs with conversations import."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - it takes a second
+
+    return render_jinja_template(conversations, *arguments, **named)
+
+
 def compile_template(source: str, named: str) -> None:
     """Compile a template, called `named` in errors. Raises DataError if it is not valid Jinja."""
     try:
-        render_jinja_template([], chat_template=source)  # without a conversation, this only compiles it
+        _render([], chat_template=source)  # without a conversation, this only compiles it
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"{named} is not valid Jinja: {error}; copy it again") from error
     except (RecursionError, SyntaxError) as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
 
 from train_loop.data.dataset import IGNORE
 from train_loop.data.text.tokenizer_files import private_copy
@@ -243,6 +242,9 @@ def _is_fault(error: BaseException) -> bool:
 
 
 def _load(folder: Path) -> Any:
+    # Jobs on token ids, and their drivers, do not need it.
+    from transformers import AutoTokenizer  # noqa: PLC0415 - it takes a second
+
     try:
         with private_copy(folder) as copy:
             return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
