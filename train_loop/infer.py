@@ -86,7 +86,7 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec.run, mesh, needs_weights=not spec.model.is_of_job)
     if spec.model.is_of_job:
-        spec = load_weights_of_job(spec, sharded.anatomy, session.access)
+        spec = load_weights_of_job(spec, sharded, session.access)
     sharded.model.eval()
     # Shards are complete in the order of the rows, and each is the window of a permutation.
     order = LengthOrder(

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from train_loop.optim import Ema, ExpertBalance, Plateau, Scheduler
+from train_loop.run_dir import BaseWeights
 
 
 @dataclass
@@ -55,6 +56,8 @@ class TrainState:
     ema: Ema | None = None
     balance: ExpertBalance | None = None
     """Biases of routers that balance experts; None if they stay."""
+    base: BaseWeights | None = None
+    """The frozen weights below adapters, which checkpoints do not contain; None without adapters."""
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0

@@ -53,6 +53,7 @@ def plan_out(view: PlanView) -> PlanOut:
         steps=view.end.steps,
         ends_by=view.end.by,
         parameters=plan.shape.parameters,
+        trained_parameters=plan.shape.trained,
         active_parameters=plan.shape.active,
         flops_per_row=plan.shape.call.flops_per_row if plan.shape.call else None,
         memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),

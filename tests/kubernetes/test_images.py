@@ -125,7 +125,7 @@ def answers(url: str) -> bool:
 def test_worker_image_contains_the_commands_of_ray_and_kuberay() -> None:
     with container(WORKER) as image:
         assert image.config["User"] == "10001:10001"
-        imports = ["python", "-c", "import torchao, mlflow, train_loop.ray_train.worker; print('imported')"]
+        imports = ["python", "-c", "import torchao, mlflow, peft, train_loop.ray_train.worker; print('imported')"]
         for words in (["ray", "--version"], ["bash", "-c", "command -v wget"], imports):
             assert output(*image.command(*words))
         assert output(*image.command("id", "-u")) == "10001"

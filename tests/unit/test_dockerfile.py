@@ -23,7 +23,7 @@ def test_both_images_share_the_layer_of_the_dependencies() -> None:
 
 def test_code_is_copied_after_the_dependencies_and_installed_last() -> None:
     assert "COPY train_loop" not in STAGES["packages"]
-    assert "pip install '.[ray,s3,service,postgres,otel]'" in STAGES["packages"]
+    assert "pip install '.[ray,lora,s3,service,postgres,otel]'" in STAGES["packages"]
     assert "COPY train_loop" in STAGES["project"]
     for image in ("service", "worker"):
         after = STAGES[image].split("COPY --from=project /wheels /wheels")[1]

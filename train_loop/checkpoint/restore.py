@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.checkpoint.access import RunAccess
+from train_loop.checkpoint.base_weights import check_base
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.optimizer_state import OptimizerState, fill_optimizer_state
 from train_loop.checkpoint.parts import described, plain
@@ -60,6 +61,7 @@ def restore(state: TrainState, access: RunAccess, order: Order, *, seed: int, or
 
 def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: int) -> None:
     """Load the full state from a checkpoint of this run, without its position in the data."""
+    check_base(state.base, manifest)
     _warn_of_torch(access, manifest)
     folder = access.run_dir.checkpoint(manifest.step)
     values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
@@ -76,6 +78,7 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
 
 def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int) -> None:
     """Load the state of another run's checkpoint. This run keeps its hyperparameters and any state the other lacks."""
+    check_base(state.base, parent.manifest)
     _warn_of_torch(access, parent.manifest)
     values = tensors_of(state)
     reader = CheckpointReader(prove_parent(access, parent), patience=access.patience)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train_loop.data.order import Order
 from train_loop.plan import MeshPlan
@@ -26,10 +26,16 @@ def tensors_to_save(state: TrainState) -> dict[str, Any]:
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:
-    """Return the state of model, optimizers, schedules, scaler and average, in its current sharding."""
+    """Return the state of model, optimizers, schedules, scaler and average, in its current sharding.
+
+    Of a model with adapters it has the trained weights only.
+    """
     fresh = not any(optimizer.state for optimizer in state.optimizers)
     # `get_state_dict`, because a fresh optimizer's own state_dict is empty: its moments would not be restored.
     model, optimizer = get_state_dict(state.model, state.optimizers)
+    if state.base is not None:
+        frozen = {n for n, p in state.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        model = {name: value for name, value in model.items() if name not in frozen}
     if fresh:
         # It has created the states by a step without gradients and learning rate. This leaves a step count and, by
         # weight decay, momentum. Every state begins at zero.
@@ -45,7 +51,11 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
 def put_back(state: TrainState, values: dict[str, Any]) -> None:
     """Load the result of `tensors_of` into a state."""
     set_state_dict(
-        state.model, state.optimizers, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
+        state.model,
+        state.optimizers,
+        model_state_dict=values["model"],
+        optim_state_dict=values["optimizer"],
+        options=StateDictOptions(strict=state.base is None),
     )
     for i, scheduler in enumerate(state.schedulers):
         scheduler.load_state_dict(values["scheduler"][str(i)])
@@ -75,6 +85,7 @@ def draft_manifest(
         mesh=mesh.axes,
         versions=_versions(spec),
         metrics={name: value for name, value in measured.items() if math.isfinite(value)},
+        base=state.base,
         files={},
     )
 
@@ -82,7 +93,8 @@ def draft_manifest(
 def _versions(spec: JobSpec) -> dict[str, str]:
     """Return the versions of what computes a run, with the SHA-256 of the spec's own code."""
     own = {"code": spec.code.sha256} if spec.code is not None and spec.code.sha256 is not None else {}
-    libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    names = ("torch", "transformers", "numpy", *(("peft",) if spec.model.lora is not None else ()))
+    libraries = {name: version(name) for name in names}
     return libraries | {"python": python_version()} | own
 
 

@@ -15,6 +15,7 @@ from train_loop.checkpoint.parts import described
 from train_loop.checkpoint.select import prove_parent
 from train_loop.errors import CheckpointError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.lora.adapters import has_adapters
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.system.retry import patiently
 
@@ -29,13 +30,16 @@ def stored_buffers(model: nn.Module) -> set[str]:
 def find_weights(anatomy: Anatomy, saved: CheckpointTensors, weights: Weights) -> dict[str, str]:
     """Return the key in a checkpoint of each weight and saved buffer of a model, by the model's names.
 
-    Tied weights appear once. A model without the head of tokens may read the checkpoint of one that has it. Raises
-    CheckpointError if the checkpoint lacks a tensor, has it in another shape, or has no average.
+    Tied weights appear once; of a model with adapters, only the trained ones. A model without the head of tokens may
+    read the checkpoint of one that has it. Raises CheckpointError if the checkpoint lacks a tensor, has it in another
+    shape, or has no average.
     """
     model, known = anatomy.model, set(saved.names)
     if weights == "ema" and not any(key.startswith("ema.") for key in known):
         raise CheckpointError("the checkpoint has no average of its weights, as training.ema_decay was not set")
-    names = [name for name, _ in model.named_parameters()] + sorted(stored_buffers(model))
+    frozen = has_adapters(model)
+    names = [name for name, p in model.named_parameters() if p.requires_grad or not frozen]
+    names += sorted(stored_buffers(model))
     shapes = {key.removeprefix("model."): tuple(saved.shape(key)) for key in known if key.startswith("model.")}
     own = anatomy.family.stored_names(model, shapes).own if not shapes.keys() >= set(names) else {}
     renamed = {of: name for name, of in own.items()}

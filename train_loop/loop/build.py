@@ -82,7 +82,8 @@ def build_run(
 ) -> Run:
     """Build all objects of a run in their state at its start. A collective call; raises UserError.
 
-    `newest` is the checkpoint that replaces that state: then weights are neither drawn nor read from a folder.
+    `newest` is the checkpoint that replaces that state: then weights are neither drawn nor read from a folder, unless
+    they are those below adapters.
     """
     plan = plan_job(spec, model_shape(spec.model))
     wholes = bool(spec.strategy.ignored_params)
@@ -103,6 +104,7 @@ def build_run(
     )
     state = build_state(sharded.anatomy, spec, mesh, steps=steps)
     state.consumed = origin.consumed
+    state.base = sharded.base
     time_optimizers(state.optimizers, sharded.timer)
     objective = route(build_objective(sharded, spec, plan, dataset), spec, mesh)
     check_objective(objective, [column.name for column in dataset.columns])
@@ -164,9 +166,13 @@ def _flops(anatomy: Anatomy, spec: JobSpec, dataset: Dataset, device: torch.devi
 
 def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: str) -> Flops:
     """Return the FLOPs of a model on a device. A sharded model counts with all parameters that a token uses."""
-    idle = 0 if anatomy.experts is None else anatomy.experts.idle
+    experts = anatomy.experts
+    idle = 0 if experts is None else experts.idle
+    trains_experts = experts is not None and any(p.requires_grad for one in experts.modules for p in one.parameters())
+    frozen = sum(p.numel() for p in anatomy.model.parameters() if not p.requires_grad)
     return Flops(
         parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()) - idle,
+        frozen=max(frozen - (0 if trains_experts else idle), 0),
         layers=anatomy.depth,
         attention_width=anatomy.attention_width,
         sequence_length=sequence_length,

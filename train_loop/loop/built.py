@@ -26,6 +26,8 @@ def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
         attention=anatomy.family.attention_kernel(anatomy.model),
         loss_chunk_tokens=_chunk_tokens(run.objective),
         checkpointing=run.spec.model.gradient_checkpointing,
+        parameters=sum(p.numel() for p in run.state.model.parameters()),
+        trained_parameters=sum(p.numel() for p in run.state.model.parameters() if p.requires_grad),
         optimizer_groups=describe_groups(run.state.optimizers),
         cores=torch.get_num_threads(),
         backend=dist.get_backend() if run.mesh.device.type == "cpu" else dist.get_backend_config(),

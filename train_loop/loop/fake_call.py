@@ -19,6 +19,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.freeze import freeze
+from train_loop.model.lora.adapters import inject_adapters
 from train_loop.parallel.layers import apply_checkpointing, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.spec import JobSpec
@@ -38,6 +39,8 @@ def fake_call(anatomy: Anatomy, spec: JobSpec, batch: Any, *, recompute: bool) -
     model, dtype, policy = anatomy.model, DTYPES[spec.model.dtype], spec.strategy.wrap_policy
     layers, units = repeated_layers(anatomy, policy), [one for unit in find_units(anatomy, policy) for one in unit]
     freeze(model, spec.model.freeze_module_prefix)
+    if spec.model.lora is not None:
+        inject_adapters(anatomy, spec.model.lora)
     with FakeTensorMode() as fake:
         _allocate(model, dtype)
         if spec.strategy.cast_forward_inputs:

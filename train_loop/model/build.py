@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.lora.adapters import by_plain_name
+from train_loop.model.lora.base import DrawnWeights
 from train_loop.model.parts import own_parts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -20,10 +22,12 @@ _BYTE = 0xAA
 """Byte of an unset boolean, which is neither False nor True."""
 
 
-def materialise(model: nn.Module, blueprint: Anatomy, *, seed: int, device: torch.device) -> None:
+def materialise(
+    model: nn.Module, blueprint: Anatomy, *, seed: int, device: torch.device, drawn: DrawnWeights | None = None
+) -> None:
     """Allocate a sharded model with random weights; `blueprint` is the same model on meta, before sharding."""
     allocate(model, blueprint, device=device)
-    draw_weights(model, blueprint, dict(blueprint.model.named_parameters()), seed=seed)
+    draw_weights(model, blueprint, dict(blueprint.model.named_parameters()), seed=seed, drawn=drawn)
 
 
 def allocate(model: nn.Module, blueprint: Anatomy, *, device: torch.device, stored: Collection[str] = ()) -> None:
@@ -33,7 +37,7 @@ def allocate(model: nn.Module, blueprint: Anatomy, *, device: torch.device, stor
     """
     model.to_empty(device=device)
     blueprint.family.tie(model, blueprint.model)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = by_plain_name(model, model.named_buffers(remove_duplicate=False))
     for name, module in blueprint.model.named_modules():
         own = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in stored]
         if own:
@@ -42,20 +46,29 @@ def allocate(model: nn.Module, blueprint: Anatomy, *, device: torch.device, stor
                     buffers[_join(name, leaf)].copy_(_set_by_a_rule(blueprint, name, leaf))
 
 
-def draw_weights(model: nn.Module, blueprint: Anatomy, names: Collection[str], *, seed: int) -> None:
-    """Initialise the named parameters with random values by the model's own rules.
+def draw_weights(
+    model: nn.Module,
+    blueprint: Anatomy,
+    names: Collection[str],
+    *,
+    seed: int,
+    drawn: DrawnWeights | None = None,
+) -> None:
+    """Initialise the named parameters with random values by the model's own rules; `drawn` gets whole ones.
 
     Each module's full weights come from (seed, module name), and every rank keeps its slice. The weights therefore do
     not depend on the mesh, and the memory cost is the largest single module. Raises ModelError for a parameter that no
     rule initialises.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
     for name, module in blueprint.model.named_modules():
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False) if _join(name, leaf) in names]
         if leaves:
             with _initialised(blueprint, name, seed=f"{seed}/{name}"):
                 for leaf in leaves:
                     value = _set_by_a_rule(blueprint, name, leaf)
+                    if drawn is not None:
+                        drawn.add(_join(name, leaf), value)
                     for own, box in own_parts(parameters[_join(name, leaf)]):
                         own.copy_(value[box])
 

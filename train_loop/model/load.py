@@ -22,6 +22,8 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import Join, StoredNames
 from train_loop.model.fill import fill
 from train_loop.model.folder import model_folder
+from train_loop.model.lora.adapters import by_plain_name
+from train_loop.model.lora.base import DrawnWeights
 from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input
@@ -121,6 +123,8 @@ class WeightSource(NamedTuple):
     """False if a checkpoint replaces all weights: then they are neither drawn nor read."""
     readers: dist.ProcessGroup | None = None
     """Group whose first rank reads for all of its ranks; None: each rank reads its own slices."""
+    drawn: DrawnWeights | None = None
+    """Gets the weights that are drawn."""
 
 
 EACH_RANK = WeightSource()
@@ -143,7 +147,7 @@ def give_weights(
     folder = model_folder(spec)
     if folder is None:
         if source.needed:
-            materialise(model, blueprint, seed=seed, device=device)
+            materialise(model, blueprint, seed=seed, device=device, drawn=source.drawn)
         else:
             allocate(model, blueprint, device=device)
         return []
@@ -151,8 +155,10 @@ def give_weights(
     allocate(model, blueprint, device=device, stored=[name for name, stored in homes.items() if stored])
     if not source.needed:
         return unused
-    draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    absent = [name for name, stored in homes.items() if not stored]
+    draw_weights(model, blueprint, absent, seed=seed, drawn=source.drawn)
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    targets = by_plain_name(model, named)
     for name, stored in homes.items():
         if stored:
             fill(targets[name], stored, source.readers)

@@ -3,21 +3,27 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from train_loop.model.build import DTYPES
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
+from train_loop.model.folder import model_folder
 from train_loop.model.freeze import freeze
-from train_loop.model.load import WeightSource, give_weights
+from train_loop.model.load import WeightSource, give_weights, read_headers
+from train_loop.model.lora.adapters import draw_adapters, lora_checks
+from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
-from train_loop.spec import JobSpec
+from train_loop.run_dir import BaseWeights
+from train_loop.spec import JobSpec, ModelSpec
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -33,6 +39,8 @@ class ShardedModel(NamedTuple):
     """Tensors of the model's folder that the model does not use."""
     sharers: dist.ProcessGroup | None = None
     """The ranks that share its layers; None if each has whole ones."""
+    base: BaseWeights | None = None
+    """The frozen weights below adapters; None without adapters."""
 
     @property
     def model(self) -> nn.Module:
@@ -43,24 +51,38 @@ class ShardedModel(NamedTuple):
 def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> ShardedModel:
     """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError.
 
-    Without `needs_weights`, the weights are uninitialised memory that a checkpoint replaces.
+    Without `needs_weights`, the weights are uninitialised memory that a checkpoint replaces, except those of a model
+    with adapters: its checkpoints have only what is trained.
     """
-    anatomy = family_of(spec).build(spec.model)
+    anatomy, lora = family_of(spec).build(spec.model), spec.model.lora
     model, family = anatomy.model, anatomy.family
     found = family.examine(anatomy, spec)
-    for setting in found.settings:
+    for setting in (*found.settings, *lora_checks(anatomy, spec)):
         setting.check()
     family.choose_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = family.anatomy(copy.deepcopy(model))
     timer = parallelize(anatomy, mesh, spec, found.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy is True else mesh.device
+    needs_weights, drawn = needs_weights or lora is not None, DrawnWeights()
     with _readers(spec, mesh) as readers:
-        source = WeightSource(needs_weights, readers if needs_weights else None)
+        hashed = drawn if lora is not None and mesh.rank == 0 else None
+        source = WeightSource(needs_weights, readers if needs_weights else None, hashed)
         unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home, source=source)
+    base = None
+    if lora is not None:
+        dtype = DTYPES[spec.strategy.param_dtype]
+        draw_adapters(model, lora, seed=spec.training.seed, dtype=dtype, device=mesh.device)
+        base = BaseWeights(path=spec.model.path, sha256=base_sha256(_files(spec.model), drawn))
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()
-    return ShardedModel(anatomy, timer, found.after_head, unused, sharers)
+    return ShardedModel(anatomy, timer, found.after_head, unused, sharers, base)
+
+
+def _files(model: ModelSpec) -> set[Path]:
+    """Return the config and the files with weights of a model's folder; empty without one."""
+    folder = model_folder(model)
+    return set() if folder is None else {folder / "config.json", *(one.file for one in read_headers(folder).values())}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
+from train_loop.model.lora.adapters import inject_adapters
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
@@ -38,6 +39,19 @@ class Pass(Protocol):
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Change the model in place. Raises ModelError for a model that cannot be changed."""
+
+
+class Adapters:
+    """Low-rank adapters beside frozen weights (LoRA)."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for adapters."""
+        return spec.model.lora is not None
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Put a layer with adapters around each target."""
+        assert built.spec.model.lora is not None, "the spec asks for adapters"
+        inject_adapters(built.anatomy, built.spec.model.lora)
 
 
 class Positions:
@@ -180,11 +194,13 @@ class Timing:
         time_units(built.anatomy.model, built.timer)
 
 
-# Changes of a layer's parameters or inputs come first. Then each pass wraps the results of the passes before it:
+# Adapters are part of the model for all other passes. Changes of a layer's parameters or inputs come next. Then each
+# pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
 # a layer is gathered once. `Layers` and `Experts` come before `Sequence`, which counts the heads of a rank, and before
 # `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and come last.
 PASSES: tuple[Pass, ...] = (
+    Adapters(),
     Positions(),
     Layers(),
     Experts(),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
-from train_loop.plan.memory import DTYPE_BYTES, STATE_PART_BYTES, MemoryTerm, saves_between_steps
+from train_loop.plan.memory import DTYPE_BYTES, FROZEN, STATE_PART_BYTES, MemoryTerm, saves_between_steps
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
 
@@ -28,7 +28,7 @@ _TRAINER_BYTES, _TRAINER_RATES = 440 * 2**20, (8, 142)
 repeat. From 6.7 (64 MiB) to 15 (4 MiB), and from 110 (8 MiB) to 142 (2 MiB) were measured."""
 TOKENIZER_TEXT = 64 * 2**20
 """Maximum characters to train a tokenizer on: more takes much longer and hardly changes its merges."""
-_STATE = ("parameters", "optimizer", "ema", "gradients")
+_STATE = (FROZEN, "parameters", "optimizer", "ema", "gradients")
 _HOST = "memory of the host"
 _UNKNOWN = 1 << 62
 
@@ -169,7 +169,7 @@ def _need(spec: JobSpec, when: str, terms: Iterable[MemoryTerm]) -> MemoryNeed:
 
 def _initialisation(spec: JobSpec, plan: Plan) -> MemoryNeed:
     """Return the need while weights get their first values: each rank draws every module whole, on its host."""
-    terms = [term for term in plan.memory if term.name == "parameters"]
+    terms = [term for term in plan.memory if term.name in (FROZEN, "parameters")]
     if spec.model.config is not None:
         size = DTYPE_BYTES[spec.model.master_dtype]
         drawn = size * plan.shape.largest_module

@@ -19,6 +19,8 @@ STATE_PART_BYTES = 2**27
 MASK_BYTES = 2**30
 """Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
+FROZEN = "frozen_parameters"
+"""Name of the memory term of frozen weights below adapters."""
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
 _ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
@@ -53,10 +55,10 @@ def estimate_memory(
     home: Place = beside if spec.strategy.offload_policy is True else "device"
     states: Place = beside if spec.strategy.offload_policy else "device"
     shard, trained = shape.on_rank(mesh.fsdp)
-    master = DTYPE_BYTES[spec.model.master_dtype]
+    master = trained_bytes(spec)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     state = (
-        MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
+        *_parameters(spec, shard, trained, home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=states),
         MemoryTerm(
             "ema",
@@ -71,13 +73,28 @@ def estimate_memory(
         *_whole_gradients(spec, shape, mesh),
         *_partial_sums(shape.units(spec.strategy.wrap_policy), mesh, tree, trained),
     )
-    staged = -(-sum(term.bytes for term in state) // mesh.ddp)
+    staged = -(-sum(term.bytes for term in state if term.name != FROZEN) // mesh.ddp)
     return (
         *state,
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
         *_forward(spec, shape, mesh, beside=beside),
     )
+
+
+def trained_bytes(spec: JobSpec) -> int:
+    """Return the bytes of a trained weight between steps: adapters are fp32, whatever the frozen weights are."""
+    return 4 if spec.model.lora is not None else DTYPE_BYTES[spec.model.master_dtype]
+
+
+def _parameters(spec: JobSpec, shard: int, trained: int, home: Place) -> Iterator[MemoryTerm]:
+    """Yield the bytes of a rank's parameters; checkpoints do not contain the frozen ones below adapters."""
+    size, own = DTYPE_BYTES[spec.model.master_dtype], trained_bytes(spec)
+    if spec.model.lora is None:
+        yield MemoryTerm("parameters", size * shard, f"{size} bytes x parameters / fsdp", home)
+        return
+    yield MemoryTerm(FROZEN, size * (shard - trained), f"{size} bytes x frozen parameters / fsdp", home)
+    yield MemoryTerm("parameters", own * trained, f"{own} bytes x trained parameters / fsdp", home)
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
@@ -132,7 +149,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     """
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
-    master, frozen = DTYPE_BYTES[spec.model.master_dtype], shape.trained < shape.parameters
+    master, frozen = trained_bytes(spec), shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
     units, measured = shape.units(wrap), spec.code is not None or shape.is_measured
     by_layer = wrap.min_num_params is None and not spec.strategy.precision
@@ -175,7 +192,7 @@ def _of_ends(
     """
     compute, offloads = DTYPE_BYTES[spec.strategy.param_dtype], spec.strategy.offload_policy is True
     # Bytes of sharded gradients here; others are in host memory.
-    master = 0 if offloads else DTYPE_BYTES[spec.model.master_dtype]
+    master = 0 if offloads else trained_bytes(spec)
     frozen, (_, trained) = shape.trained < shape.parameters, shape.on_rank(mesh.fsdp)
     if units.head:
         # In later micro-batches of a step, all other sharded gradients exist.
@@ -237,11 +254,14 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
         return MemoryTerm("logits", row * each, f"{row // max(shape.labels, 1)} bytes x {kind} x labels")
     if rows is None:
         return MemoryTerm("logits", row * tokens, f"{row // shape.vocab} bytes x tokens x vocab")
-    return MemoryTerm(
-        "logits",
-        row * rows + 4 * shape.vocab * shape.hidden,
-        f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab + 4 bytes x vocab x H",
-    )
+    gradient, formula = _head_gradient(spec, shape), f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab"
+    return MemoryTerm("logits", row * rows + gradient, f"{formula} + 4 bytes x vocab x H" if gradient else formula)
+
+
+def _head_gradient(spec: JobSpec, shape: ModelShape) -> int:
+    """Return the bytes of the head's whole gradient in fp32, which chunks of logits keep; 0 if adapters freeze it."""
+    is_frozen = spec.model.lora is not None and not spec.model.lora.modules_to_save
+    return 0 if is_frozen else 4 * shape.vocab * shape.hidden
 
 
 def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> tuple[int, str]:
@@ -353,7 +373,7 @@ def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
         return None
     row = logits_row_bytes(spec, shape)
     rows = max(1, min(tokens, CHUNK_BYTES // row))
-    saves = rows * row + 4 * shape.vocab * shape.hidden < tokens * row
+    saves = rows * row + _head_gradient(spec, shape) < tokens * row
     wanted = spec.training.chunked_loss
     if saves if wanted is None else wanted:
         return rows

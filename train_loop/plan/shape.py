@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from train_loop.plan.built.units import UnitTree
-from train_loop.spec import WrapPolicySpec
+from train_loop.spec import ALL_LINEAR, LoraSpec, WrapPolicySpec
 
 # Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
 # attention heads, or hidden_size / num_attention_heads for head_dim.
@@ -192,6 +192,8 @@ class ModelShape:
     """Whether the head gives values for a row, and not for each token."""
     counts: ParameterCounts | None = None
     """Exact numbers of parameters; None if the model has not been built."""
+    adapters: int | None = None
+    """Estimated parameters of adapters, which alone are trained; None without adapters."""
     call: CallSizes | None = None
     """Sizes of a call of own code or of an encoder; None for other models, and before the call."""
     whole_scores: bool = False
@@ -217,6 +219,17 @@ class ModelShape:
             return self
         parts = {name: -(-getattr(self, name) // tp) for name in ("heads", "kv_heads", "intermediate", "vocab")}
         return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(tp, ep))
+
+    def with_adapters(self, lora: LoraSpec) -> "ModelShape":
+        """Return the sizes with those of adapters, estimated for the layers of a dense decoder."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linear = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
+        linear |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate)
+        given = () if lora.target_modules == ALL_LINEAR else lora.target_modules
+        names = linear.keys() & {name.rpartition(".")[2] for name in given}
+        each = sum(self.hidden + linear[name] for name in names or linear)
+        layers = self.layers if lora.layers is None else len(set(lora.layers))
+        return replace(self, adapters=lora.r * each * layers)
 
     @property
     def known(self) -> bool:
@@ -262,7 +275,7 @@ class ModelShape:
         """Return the parameters of the whole model."""
         if self.counts is not None:
             return self.counts.total
-        return self.layers * self.layer_parameters + self.embedding_parameters
+        return self.layers * self.layer_parameters + self.embedding_parameters + (self.adapters or 0)
 
     @property
     def active(self) -> int | None:
@@ -281,13 +294,17 @@ class ModelShape:
 
     @property
     def trained(self) -> int:
-        """Return the trained parameters: all of them, unless frozen ones have been counted."""
-        return self.parameters if self.counts is None else self.counts.trained
+        """Return the trained parameters: all of them, unless frozen ones have been counted, or those of adapters."""
+        if self.counts is not None:
+            return self.counts.trained
+        return self.parameters if self.adapters is None else self.adapters
 
     @property
     def trained_matrices(self) -> int:
-        """Return the parameters that muon updates; without counts, those of the layers."""
-        return self.layers * self.layer_parameters if self.counts is None else self.counts.trained_matrices
+        """Return the parameters that muon updates; without counts, those of the layers or of adapters."""
+        if self.counts is not None:
+            return self.counts.trained_matrices
+        return self.layers * self.layer_parameters if self.adapters is None else self.adapters
 
     def units(self, policy: WrapPolicySpec) -> UnitSizes:
         """Return the sizes of the units: layers with embeddings and head, or modules of a size.

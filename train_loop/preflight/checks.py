@@ -9,7 +9,7 @@ for each request, because a damaged file may crash the library that opens it.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
@@ -36,6 +36,7 @@ from train_loop.model.families.family import Examination, Family
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
+from train_loop.model.lora.adapters import inject_adapters, lora_checks
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices
 from train_loop.parallel.layers import tiled_mlps
@@ -123,12 +124,35 @@ def check_model(
         found = family.examine(anatomy, spec)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
+    if problems := _adapter_problems(anatomy, spec):
+        return shape, problems
     problems = checkpoint_problems(anatomy, spec.model, parent, pointer) if parent is not None else []
     problems += _tokenizer_problems(spec, policy, shape, parent) or _mask_problems(spec, anatomy)
     problems += _wishes_not_granted(anatomy, found, spec)
     problems += _state_problems(anatomy, spec, policy)
     # Counted last, because the check of freeze_module_prefix freezes.
     return (shape if problems else _counted(shape, anatomy, found, spec)), problems
+
+
+def _adapter_problems(anatomy: Anatomy, spec: JobSpec) -> list[Problem]:
+    """Return the problems of `model.lora`; without any, the model gets its adapters."""
+    if problems := _failed((one.pointer, one.check) for one in lora_checks(anatomy, spec)):
+        return problems
+    if spec.model.lora is not None:
+        set_pointer("/model/lora")
+        inject_adapters(anatomy, spec.model.lora)
+    return []
+
+
+def _failed(checks: Iterable[tuple[str, Callable[[], object]]]) -> list[Problem]:
+    """Return the problems of settings, by pointer, whose checks fail."""
+    problems = []
+    for pointer, check in checks:
+        try:
+            check()
+        except ModelError as error:
+            problems.append(Problem(pointer, str(error)))
+    return problems
 
 
 def _state_problems(anatomy: Anatomy, spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
@@ -215,13 +239,7 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
     ]
     if strategy.apply_tiled_mlp:
         checks.append(("/strategy/apply_tiled_mlp", lambda: tiled_mlps(anatomy, repeated_layers(anatomy, policy))))
-    problems = []
-    for pointer, check in checks:
-        try:
-            check()
-        except ModelError as error:
-            problems.append(Problem(pointer, str(error)))
-    return problems
+    return _failed(checks)
 
 
 def _source_problems(

@@ -11,6 +11,7 @@ from train_loop.checkpoint.weights import find_weights
 from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import CheckpointError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.lora.adapters import has_adapters
 from train_loop.preflight.fork_server import set_pointer
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, local_path
 from train_loop.spec import ModelSpec, Problem, TrainingSpec
@@ -29,7 +30,13 @@ def checkpoint_problems(anatomy: Anatomy, spec: ModelSpec, parent: Parent, point
             # It reads the weights alone, and may lack the head.
             find_weights(anatomy, CheckpointTensors(folder), "model")
             return []
-        saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}
+        adapts, adapted = has_adapters(model), parent.manifest.base is not None
+        if adapts != adapted:
+            has, takes = ("adapters", "all weights") if adapted else ("all weights", "adapters")
+            message = f"{which} has {has}, and this job trains {takes}; a clone must keep model.lora"
+            return [Problem("/model/lora", message)]
+        saved = saved_shapes(folder)
+        own = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad or not adapts}
     except OSError as error:
         return [Problem(pointer_to_step, f"{which} cannot be read: {error}")]
     except CheckpointError as error:

@@ -96,6 +96,15 @@ class DataPosition(Format):
     samples: int = 0
 
 
+class BaseWeights(Format):
+    """The frozen weights below adapters, which a checkpoint names and does not contain."""
+
+    path: str | None
+    """Folder of the model; None for random weights."""
+    sha256: str
+    """SHA-256 of the folder's config and weights, and of weights that were drawn."""
+
+
 class Manifest(Format):
     """checkpoints/step-N/manifest.json: written last, it makes the directory a checkpoint."""
 
@@ -124,6 +133,8 @@ class Manifest(Format):
     versions: dict[str, str]
     metrics: dict[str, float] = {}
     """Metrics of its step that are finite."""
+    base: BaseWeights | None = None
+    """The frozen weights that its adapters belong to; None if it has all weights."""
     files: dict[str, CheckpointFile]
     digest: str = ""
     """SHA-256 of all other fields. The manifest protects the files; only this digest protects the manifest."""

@@ -11,6 +11,7 @@ from train_loop.spec.kinds.generation import GenerationSpec
 from train_loop.spec.kinds.infer import InferJobSpec
 from train_loop.spec.kinds.model import CheckpointSource
 from train_loop.spec.kinds.outputs import InferSpec
+from train_loop.spec.lora import ALL_LINEAR, LoraSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
@@ -36,6 +37,7 @@ from train_loop.spec.text import Position, add_positions, as_pointer, describe, 
 from train_loop.spec.training import ReductionTreeSpec, RouterAuxLossSpec, TrainingSpec
 
 __all__ = [
+    "ALL_LINEAR",
     "AUTO",
     "DTYPES",
     "MASKED_LM",
@@ -56,6 +58,7 @@ __all__ = [
     "InferSpec",
     "JobSpec",
     "LabelHeadSpec",
+    "LoraSpec",
     "MaskedLmSpec",
     "ModelSpec",
     "Position",

@@ -10,6 +10,7 @@ from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import Chats, DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
+from train_loop.spec.lora import lora_faults
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.model_parallel import expert_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
@@ -366,7 +367,8 @@ class JobSpec(SpecModel):
     @field_validator("strategy")
     @classmethod
     def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        if faults := [*tensor_faults(strategy, info.data), *expert_faults(strategy, info.data)]:
+        job = info.data
+        if faults := [*tensor_faults(strategy, job), *expert_faults(strategy, job), *lora_faults(strategy, job)]:
             raise SpecError(faults)
         return strategy
 

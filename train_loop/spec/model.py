@@ -2,26 +2,18 @@
 
 import os
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, check_folder, is_default, only
+from train_loop.spec.base import SpecModel, check_folder, is_default
 from train_loop.spec.heads import CAUSAL_LM, WITH_DEFAULTS, Head, LabelHeadSpec
+from train_loop.spec.lora import LoraSpec
 from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec
 
 _HUB = re.compile(r"(?:https?://[^/]+/|hf://)?([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/?")
 """A model's id or URL on the Hugging Face Hub, with the id as its group."""
 Dtype = Literal["bf16", "fp16", "fp32"]
-
-
-class LoraSpec(SpecModel):
-    """Low-rank adapters on the named modules."""
-
-    r: int = Field(gt=0, description="rank of the adapters")
-    alpha: float = Field(gt=0, description="scale of the adapters")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability of the adapters")
-    target_modules: tuple[str, ...] = Field(description="names of the adapted modules")
 
 
 class ModelSpec(SpecModel):
@@ -85,8 +77,8 @@ class ModelSpec(SpecModel):
     freeze_module_prefix: tuple[str, ...] = Field(
         default=(), description="prefixes of module names whose parameters are not trained"
     )
-    lora: Annotated[LoraSpec | None, only(None)] = Field(
-        default=None, description="low-rank adapters; not supported yet"
+    lora: LoraSpec | None = Field(
+        default=None, description="train low-rank adapters, and nothing else; null: train all weights"
     )
     compile: bool = Field(
         default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"

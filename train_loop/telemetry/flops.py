@@ -5,10 +5,11 @@ from typing import Any
 
 from train_loop.plan import device_of
 
-FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
+FORMULA = "(6·N - 2·F + 12·L·d·s) · tokens/s per device ÷ peak"
 """Model FLOPs utilisation (Chowdhery et al., 2022): N parameters, L layers, d heads x head_dim, s sequence length.
 
-N counts all parameters that a token uses: of a mixture of experts, only the experts that a router chooses.
+F of the parameters are frozen: their gradients are not computed. N counts all parameters that a token uses: of a
+mixture of experts, only the experts that a router chooses.
 
 By convention, recomputed activations do not count, and attention counts as neither causal nor split by documents.
 Packed rows therefore get a higher value the shorter their documents are.
@@ -34,11 +35,14 @@ class Flops:
     sequence_length: int
     device: str
     dtype: str
+    frozen: int = 0
+    """Parameters without gradients."""
 
     @property
     def per_token(self) -> int:
         """Return the FLOPs of one token, forward and backward."""
-        return 6 * self.parameters + 12 * self.layers * self.attention_width * self.sequence_length
+        products = 6 * self.parameters - 2 * self.frozen
+        return products + 12 * self.layers * self.attention_width * self.sequence_length
 
     @property
     def peak(self) -> float | None:

@@ -175,6 +175,7 @@ class PlanOut(BaseModel):
         "after data preparation"
     )
     parameters: int
+    trained_parameters: int = Field(description="parameters that are not frozen")
     active_parameters: int | None = Field(
         description="parameters of a mixture of experts that a token uses; null for dense models"
     )

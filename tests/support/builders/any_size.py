@@ -56,6 +56,17 @@ class Case:
 
 CASES: dict[str, Case] = {
     "qwen3 fp32": Case(training={"ema_decay": 0.9}, meshes=("2", "4", "2x2")),
+    "adapters": Case(
+        ODD,
+        model={"lora": {"r": 3, "dropout": 0.1, "modules_to_save": ["norm"]}},
+        training={"ema_decay": 0.9},
+        meshes=("2", "4", "2x2"),
+    ),
+    "adapters of experts": Case(
+        MOE,
+        model={"lora": {"r": 2, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
+        training={"router_aux_loss": {"coef": 0.01, "scope": "sequence"}},
+    ),
     "one epoch": Case(SHALLOW, training={"max_steps": None, "num_train_epochs": 1}),
     "qwen3 tied bf16": Case(TIED, "bf16", training={"ema_decay": 0.9, "eval_steps": 2}, meshes=("2", "4", "2x2")),
     "llama two in a micro-batch": Case(

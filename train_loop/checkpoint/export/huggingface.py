@@ -169,6 +169,7 @@ class Source:
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = with_own_code(run_dir.spec().run, run_dir)
     find_verified(run_dir, step)
+    refuse_adapters(spec)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
@@ -180,6 +181,12 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
     parts |= anatomy.family.splits(anatomy.model, shapes)
     return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
+
+
+def refuse_adapters(spec: JobSpec) -> None:
+    """Raise UserError for a run that trains adapters, whose checkpoints do not have the model's weights."""
+    if spec.model.lora is not None:
+        raise UserError("the run trains adapters (model.lora), whose export is not supported yet")
 
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 import torch.distributed as dist
 
 from train_loop.checkpoint.access import RunAccess
+from train_loop.checkpoint.base_weights import check_base
 from train_loop.checkpoint.export.huggingface import write_run_configs
 from train_loop.checkpoint.weights import load_weights
 from train_loop.errors import UserError
-from train_loop.model.families.anatomy import Anatomy
+from train_loop.parallel.build import ShardedModel
 from train_loop.run_dir import Parent, RunDir, storage_failed
 from train_loop.spec import InferJobSpec
 from train_loop.system.retry import patiently
 
 
-def load_weights_of_job(spec: InferJobSpec, anatomy: Anatomy, access: RunAccess) -> InferJobSpec:
-    """Read the weights of `model.job` into a sharded model. A collective call.
+def load_weights_of_job(spec: InferJobSpec, sharded: ShardedModel, access: RunAccess) -> InferJobSpec:
+    """Read the weights of `model.job` into a sharded model, or those of adapters beside its own. A collective call.
 
     Returns the spec with the tokens that end answers, unless it names them. Raises UserError, CheckpointError.
     """
@@ -28,7 +29,8 @@ def load_weights_of_job(spec: InferJobSpec, anatomy: Anatomy, access: RunAccess)
             f"model.job={spec.model.job} needs the service, which finds the checkpoint; give model.path the folder "
             "that `trainshed export` prints"
         )
-    load_weights(anatomy, access, parent, spec.model.weights)
+    check_base(sharded.base, parent.manifest)
+    load_weights(sharded.anatomy, access, parent, spec.model.weights)
     if spec.infer.output != "generate" or spec.infer.generation.stop_tokens is not None:
         return spec
     found = [stop_tokens_of_job(parent) if dist.get_rank() == 0 else ()]

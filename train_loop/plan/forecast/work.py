@@ -5,7 +5,7 @@ Each amount is a range, from the fastest to the slowest kernels with the same re
 
 from typing import NamedTuple
 
-from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes
+from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes, trained_bytes
 from train_loop.plan.mesh import Axis
 from train_loop.plan.plan import Plan
 from train_loop.plan.shape import ModelShape
@@ -113,7 +113,7 @@ def memory_bytes(spec: JobSpec, plan: Plan) -> Range:
 def update_bytes(spec: JobSpec, plan: Plan) -> Range:
     """Return the bytes of memory that an optimizer step reads and writes."""
     shard = _of_worker(plan).trained / plan.mesh.fsdp
-    return Range(*_UPDATE_BYTES).times(shard * DTYPE_BYTES[spec.model.master_dtype] / 4)
+    return Range(*_UPDATE_BYTES).times(shard * trained_bytes(spec) / 4)
 
 
 def host_bytes(spec: JobSpec, plan: Plan) -> Range:
@@ -121,7 +121,7 @@ def host_bytes(spec: JobSpec, plan: Plan) -> Range:
     shape, found = _of_worker(plan), 0.0
     master, value = DTYPE_BYTES[spec.model.master_dtype], DTYPE_BYTES[spec.strategy.param_dtype]
     if spec.strategy.offload_policy is True:
-        found += master * (_gathers(spec) * shape.parameters + shape.trained) / plan.mesh.fsdp
+        found += (master * _gathers(spec) * shape.parameters + trained_bytes(spec) * shape.trained) / plan.mesh.fsdp
     if spec.model.gradient_checkpointing == "offload":
         found += 2.0 * value * tokens_of(spec, plan) * shape.hidden * shape.layers
     return Range(found, found)

@@ -12,7 +12,7 @@ from train_loop.spec.importers.values import attention, dtype, frozen, head, nam
 _RUN = unneeded("the service chooses the run directory")
 _RAY = unneeded("the service runs on its own Ray cluster")
 _OPERATOR = unneeded("the operator chooses trackers (TRAINSHED_SINKS)")
-_LORA = Drop("all weights are trained: adapters are not supported yet", numbers=True)
+_LORA = Drop("all weights are trained: adapters are not imported yet; set model.lora", numbers=True)
 _ROLLOUT = Drop("rollouts and rewards are not part of a training job", Outcome.NOT_IMPORTED)
 _PIXELS = Drop("images are not supported", numbers=True)
 _DYNAMIC = Drop("micro-batches have a fixed number of sequences; use data.packing")
@@ -70,7 +70,7 @@ WORKER: dict[str, Rule] = {
     "model_args.freeze_module_prefix": Take("model.freeze_module_prefix", frozen),
     "model_args.adapter_name_or_path": _LORA,
     "model_args.additional_target": _LORA,
-    "model_args.autocast_adapter_dtype": unneeded("adapters are not supported"),
+    "model_args.autocast_adapter_dtype": unneeded("adapters are always fp32 between steps"),
     "model_args.lora_alpha": _LORA,
     "model_args.lora_dropout": _LORA,
     "model_args.lora_rank": _LORA,

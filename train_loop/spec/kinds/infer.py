@@ -13,6 +13,7 @@ from train_loop.spec.heads import CAUSAL_LM, EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec, Labels, Name, Priority
 from train_loop.spec.kinds.model import CheckpointSource, model_of_job
 from train_loop.spec.kinds.outputs import InferSpec
+from train_loop.spec.lora import lora_faults
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.model_parallel import expert_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
@@ -76,7 +77,8 @@ class InferModelSpec(ModelSpec):
 
     @model_validator(mode="after")
     def _is_honoured(self) -> "InferModelSpec":
-        for fault in _unused(self, (*_MODEL, "router_dtype"), "with kind: infer, which trains nothing"):
+        of_job = ("lora",) if self.is_of_job else ()
+        for fault in _unused(self, (*_MODEL, *of_job, "router_dtype"), "with kind: infer, which trains nothing"):
             raise ValueError(fault)
         for name, value, default in (("step", self.step, "latest"), ("weights", self.weights, "model")):
             if self.job is None and value != default:
@@ -252,7 +254,8 @@ class InferJobSpec(SpecModel):
             yield "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already"
         yield from self._head_faults()
         parts = {"model": model}
-        yield from (one.message for one in (*tensor_faults(strategy, parts), *expert_faults(strategy, parts)))
+        rules = (tensor_faults, expert_faults, lora_faults)
+        yield from (one.message for rule in rules for one in rule(strategy, parts))
         for name, size in (("tp_size", strategy.tp_size), ("ep_size", strategy.ep_size)):
             if output == "embeddings" and size > 1:
                 yield f"strategy.{name}={size} is not supported with output: embeddings; remove {name}"

@@ -18,14 +18,14 @@ class CheckpointSource(NamedTuple):
 def model_of_job(
     model: ModelSpec, job: str, of: ModelSpec, tokenizer: str | None, *, reads_text: bool
 ) -> dict[str, Any]:
-    """Return path, config, tokenizer and head of the job that has trained a spec's model.
+    """Return path, config, tokenizer, adapters and head of the job that has trained a spec's model.
 
     The spec may name the tokenizer of a job that was trained on tokenised rows, and an embedding head. Raises
     SpecError if it names another model, or if text has no tokenizer.
     """
     own = model.tokenizer if of.path is None else None
     found = of.tokenizer or tokenizer or own if reads_text else None
-    theirs = {"path": of.path, "config": of.config, "tokenizer": found}
+    theirs = {"path": of.path, "config": of.config, "tokenizer": found, "lora": of.lora}
     problems = [
         Problem(f"/model/{name}", f"{name} is not that of {job}, whose checkpoint model.job reads; remove {name}")
         for name, value in theirs.items()
@@ -34,6 +34,9 @@ def model_of_job(
     if reads_text and found is None and of.path is None:
         message = f"{job} was trained on tokenised rows and names no tokenizer; add model.tokenizer"
         problems.append(Problem("/model/tokenizer", message))
+    if of.lora is not None and of.path is None:
+        message = f"{job} has adapters for random weights, which only its own run can draw; name another job"
+        problems.append(Problem("/model/job", message))
     if problems:
         raise SpecError(problems)
     return {**theirs, "head": _readable(of.head) if model.head == CAUSAL_LM else model.head}

@@ -48,8 +48,11 @@ TO_COME = _by_name({"": "add_tokens kernels images balance shard_vision groups p
 _ABSENT = _by_name(
     {
         "the choice of a cluster (target)": "target",
-        "LoRA (model.lora)": "lora lora_config peft peft_config lora_r lora_rank lora_alpha lora_dropout "
-        "lora_target lora_target_modules use_lora use_dora use_rslora adapter adapters",
+        "a start from a folder with adapters (model.adapter)": "adapter adapters adapter_name_or_path lora_model_dir",
+        "adapters that are tied to those of another module": "ensure_weight_tying",
+        "another rank for some modules": "rank_pattern alpha_pattern",
+        "a list of modules without adapters; name the others in model.lora.target_modules": "exclude_modules",
+        "trained biases of the frozen model": "lora_bias",
         "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
         "quantization_config quantization_bit qlora",
         "noise on embeddings (NEFTune)": "neftune_noise_alpha",
@@ -121,6 +124,16 @@ FIELDS = _by_name(
         "model.gradient_checkpointing": "activation_checkpointing gradient_checkpointing_kwargs recompute "
         "fsdp_activation_checkpointing use_reentrant enable_gradient_checkpointing",
         "model.freeze_module_prefix": "freeze freeze_modules",
+        "model.lora": "lora_config peft peft_config use_lora use_peft",
+        "model.lora.r": "lora_r lora_rank lora_dim lora_attn_dim",
+        "model.lora.alpha": "lora_alpha",
+        "model.lora.dropout": "lora_dropout",
+        "model.lora.target_modules": "lora_target lora_target_modules lora_target_linear",
+        "model.lora.target_parameters": "lora_target_parameters",
+        "model.lora.modules_to_save": "additional_target lora_modules_to_save",
+        "model.lora.init": "init_lora_weights peft_init_lora_weights",
+        "model.lora.layers": "layers_to_transform peft_layers_to_transform",
+        "model.lora.use_rslora": "peft_use_rslora use_rs_lora",
         "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model pretrain model_id",
         "model": "model_args",
         "model.config": "model_config",

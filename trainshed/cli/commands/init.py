@@ -32,6 +32,7 @@ class Template(StrEnum):
     PRETRAIN = "pretrain"
     SFT = "sft"
     LONG_CONTEXT = "long-context"
+    LORA = "lora"
 
 
 class Init(BaseModel):

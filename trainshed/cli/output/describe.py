@@ -18,6 +18,7 @@ def show_built(built: Line, *, tree: bool) -> None:
             "attention": built["attention"],
             "loss": "all logits at once" if chunk is None else f"in chunks of {chunk} tokens",
             "checkpointing": built["checkpointing"],
+            "parameters": _parameters(built),
             "cores of a rank": built["cores"],
             "backend": built["backend"],
         }
@@ -33,6 +34,14 @@ def show_built(built: Line, *, tree: bool) -> None:
     )
     if tree:
         show_tree(str(built["tree"]))
+
+
+def _parameters(built: Line) -> str | None:
+    """Return the parameters, with the trained ones if some are frozen; None in runs of older versions."""
+    every, trained = built.get("parameters"), built.get("trained_parameters")
+    if not isinstance(every, int) or not isinstance(trained, int):
+        return None
+    return f"{every:,}" if trained == every else f"{every:,}, of which {trained:,} are trained"
 
 
 def show_units(units: Any) -> None:

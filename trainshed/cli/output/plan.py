@@ -23,6 +23,7 @@ def show_plan(plan: PlanOut) -> None:
             "steps": plan.steps,
             "ends by": plan.ends_by,
             "parameters": f"{plan.parameters:,}",
+            "trained parameters": _trained(plan),
             "FSDP units": _units(plan),
             "dtypes": ", ".join(f"{part} {dtype}" for part, dtype in plan.choices.dtypes.items()),
             "attention": plan.choices.attention,
@@ -67,6 +68,13 @@ def _documents(plan: PlanOut) -> str | None:
     if len(with_bos) == len(texts):
         return "begin with the tokenizer's BOS token"
     return f"of {', '.join(with_bos)} begin with the tokenizer's BOS token, all others without one"
+
+
+def _trained(plan: PlanOut) -> str | None:
+    """Return the trained parameters and their share; None if all are trained."""
+    if plan.trained_parameters >= plan.parameters:
+        return None
+    return f"{plan.trained_parameters:,}, {plan.trained_parameters / plan.parameters:.2%}"
 
 
 def _units(plan: PlanOut) -> str | None:

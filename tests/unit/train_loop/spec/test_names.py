@@ -45,7 +45,11 @@ def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
         ("strategy", "cpu_offload", "no such field; use strategy.offload_policy"),
         ("training", "--learning-rate", "no such field here; did you mean training.learning_rate?"),
         ("", "seed", "no such field here; did you mean data.seed or training.seed?"),
-        ("", "lora", "LoRA (model.lora) is not supported yet; remove it"),
+        ("", "lora", "no such field here; did you mean model.lora?"),
+        ("model.lora", "lora_alpha", "no such field; use model.lora.alpha"),
+        ("model.lora", "layers_to_transform", "no such field; use model.lora.layers"),
+        ("model", "peft_config", "no such field; use model.lora"),
+        ("model.lora", "rank_pattern", "another rank for some modules is not supported yet; remove it"),
         ("training", "output_dir", "no such field; the service chooses the run directory; see run_dir of the job; "),
         ("strategy", "zzz", "no such field; check its spelling against GET /openapi.json, or remove it"),
     ],
@@ -97,10 +101,10 @@ def test_misspelt_field_is_answered_with_the_field() -> None:
         assert message == f"no such field; did you mean {name}?", typo
 
 
-@pytest.mark.parametrize("inside", [{"r": 8}, {"rank": 8}, {}, True, "all", [1], {"r": "x" * 999}])
+@pytest.mark.parametrize("inside", [{"r": 8}, {}, True, "pixels", [1], "x" * 999])
 def test_setting_to_come_has_one_answer_whatever_it_holds(inside: Any) -> None:
-    ((pointer, message),) = answers("model", "lora", inside).items()
-    assert pointer == "/model/lora"
+    ((pointer, message),) = answers("data.columns", "image", inside).items()
+    assert pointer == "/data/columns/image"
     assert "is not supported yet" in message
     assert len(message) < 300
 
@@ -140,6 +144,7 @@ PARENTS: dict[tuple[str, ...], dict[str, Any]] = {
 }
 # These have their own rules, which name all their values.
 OWN_RULES = {"async_save_ckpt", "offload_policy", "add_bos", "warmup_type", "decay_type", "threshold_mode"}
+OWN_RULES |= {"target_modules"}
 ENUMERATED = [(place, names) for place, names in enumerated(JobSpec) if place[-1] not in OWN_RULES]
 
 

@@ -196,7 +196,8 @@ def test_compiled_layers_reject_separate_norm_units() -> None:
 @pytest.mark.parametrize(
     ("pointer", "value"),
     [
-        ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
+        ("/model/lora/init", "pissa"),
+        ("/data/columns/image", "photo"),
     ],
 )
 def test_unsupported_settings_are_rejected(pointer: str, value: Any) -> None:

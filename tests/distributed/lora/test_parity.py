@@ -1,0 +1,109 @@
+"""Gradients of adapters on meshes, compared with plain peft; a step without a trained B, compared with the base."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.builders.any_size import GPT2
+from tests.support.builders.folders import write_model
+from tests.support.builders.specs import spec
+from tests.support.ranks.adapters import Step, adapter_step, peft_step
+from tests.support.ranks.gradients import one_step, random_rows
+from tests.support.ranks.ranks import ranks_of_any_number
+from train_loop.spec import JobSpec
+
+CallRanks = Callable[..., Any]
+ROWS = random_rows(8, 32, vocab=200, packed=False)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen3": {},
+    "gpt2": GPT2 | {"n_embd": 32} | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
+    "qwen3_moe": MOE,
+}
+LORA: dict[str, dict[str, Any]] = {
+    "llama": {"r": 3, "alpha": 6.0, "modules_to_save": ["lm_head"]},
+    "qwen3": {"r": 3, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "gpt2": {"r": 4, "use_rslora": True},
+    "qwen3_moe": {"r": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+PEFT: dict[str, dict[str, Any]] = {
+    "llama": {"r": 3, "lora_alpha": 6, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "qwen3": {"r": 3, "lora_alpha": 32, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "gpt2": {"r": 4, "lora_alpha": 32, "use_rslora": True, "fan_in_fan_out": True}
+    | {"target_modules": ["c_attn", "c_proj", "c_fc"]},
+    "qwen3_moe": {"r": 3, "lora_alpha": 32, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "fsdp 2": (2, {}),
+    "2x2": (4, {"fsdp_size": 2}),
+    "ulysses 2": (2, {"ulysses_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def call_ranks() -> Iterator[CallRanks]:
+    with ranks_of_any_number(4) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("models")
+    return {name: write_model(home / name, **config) for name, config in MODELS.items()}
+
+
+def job(folder: Path, mesh: str, *, lora: Any, **model: Any) -> JobSpec:
+    world, strategy = MESHES[mesh]
+    return spec(
+        model={"path": str(folder), "config": None, "lora": lora, "gradient_checkpointing": "full"} | model,
+        training={"global_batch_size": 8, "per_device_train_batch_size": 1},
+        data={"packing": False},
+        strategy=strategy,
+        scaling={"num_workers": world},
+    )
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Return the relative differences by name."""
+    assert one.keys() == other.keys()
+    return {name: float((one[name] - other[name]).norm() / other[name].norm()) for name in one}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_on_each_mesh_equal_those_of_peft(
+    call_ranks: CallRanks, folders: dict[str, Path], model: str
+) -> None:
+    steps: dict[str, Step] = {
+        mesh: call_ranks(world, adapter_step, job(folders[model], mesh, lora=LORA[model]), ROWS)
+        for mesh, (world, _) in MESHES.items()
+    }
+    _, gradients, weights = steps["1"]
+    loss, expected = peft_step(folders[model], ROWS, weights, **PEFT[model])
+    if model == "llama":
+        expected["lm_head.weight"] = gradients["lm_head.weight"]
+    assert all(grad.norm() > 0 for grad in expected.values())
+    for mesh, (own, grads, values) in steps.items():
+        assert own == pytest.approx(loss, rel=1e-5), mesh
+        assert max(differences(grads, expected).values()) < 1e-5, mesh
+        assert [name for name in weights if not torch.equal(values[name], weights[name])] == [], mesh
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_first_step_equals_that_of_the_base_bit_for_bit(
+    call_ranks: CallRanks, folders: dict[str, Path], model: str
+) -> None:
+    for mesh in ("fsdp 2", "ulysses 2"):
+        plain, _ = call_ranks(2, one_step, job(folders[model], mesh, lora=None), ROWS)
+        adapted, *_ = call_ranks(2, _unfilled, job(folders[model], mesh, lora=LORA[model]), ROWS)
+        assert adapted == plain, mesh
+
+
+def _unfilled(job: JobSpec, rows: Any) -> Step:
+    return adapter_step(job, rows, filled=False)

@@ -1,0 +1,232 @@
+"""Targets of adapters, their refusals, and their injection on the meta device."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from tests.support.builders.any_size import GPT2, MOE
+from tests.support.builders.specs import TINY, spec
+from train_loop.errors import ModelError
+from train_loop.model.build import materialise
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.choose import family_of
+from train_loop.model.lora.adapters import (
+    by_plain_name,
+    draw_adapters,
+    inject_adapters,
+    lora_checks,
+    trained_parameters,
+)
+from train_loop.model.lora.targets import find_targets
+from train_loop.spec import JobSpec, LoraSpec
+
+TIED = TINY | {"tie_word_embeddings": True}
+LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def job(lora: dict[str, Any], config: dict[str, Any] = TINY, **model: Any) -> JobSpec:
+    return spec(model={"config": config, "lora": lora, **model})
+
+
+def built(one: JobSpec) -> tuple[Anatomy, LoraSpec]:
+    assert one.model.lora is not None
+    return family_of(one).build(one.model), one.model.lora
+
+
+def faults(one: JobSpec) -> dict[str, str]:
+    found = dict[str, str]()
+    for check in lora_checks(built(one)[0], one):
+        try:
+            check.check()
+        except ModelError as error:
+            found[check.pointer.removeprefix("/model/")] = str(error)
+    return found
+
+
+def names_of(lora: dict[str, Any], config: dict[str, Any] = TINY) -> list[str]:
+    targets = find_targets(*built(job(lora, config)))
+    return [*targets.modules, *targets.parameters]
+
+
+def test_all_linear_leaves_out_head_and_routers() -> None:
+    names = names_of({})
+    assert len(names) == 2 * len(LAYER)
+    assert {name.rpartition(".")[2] for name in names} == {*LAYER}
+    of_experts = {name.rpartition(".")[2] for name in names_of({}, MOE)}
+    assert of_experts == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in names_of({}, GPT2)} == {"c_attn", "c_proj", "c_fc"}
+
+
+def test_all_linear_leaves_out_layers_whose_weights_are_read_without_a_call() -> None:
+    mamba = {"model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    mamba |= {"num_heads": 8, "n_groups": 1, "state_size": 8}
+    assert {name.rpartition(".")[2] for name in names_of({}, mamba)} == {"in_proj"}
+    message = faults(job({"target_modules": ["out_proj"]}, mamba))["lora/target_modules"]
+    assert "whose weight the code of its model may use without a call of the module" in message
+
+
+def test_names_match_whole_paths_or_their_ends() -> None:
+    assert names_of({"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]}) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+    assert names_of({"target_modules": ["q_proj"], "layers": [1]}) == ["model.layers.1.self_attn.q_proj"]
+    assert names_of({"target_modules": [], "target_parameters": ["experts.down_proj"]}, MOE) == [
+        "model.layers.0.mlp.experts.down_proj"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "field", "message"),
+    [
+        (
+            {"target_modules": ["q_prj"]},
+            TINY,
+            "target_modules",
+            "target_modules q_prj matches no module; choose for example q_proj, ",
+        ),
+        (
+            {"target_modules": ["mlp"]},
+            TINY,
+            "target_modules",
+            "target_modules mlp matches model.layers.0.mlp, a Qwen3MLP, and adapters are for linear layers; ",
+        ),
+        (
+            {"target_modules": ["lm_head"]},
+            TINY,
+            "target_modules",
+            "matches lm_head, which can only be trained whole; name it in modules_to_save",
+        ),
+        (
+            {"target_modules": ["embed_tokens"]},
+            TIED,
+            "target_modules",
+            "matches model.embed_tokens, whose weights embeddings and head share (tie_word_embeddings): an adapter ",
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            TIED,
+            "modules_to_save",
+            "matches lm_head, whose weights another module shares (tie_word_embeddings); peft would train one of both",
+        ),
+        (
+            {"modules_to_save": ["head"]},
+            TINY,
+            "modules_to_save",
+            "modules_to_save head matches no module with parameters; choose for example lm_head, ",
+        ),
+        ({"target_modules": ["gate"]}, MOE, "target_modules", "a router of experts, which can only be trained whole"),
+        (
+            {"target_modules": ["experts"]},
+            MOE,
+            "target_modules",
+            "holds experts as tensors; name these in target_parameters: experts.gate_up_proj, experts.down_proj",
+        ),
+        (
+            {"target_parameters": ["up_proj"]},
+            MOE,
+            "target_parameters",
+            "matches no parameter; choose for example experts.gate_up_proj, experts.down_proj",
+        ),
+        (
+            {"target_parameters": ["gate.weight"]},
+            MOE,
+            "target_parameters",
+            "matches model.layers.0.mlp.gate.weight, which is not a tensor with a matrix of each expert; ",
+        ),
+        (
+            {"target_parameters": ["experts.down_proj"]},
+            TINY,
+            "target_parameters",
+            "target_parameters experts.down_proj matches no parameter; the model has none; remove it",
+        ),
+        ({"layers": [0, 2]}, TINY, "layers", "layers 2 is none of the 2 layers of the model; choose 0 to 1"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
+            TINY,
+            "target_modules",
+            "target_modules q_proj matches no module of layers=all outside of modules_to_save; change one of them",
+        ),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(
+    lora: dict[str, Any], config: dict[str, Any], field: str, message: str
+) -> None:
+    found = faults(job(lora, config))
+    assert [*found] == [f"lora/{field}"]
+    assert message in found[f"lora/{field}"]
+
+
+def test_balance_of_frozen_routers_is_refused() -> None:
+    config = TINY | {"model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 12, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    found = faults(job({}, config, router_bias_update=0.001))
+    assert "has no effect, because model.lora freezes each router of Glm4MoeForCausalLM" in found["router_bias_update"]
+    assert faults(job({"modules_to_save": ["mlp.gate"]}, config, router_bias_update=0.001)) == {}
+
+
+@pytest.mark.parametrize("config", [TINY, GPT2, MOE])
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_only_adapters_are_trained_in_fp32_and_the_base_keeps_its_names(config: dict[str, Any], master: str) -> None:
+    lora = {"r": 2} | ({"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]} if config is MOE else {})
+    one = job(lora, config, master_dtype=master)
+    anatomy, chosen = built(one)
+    before = {name: p.shape for name, p in anatomy.model.named_parameters()}
+    head, layers = anatomy.head, anatomy.layers
+    inject_adapters(anatomy, chosen)
+    trained = trained_parameters(anatomy.model)
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert all(".lora_A.default.weight" in name or ".lora_B.default.weight" in name for name in trained)
+    frozen = ((name, p) for name, p in anatomy.model.named_parameters() if not p.requires_grad)
+    assert {name: p.shape for name, p in by_plain_name(anatomy.model, frozen).items()} == before
+    again = anatomy.family.anatomy(anatomy.model)
+    assert again.head is head
+    assert again.layers == layers
+    assert all(p.is_meta for p in anatomy.model.parameters())
+
+
+def test_head_of_labels_is_trained_whole() -> None:
+    head = {"sequence_classification": {"labels": 3}}
+    one = spec(
+        model={"config": TINY | {"pad_token_id": 0}, "lora": {"r": 2}, "head": head},
+        data={"columns": {"text": "text", "label": "label"}, "packing": False},
+    )
+    anatomy, chosen = built(one)
+    inject_adapters(anatomy, chosen)
+    assert {name for name in trained_parameters(anatomy.model) if "lora" not in name} == {"score.weight"}
+
+
+@pytest.mark.parametrize("init", ["kaiming", "gaussian"])
+def test_initial_values_follow_the_rule_of_peft_and_the_name(init: str) -> None:
+    one = job({"r": 4, "init": init}, TINY | {"hidden_size": 512})
+    anatomy, chosen = built(one)
+    blueprint = family_of(one).build(one.model)
+    inject_adapters(anatomy, chosen)
+    model = anatomy.model
+    materialise(model, blueprint, seed=0, device=torch.device("cpu"))
+    draw_adapters(model, chosen, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    drawn = {name: p.clone() for name, p in trained_parameters(model).items()}
+    assert all(p.abs().sum() == 0 for name, p in drawn.items() if "lora_B" in name)
+    draw_adapters(model, chosen, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    assert all(torch.equal(p, drawn[name]) for name, p in trained_parameters(model).items())
+    name = "model.layers.0.self_attn.q_proj"
+    assert not torch.equal(drawn[f"{name}.lora_A.default.weight"], drawn[f"{name[:-6]}k_proj.lora_A.default.weight"])
+    layer: Any = model.get_submodule(name)
+    assert isinstance(layer, LoraLayer)
+    assert layer.scaling == {"default": 8.0}
+    ours = drawn[f"{name}.lora_A.default.weight"]
+    layer.reset_lora_parameters("default", True if init == "kaiming" else init)
+    theirs: nn.Parameter = layer.lora_A["default"].weight
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.1)
+    bound = 1 / math.sqrt(512) if init == "kaiming" else math.inf
+    assert ours.abs().max() <= bound
+
+
+def test_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    assert faults(job({}))["lora"].startswith("model.lora needs peft, which cannot be imported here (")

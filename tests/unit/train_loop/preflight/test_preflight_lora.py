@@ -1,0 +1,87 @@
+"""Preflight of jobs with adapters: their counts, the plan's memory, and all refusals at their fields."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.builders.any_size import MOE
+from tests.support.builders.folders import write_model
+from tests.support.builders.specs import TINY, may_read, spec
+from train_loop.plan import ModelShape, plan_job
+from train_loop.preflight.checks import check_model
+from train_loop.spec import JobSpec, Problem
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LAYER = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)
+"""Inputs and outputs of a layer's q and o, k and v, gate, up and down."""
+
+
+def examined(job: JobSpec) -> tuple[ModelShape, list[Problem]]:
+    shape, problems = check_model(job, may_read())
+    assert shape is not None
+    return shape, problems
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_adapters_are_counted_and_planned(master: str) -> None:
+    full, _ = examined(spec())
+    job = spec(model={"lora": {"r": 4}, "master_dtype": master}, training={"ema_decay": 0.9})
+    shape, problems = examined(job)
+    assert problems == []
+    assert shape.counts is not None
+    adapters = 4 * LAYER * TINY["num_hidden_layers"]
+    assert (shape.trained, shape.parameters) == (adapters, full.parameters + adapters)
+    assert shape.trained_matrices == adapters
+    plan = plan_job(job, shape)
+    terms = {term.name: term.bytes for term in plan.memory}
+    assert terms["frozen_parameters"] == {"fp32": 4, "bf16": 2}[master] * full.parameters
+    assert [terms[name] for name in ("parameters", "gradients", "optimizer")] == [
+        4 * adapters,
+        4 * adapters,
+        8 * adapters,
+    ]
+    assert plan.checkpoint_bytes == 16 * adapters
+    assert shape.built is not None
+    assert ".lora_A" in shape.built.tree or "lora_A" in shape.built.tree
+
+
+def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
+    lora = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
+    shape, problems = examined(spec(model={"config": MOE, "lora": lora}))
+    assert problems == []
+    experts, hidden, inner = MOE["num_experts"], MOE["hidden_size"], MOE["moe_intermediate_size"]
+    assert shape.trained == 2 * experts * ((hidden + 2 * inner) + (inner + hidden))
+    assert shape.kept is not None
+
+
+@pytest.mark.parametrize(
+    ("lora", "pointers"),
+    [
+        ({"target_modules": ["q_prj"]}, ["/model/lora/target_modules"]),
+        (
+            {"target_modules": ["q_prj"], "target_parameters": ["w1"]},
+            ["/model/lora/target_parameters", "/model/lora/target_modules"],
+        ),
+        ({"layers": [7], "target_modules": ["q_prj"]}, ["/model/lora/layers"]),
+        ({"layers": [7], "modules_to_save": ["x"]}, ["/model/lora/layers", "/model/lora/modules_to_save"]),
+    ],
+)
+def test_each_fault_is_reported_at_its_field(lora: dict[str, Any], pointers: list[str]) -> None:
+    _, problems = examined(spec(model={"lora": lora}))
+    assert [problem.pointer for problem in problems] == pointers
+
+
+def test_folder_and_head_of_labels_have_adapters(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", pad_token_id=0)
+    model = {"config": None, "path": folder.as_uri(), "lora": {"r": 4}, "tokenizer": None}
+    job = spec(
+        model=model | {"head": {"sequence_classification": {"labels": 3}}},
+        data={"train": {"path": f"{tmp_path}/*.parquet"}, "columns": {"input_ids": "ids", "label": "label"}}
+        | {"packing": False},
+    )
+    shape, problems = check_model(job, may_read(f"file://{tmp_path}"))
+    assert problems == []
+    assert shape is not None
+    assert shape.trained == 4 * LAYER * TINY["num_hidden_layers"] + 3 * TINY["hidden_size"]
+    assert shape.is_measured

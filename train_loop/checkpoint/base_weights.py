@@ -1,0 +1,25 @@
+"""The frozen weights to which the adapters of a checkpoint belong."""
+
+from train_loop.errors import ModelError
+from train_loop.run_dir import BaseWeights, Manifest
+
+
+def check_base(now: BaseWeights | None, manifest: Manifest) -> None:
+    """Raise ModelError if a checkpoint's adapters belong to other frozen weights than those of this run."""
+    then = manifest.base
+    if then == now or (then is not None and now is not None and then.sha256 == now.sha256):
+        return
+    which = f"the checkpoint of step {manifest.step}"
+    if then is None or now is None:
+        has, lacks = ("adapters", "trains all weights") if now is None else ("all weights", "trains adapters")
+        raise ModelError(f"{which} has {has}, and this run {lacks}; start from another checkpoint, or a new run")
+    if now.path is None:
+        raise ModelError(
+            f"{which} has adapters for random weights with the SHA-256 {then.sha256[:12]}, and those drawn now have "
+            f"{now.sha256[:12]}; use its versions ({', '.join(f'{n} {v}' for n, v in manifest.versions.items())}), its "
+            "config and its training.seed, or start a new run"
+        )
+    raise ModelError(
+        f"{which} has adapters for the weights of {then.path} with the SHA-256 {then.sha256[:12]}, and {now.path} now "
+        f"has {now.sha256[:12]}; restore its files, or start a new run"
+    )

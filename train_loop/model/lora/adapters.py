@@ -1,0 +1,190 @@
+"""Low-rank adapters of a model (`model.lora`), by peft: the only module that imports it.
+
+Adapters are injected into a model on meta, before it is sharded. peft's layer takes the place of each target, which it
+calls: `q_proj` gets `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` [r, in] and
+`q_proj.lora_B.default.weight` [out, r]. The tensors of all experts of a layer have `experts.lora_A.default.weight`
+[experts x r, in] and `experts.lora_B.default.weight` [out, r x experts], as peft's `ParamWrapper` defines them; the
+wrapper of a second tensor is around that of the first. Adapters and modules to save are fp32, whatever the model is.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train_loop.errors import ModelError
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.family import SettingCheck
+from train_loop.model.lora.targets import (
+    Targets,
+    chosen_layers,
+    find_targets,
+    saved_modules,
+    target_modules,
+    target_parameters,
+)
+from train_loop.model.parts import own_parts
+from train_loop.spec import JobSpec, LoraSpec
+
+ADAPTER = "default"
+"""Name of the adapters in peft's layers."""
+_MAGNITUDE = "lora_magnitude_vector"
+"""Attribute of peft's layers with the magnitudes of DoRA (Liu et al., 2024)."""
+_RENAMED = "names_without_adapters"
+"""Attribute of a model with adapters: the names that modules inside of peft's layers had before."""
+
+
+def lora_checks(anatomy: Anatomy, spec: JobSpec) -> tuple[SettingCheck, ...]:
+    """Return a check for each setting of adapters that a model, before it has them, may not support."""
+    lora = spec.model.lora
+    if lora is None:
+        return ()
+    needed = (
+        SettingCheck("/model/lora", _peft),
+        SettingCheck("/model/lora/layers", lambda: chosen_layers(anatomy, lora)),
+        SettingCheck("/model/lora/modules_to_save", lambda: saved_modules(anatomy, lora)),
+    )
+    # The others need these, and would repeat their faults.
+    return tuple(one for one in needed if not _holds(one)) or (
+        SettingCheck("/model/lora/target_parameters", lambda: target_parameters(anatomy, lora)),
+        SettingCheck("/model/lora/target_modules", lambda: target_modules(anatomy, lora)),
+        SettingCheck("/model/router_bias_update", lambda: _check_balance(anatomy, spec)),
+    )
+
+
+def _holds(one: SettingCheck) -> bool:
+    try:
+        one.check()
+    except ModelError:
+        return False
+    return True
+
+
+def inject_adapters(anatomy: Anatomy, lora: LoraSpec) -> None:
+    """Give a model on meta its adapters, in place, and freeze all but these and the modules to save.
+
+    Raises ModelError as `lora_checks` do.
+    """
+    model, targets, peft = anatomy.model, find_targets(anatomy, lora), _peft()
+    before = {id(module): name for name, module in model.named_modules()}
+    # peft would take the names of some layers for those of experts in older versions of transformers, if it saw the
+    # config of the model.
+    around = nn.Module()
+    around.model = model
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it does for Conv1D
+        peft.inject_adapter_in_model(peft_config(lora, targets, prefix="model."), around, ADAPTER)
+    renamed = {
+        name: before[id(module)] for name, module in model.named_modules() if before.get(id(module), name) != name
+    }
+    setattr(model, _RENAMED, renamed)
+    for name in targets.saved:
+        for parameter in model.get_submodule(name).parameters():
+            parameter.requires_grad_()
+    for parameter in trained_parameters(model).values():
+        # FSDP2 needs one dtype of all that a unit trains.
+        parameter.data = parameter.data.float()
+
+
+def peft_config(lora: LoraSpec, targets: Targets, *, prefix: str = "") -> Any:
+    """Return peft's config of adapters, with the full names of targets after a prefix."""
+    return _peft().LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=[f"{prefix}{name}" for name in targets.modules],
+        target_parameters=[f"{prefix}{name}" for name in targets.parameters] or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=True if lora.init == "kaiming" else lora.init,
+    )
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name: those of adapters and of modules to save."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has adapters."""
+    return hasattr(model, _RENAMED)
+
+
+def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors of a model by the names that they have without adapters; adapters keep theirs."""
+    renamed: Mapping[str, str] = getattr(model, _RENAMED, {})
+    return {_plain(renamed, name): tensor for name, tensor in named}
+
+
+def _plain(renamed: Mapping[str, str], name: str) -> str:
+    holder, _, leaf = name.rpartition(".")
+    return f"{renamed[holder]}.{leaf}" if holder in renamed else name
+
+
+def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Initialise the adapters of a model with its other weights, sharded or not: A by peft's rule, B with zeros.
+
+    Each whole A comes from (seed, name), and a rank keeps its part, so that the values do not depend on the mesh.
+    Magnitudes are those that the model computes, in a dtype on a device: the first step is that of the model without
+    adapters. A collective call with `use_dora`.
+    """
+    for name, parameter in model.named_parameters():
+        *_, kind, adapter, leaf = ("", "", *name.split("."))
+        if adapter != ADAPTER or leaf != "weight" or kind not in ("lora_A", "lora_B", _MAGNITUDE):
+            continue
+        value = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if kind == "lora_A":
+            _draw(value, lora, seed=f"{seed}/{name}")
+        elif kind == _MAGNITUDE:
+            layer: Any = model.get_submodule(name.partition(f".{_MAGNITUDE}.")[0])
+            value = _magnitudes(layer, dtype, device).to(value)
+        with torch.no_grad():
+            for own, box in own_parts(parameter):
+                own.copy_(value[box])
+
+
+def _magnitudes(layer: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the norm of each output's weights, as peft's layer computes it from gathered ones."""
+    weight = layer.base_layer.weight.detach()
+    weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(device, dtype)
+    return torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1)
+
+
+def _draw(value: Tensor, lora: LoraSpec, *, seed: str) -> None:
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    generator = torch.Generator().manual_seed(number)
+    if lora.init == "gaussian":
+        nn.init.normal_(value, std=1 / lora.r, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+
+
+def _peft() -> Any:
+    """Return the package. Raises ModelError if it is not installed."""
+    try:
+        # The only import of this package, which takes seconds.
+        import peft  # noqa: PLC0415
+    except ImportError as error:
+        raise ModelError(
+            f"model.lora needs peft, which cannot be imported here ({error}); install peft on service and workers, or "
+            "remove lora"
+        ) from error
+    return peft
+
+
+def _check_balance(anatomy: Anatomy, spec: JobSpec) -> None:
+    lora, experts, rate = spec.model.lora, anatomy.experts, spec.model.router_bias_update
+    if lora is None or experts is None or rate is None:
+        return
+    model = anatomy.model
+    whole = {part for name in saved_modules(anatomy, lora) for part in model.get_submodule(name).modules()}
+    if not any(router in whole for router in experts.routers):
+        raise ModelError(
+            f"router_bias_update={rate} has no effect, because model.lora freezes each router of "
+            f"{type(model).__name__}; remove router_bias_update, or name routers in modules_to_save"
+        )
