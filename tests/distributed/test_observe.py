@@ -157,6 +157,7 @@ def test_model_built_says_what_was_chosen(runs: Path) -> None:
     assert built["loss_chunk_tokens"] is None
     assert {group["optimizer"] for group in built["optimizer_groups"]} == {"AdamW"}
     assert built["cores"] >= 1
+    assert built["parameters"] == built["trained_parameters"] == shape.parameters
 
 
 def test_memory_is_that_of_the_largest_rank(runs: Path) -> None:

@@ -23,7 +23,7 @@ FROZEN = "frozen_parameters"
 """Name of the memory term of frozen weights below adapters."""
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
-_ESTIMATED = ("activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
+_ESTIMATED = ("adapted_experts", "activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,21 @@ def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     return (
+        *_adapted_experts(spec, shape, compute),
         *_in_own_dtypes(_activations(spec, shape, tokens=tokens, compute=compute, beside=beside), spec, shape),
         *_masks_and_scores(spec, shape, mesh, compute=compute),
         _logits(spec, shape, tokens),
     )
+
+
+def _adapted_experts(spec: JobSpec, shape: ModelShape, compute: int) -> Iterator[MemoryTerm]:
+    """Yield the bytes of experts' weights with their adapters, which are added before experts compute."""
+    lora, counts = spec.model.lora, shape.counts
+    if lora is None or not lora.target_parameters or counts is None:
+        return
+    kept = shape.layers if spec.model.gradient_checkpointing == "none" else 1
+    formula = f"{compute} bytes x experts of a layer x ({kept} layers with their adapters + a gradient)"
+    yield MemoryTerm("adapted_experts", compute * counts.experts * (kept + 1), formula)
 
 
 def _in_own_dtypes(terms: tuple[MemoryTerm, ...], spec: JobSpec, shape: ModelShape) -> tuple[MemoryTerm, ...]:

@@ -11,9 +11,8 @@ from train_loop.spec.kinds.generation import GenerationSpec
 from train_loop.spec.kinds.infer import InferJobSpec
 from train_loop.spec.kinds.model import CheckpointSource
 from train_loop.spec.kinds.outputs import InferSpec
-from train_loop.spec.lora import ALL_LINEAR, LoraSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
-from train_loop.spec.model import ModelSpec
+from train_loop.spec.model import ALL_LINEAR, LoraSpec, ModelSpec
 from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
 from train_loop.spec.parse import (
     SCHEMA_ID,

@@ -10,9 +10,8 @@ from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import Chats, DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
-from train_loop.spec.lora import lora_faults
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.model_parallel import expert_faults, tensor_faults
+from train_loop.spec.model_parallel import expert_faults, lora_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec

@@ -2,18 +2,97 @@
 
 import os
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic_core import to_json
 
-from train_loop.spec.base import SpecModel, check_folder, is_default
+from train_loop.spec.base import SpecModel, check_folder, is_default, only
 from train_loop.spec.heads import CAUSAL_LM, WITH_DEFAULTS, Head, LabelHeadSpec
-from train_loop.spec.lora import LoraSpec
 from train_loop.spec.masked import MASKED_LM, MaskedHeadSpec, MaskedLmSpec
 
 _HUB = re.compile(r"(?:https?://[^/]+/|hf://)?([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)/?")
 """A model's id or URL on the Hugging Face Hub, with the id as its group."""
 Dtype = Literal["bf16", "fp16", "fp32"]
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+_ModuleName = Annotated[str, StringConstraints(min_length=1)]
+
+
+class LoraSpec(SpecModel):
+    """Low-rank adapters (Hu et al., 2021) on a frozen model, by peft."""
+
+    r: int = Field(default=16, gt=0, description="rank of the adapters")
+    alpha: float = Field(
+        default=32, gt=0, description="scale of the adapters: they count alpha / r, with use_rslora alpha / sqrt(r)"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability of the adapters' inputs")
+    target_modules: Literal["all-linear"] | tuple[_ModuleName, ...] = Field(
+        default=ALL_LINEAR,
+        description="modules with adapters, by name or its last parts, as q_proj; all-linear: every linear layer but "
+        "the head and routers of experts",
+    )
+    target_parameters: tuple[_ModuleName, ...] = Field(
+        default=(),
+        description="parameters with adapters, by name or its last parts: the tensors of all experts of a layer, as "
+        "experts.gate_up_proj",
+    )
+    modules_to_save: tuple[_ModuleName, ...] = Field(
+        default=(), description="modules that are trained whole beside the adapters, by name or its last parts"
+    )
+    use_rslora: bool = Field(default=False, description="scale adapters by alpha / sqrt(r)")
+    use_dora: bool = Field(default=False, description="also train the magnitude of each output of a target (DoRA)")
+    init: Annotated[
+        Literal["kaiming", "gaussian", "orthogonal", "pissa", "olora", "eva", "corda", "loftq"],
+        only("kaiming", "gaussian"),
+    ] = Field(
+        default="kaiming",
+        description="initial values of A; B starts at 0; kaiming: those of a linear layer; gaussian: with a standard "
+        "deviation of 1 / r",
+    )
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, description="numbers of the layers with adapters, from 0; null: all"
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _is_a_list(cls, targets: Any) -> Any:
+        if targets == ALL_LINEAR:
+            return targets
+        if isinstance(targets, str):
+            raise ValueError(f"{targets:.100} is not a list; write [{targets:.100}], or {ALL_LINEAR}")
+        if not isinstance(targets, list | tuple) or not all(isinstance(name, str) and name for name in targets):
+            raise ValueError(f"{to_json(targets).decode():.100} is not a list of names; write one, or {ALL_LINEAR}")
+        return tuple(targets)
+
+    @model_validator(mode="after")
+    def _adapts_something(self) -> "LoraSpec":
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                "target_modules and target_parameters are both empty, so there are no adapters; name one, or choose "
+                "target_modules: all-linear"
+            )
+        if self.layers == ():
+            raise ValueError("layers names no layer, so there are no adapters; name one, or remove layers")
+        return self
+
+    @model_validator(mode="after")
+    def _parameters_have_no_inputs(self) -> "LoraSpec":
+        if self.target_parameters and self.dropout:
+            raise ValueError(
+                f"dropout={self.dropout} needs the inputs of adapters, and those of target_parameters are added to the "
+                "weights; set dropout: 0, or remove target_parameters"
+            )
+        if self.target_parameters and self.use_dora:
+            raise ValueError(
+                "use_dora is for linear layers, and peft has none for target_parameters; set use_dora: false, or "
+                "remove target_parameters"
+            )
+        return self
 
 
 class ModelSpec(SpecModel):

@@ -1,4 +1,4 @@
-"""Settings that do not go with tensor parallelism (`tp_size`) or expert parallelism (`ep_size`)."""
+"""Settings that do not go with tensor parallelism (`tp_size`), expert parallelism (`ep_size`) or adapters (`lora`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -95,6 +95,51 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         if chosen:
             fault = f"{setting} is not proven with ep_size={strategy.ep_size}"
             yield Problem(pointer, f"{fault}; change it, or choose ep_size=1")
+
+
+def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the settings of a job that do not go with adapters; `job` has its valid parts."""
+    model, training = job.get("model"), job.get("training")
+    if model is None or (lora := model.lora) is None:
+        return
+    frozen, experts = model.freeze_module_prefix, bool(lora.target_parameters)
+    settings = {
+        "/code": (job.get("code") is not None, "own code (code)", "is not supported yet"),
+        "/model/freeze_module_prefix": (
+            bool(frozen),
+            f"freeze_module_prefix={', '.join(frozen)}",
+            "has no effect, because only adapters are trained: name modules in target_modules, or layers",
+        ),
+        "/model/compile": (
+            model.compile and experts,
+            "compile with target_parameters",
+            "is not supported, because each call changes the experts' module",
+        ),
+        "/strategy/tp_size": (strategy.tp_size > 1, f"tp_size={strategy.tp_size}", "is not proven"),
+        "/strategy/ep_size": (strategy.ep_size > 1, f"ep_size={strategy.ep_size}", "is not proven"),
+        "/strategy/ignored_params": (bool(strategy.ignored_params), "ignored_params", "is not proven"),
+        "/strategy/wrap_policy/moe_experts": (
+            bool(strategy.wrap_policy.moe_experts) and experts,
+            "moe_experts with target_parameters",
+            "is not supported, because adapters are outside of the experts' unit",
+        ),
+    }
+    if training is not None:
+        settings |= {
+            "/training/optimizer": (
+                training.optimizer == "muon" and experts,
+                "optimizer=muon with target_parameters",
+                "is not supported, because an adapter has the matrices of all experts in one",
+            ),
+            "/training/optimizer_state": (
+                training.optimizer_state is not None,
+                "optimizer_state",
+                "is not supported: it belongs to the weights of a folder, which are frozen",
+            ),
+        }
+    for pointer, (chosen, setting, reason) in settings.items():
+        if chosen:
+            yield Problem(pointer, f"{setting} {reason} with model.lora; change it, or remove lora")
 
 
 def _is_group(reshard: bool | int | None) -> bool:

@@ -9,16 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.builders.folders import write_model
-from tests.support.builders.small_runs import LENGTH, lines, numbers, run
+from tests.support.builders.small_runs import LENGTH, events, lines, numbers, run
+from tests.support.builders.specs import spec
 from tests.support.ranks.adapters import frozen_weights
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.checkpoint.digest import digest_step
-from train_loop.checkpoint.export.huggingface import export
+from train_loop.checkpoint.export.huggingface import refuse_adapters
 from train_loop.errors import UserError
-from train_loop.loop.build import Run
-from train_loop.run_dir import ExportWish, Parent, RunDir
+from train_loop.loop.build import Run, build_run
+from train_loop.run_dir import Parent, RunDir
 
 CallRanks = Callable[..., Any]
 LORA = {"r": 2, "dropout": 0.1}
@@ -47,7 +48,7 @@ def train_adapters(
     lora: dict[str, Any] | None = LORA,
 ) -> dict[str, torch.Tensor]:
     """Train on a rank, and return the frozen weights after it."""
-    kept, build = list[Run](), train.build_run
+    kept, build = list[Run](), build_run
 
     def keep(*arguments: Any) -> Run:
         kept.append(build(*arguments))
@@ -63,7 +64,7 @@ def train_adapters(
 def test_resized_run_equals_the_undisturbed_one_and_leaves_frozen_weights(call_ranks: CallRanks, home: Path) -> None:
     source = load_file(home / "base" / "model.safetensors")
     call_ranks(2, train_adapters, home, "whole", ANY_SIZE)
-    for world, last in ((2, {"max_steps": 3}), (4, {"max_steps": 5}), (1, {})):
+    for world, last in ((2, {"max_steps": 4}), (4, {"max_steps": 5}), (1, {})):
         frozen = call_ranks(world, train_adapters, home, "parts", ANY_SIZE | last)
         assert frozen.keys() == source.keys()
         assert [name for name, value in source.items() if not torch.equal(frozen[name], value)] == []
@@ -91,12 +92,16 @@ def test_checkpoint_has_only_what_is_trained(call_ranks: CallRanks, home: Path) 
     assert {name.removeprefix("ema.") for name in found.tensors if name.startswith("ema.")} == {
         name.removeprefix("model.") for name in names
     }
+    (built,) = events(home / "small", "model_built")
+    assert built["trained_parameters"] == 2 * (32 + 32)
+    (whole,) = events(home / "full", "model_built")
+    assert whole["trained_parameters"] == whole["parameters"] == built["parameters"] - built["trained_parameters"]
     assert manifest.base is not None
     assert manifest.base.path == str(home / "base")
     assert "peft" in manifest.versions
     assert full.manifests()[6].base is None
     with pytest.raises(UserError, match=r"the run trains adapters \(model.lora\), whose export is not supported yet"):
-        export(small, 6, ExportWish(dtype="fp32", weights="model"))
+        refuse_adapters(spec(model={"lora": {}}))
 
 
 def test_clone_continues_the_adapters_and_changed_base_is_refused(call_ranks: CallRanks, home: Path) -> None:
@@ -137,8 +142,8 @@ RANDOM |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def test_random_base_is_drawn_again_on_resume_and_another_seed_is_refused(call_ranks: CallRanks, home: Path) -> None:
-    first = call_ranks(2, train_adapters, home, "random", {"max_steps": 3}, RANDOM)
-    again = call_ranks(1, train_adapters, home, "random", {"max_steps": 4}, RANDOM)
+    first = call_ranks(2, train_adapters, home, "random", {"max_steps": 4}, RANDOM)
+    again = call_ranks(1, train_adapters, home, "random", {"max_steps": 5}, RANDOM)
     assert [name for name, value in first.items() if not torch.equal(again[name], value)] == []
     with pytest.raises(AssertionError, match=r"for random weights with the SHA-256 .* its training\.seed"):
-        call_ranks(1, train_adapters, home, "random", {"max_steps": 5, "seed": 1}, RANDOM)
+        call_ranks(1, train_adapters, home, "random", {"max_steps": 6, "seed": 1}, RANDOM)

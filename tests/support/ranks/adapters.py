@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from tests.support.ranks.gradients import Gradients, build, divisor, my_share
+from tests.support.ranks.gradients import Gradients, build, divisor, forget_meshes, my_share
 from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
@@ -35,6 +35,7 @@ def fill(named: Iterator[tuple[str, Tensor]]) -> None:
 
 def adapter_step(job: JobSpec, rows: Rows, *, filled: bool = True) -> Step:
     """Return what a step of all ranks computes."""
+    forget_meshes()
     model, loss, mesh = build(job)
     if filled:
         fill(model.named_parameters())
@@ -73,5 +74,5 @@ def peft_step(folder: Path, rows: Rows, weights: Gradients, **config: Any) -> tu
     for row, wanted in zip(ids, labels, strict=True):
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
         total = total + cross_entropy(logits, wanted[1:], ignore_index=IGNORE, reduction="sum") / count
-    total.backward()
+    torch.autograd.backward(total)
     return total.item(), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}

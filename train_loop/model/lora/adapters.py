@@ -150,9 +150,10 @@ def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.d
 
 def _magnitudes(layer: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the norm of each output's weights, as peft's layer computes it from gathered ones."""
-    weight = layer.base_layer.weight.detach()
+    weight: Tensor = layer.base_layer.weight.detach()
     weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(device, dtype)
-    return torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1)
+    norms: Tensor = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1)
+    return norms
 
 
 def _draw(value: Tensor, lora: LoraSpec, *, seed: str) -> None:
@@ -162,6 +163,15 @@ def _draw(value: Tensor, lora: LoraSpec, *, seed: str) -> None:
         nn.init.normal_(value, std=1 / lora.r, generator=generator)
     else:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+
+
+def leave_out_parameters(model: nn.Module) -> None:
+    """Let a copy on meta leave out adapters of parameters: peft adds them under autocast, which meta lacks."""
+    if has_adapters(model):
+        wrapper = _peft().tuners.lora.layer.ParamWrapper
+        for module in model.modules():
+            if isinstance(module, wrapper):
+                module.enable_adapters(enabled=False)
 
 
 def _peft() -> Any:

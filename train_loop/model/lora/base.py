@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -15,6 +16,7 @@ from train_loop.system.input_files import open_input
 
 _THREADS = 4
 """Files that a rank hashes at once."""
+_PIECE_BYTES = 2**20
 
 
 class DrawnWeights:
@@ -52,5 +54,8 @@ def base_sha256(files: Iterable[Path], drawn: DrawnWeights) -> str:
 
 
 def _sha256(file: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with open_input(file) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        while size := os.readv(opened.fileno(), [buffer]):
+            digest.update(buffer[:size])
+    return digest.hexdigest()

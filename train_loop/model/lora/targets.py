@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -105,12 +105,13 @@ def _why_not(anatomy: Anatomy) -> Callable[[str, nn.Module], str | None]:
 def _is_read(model: nn.Module, name: str) -> bool:
     """Return whether the code around a module reads its weight, as fused kernels of state-space models do."""
     holder, _, leaf = name.rpartition(".")
-    code = _code(type(model.get_submodule(holder)))
+    kind: Any = type(model.get_submodule(holder))
+    code = _code(kind)
     return re.search(rf"\bself\.{re.escape(leaf)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
 
 
 @cache
-def _code(kind: type) -> str:
+def _code(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):

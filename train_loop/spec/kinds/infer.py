@@ -13,9 +13,8 @@ from train_loop.spec.heads import CAUSAL_LM, EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec, Labels, Name, Priority
 from train_loop.spec.kinds.model import CheckpointSource, model_of_job
 from train_loop.spec.kinds.outputs import InferSpec
-from train_loop.spec.lora import lora_faults
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.model_parallel import expert_faults, tensor_faults
+from train_loop.spec.model_parallel import expert_faults, lora_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec

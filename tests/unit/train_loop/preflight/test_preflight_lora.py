@@ -48,11 +48,15 @@ def test_adapters_are_counted_and_planned(master: str) -> None:
 
 def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
     lora = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
-    shape, problems = examined(spec(model={"config": MOE, "lora": lora}))
+    job = spec(model={"config": MOE, "lora": lora})
+    shape, problems = examined(job)
     assert problems == []
     experts, hidden, inner = MOE["num_experts"], MOE["hidden_size"], MOE["moe_intermediate_size"]
     assert shape.trained == 2 * experts * ((hidden + 2 * inner) + (inner + hidden))
     assert shape.kept is not None
+    terms = {term.name: term.bytes for term in plan_job(job, shape).memory}
+    # Recomputation keeps those of one layer, and their gradient.
+    assert terms["adapted_experts"] == 2 * 4 * experts * 3 * inner * hidden
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from train_loop.model.families.causal.separation import (
 )
 from train_loop.model.families.family import HEAD_BIAS, AttentionUse
 from train_loop.model.families.kept import count_kept
+from train_loop.model.lora.adapters import leave_out_parameters
 from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec
 
@@ -117,6 +118,7 @@ def _copy(anatomy: Anatomy, dtype: torch.dtype) -> tuple[Anatomy, int | None]:
             setattr(module, _ADAPTERS, partial(_adapt, module))
     apply_counted(model, part=0, parts=1)
     route_on_meta(model)
+    leave_out_parameters(model)
     return anatomy.family.anatomy(model), fix_dynamic(model)
 
 
