@@ -9,6 +9,7 @@ import torch
 
 from tests.support.builders.any_size import GPT2
 from tests.support.builders.folders import write_model
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import spec
 from tests.support.ranks.adapters import Step, adapter_step, peft_step
 from tests.support.ranks.gradients import forget_meshes, one_step, random_rows
@@ -59,13 +60,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(home / name, **config) for name, config in MODELS.items()}
 
 
-def job(folder: Path, mesh: str, *, lora: Any, **model: Any) -> JobSpec:
+def job(folder: Path, mesh: str, *, lora: Any, **parts: dict[str, Any]) -> JobSpec:
     world, strategy = MESHES[mesh]
+    model = {"path": str(folder), "config": None, "lora": lora, "gradient_checkpointing": "full"}
+    batch = {"global_batch_size": 8, "per_device_train_batch_size": 1}
     return spec(
-        model={"path": str(folder), "config": None, "lora": lora, "gradient_checkpointing": "full"} | model,
-        training={"global_batch_size": 8, "per_device_train_batch_size": 1},
+        model=model | parts.get("model", {}),
+        training=batch | parts.get("training", {}),
         data={"packing": False},
-        strategy=strategy,
+        strategy=strategy | parts.get("strategy", {}),
         scaling={"num_workers": world},
     )
 
@@ -101,9 +104,30 @@ def test_first_step_equals_that_of_the_base_bit_for_bit(
 ) -> None:
     half = {"dtype": "bf16", "master_dtype": "bf16"}
     for mesh, options in (("fsdp 2", half), ("ulysses 2", {})):
-        plain = call_ranks(2, _loss, job(folders[model], mesh, lora=None, **options))
-        adapted = call_ranks(2, _loss, job(folders[model], mesh, lora=LORA[model], **options))
+        plain = call_ranks(2, _loss, job(folders[model], mesh, lora=None, model=options))
+        adapted = call_ranks(2, _loss, job(folders[model], mesh, lora=LORA[model], model=options))
         assert adapted == plain, mesh
+
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "offloaded inputs": {"model": {"gradient_checkpointing": "offload"}},
+    "kept activations": {"model": {"gradient_checkpointing": "none"}},
+    "offloaded weights": {"strategy": {"offload_policy": True}},
+    "tiles": {"strategy": {"apply_tiled_mlp": True, "tiled_num_shards": 3}},
+    "precision": {"strategy": {"precision": {"*.q_proj": "fp32", "model.layers.1.mlp": "fp32"}}},
+    "units": {"strategy": {"wrap_policy": {"min_num_params": 2000}}},
+    "accumulation": {"strategy": {"gradient_sync": "last"}},
+    "chunks": {"training": {"chunked_loss": True}},
+}
+
+
+@pytest.mark.parametrize("setting", drawn([*SETTINGS], 4))
+def test_setting_leaves_the_gradients(call_ranks: CallRanks, folders: dict[str, Path], setting: str) -> None:
+    plain = job(folders["llama"], "1", lora=LORA["llama"])
+    changed = job(folders["llama"], "fsdp 2", lora=LORA["llama"], **SETTINGS[setting])
+    _, expected, _ = call_ranks(1, adapter_step, plain, ROWS)
+    _, found, _ = call_ranks(2, adapter_step, changed, ROWS)
+    assert max(differences(found, expected).values()) < 1e-5
 
 
 def _loss(job: JobSpec) -> float:

@@ -190,6 +190,16 @@ def test_only_adapters_are_trained_in_fp32_and_the_base_keeps_its_names(config: 
     assert all(p.is_meta for p in anatomy.model.parameters())
 
 
+def test_dense_layers_of_a_mixture_are_not_taken_for_experts() -> None:
+    one = job({"r": 2}, MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]})
+    anatomy, chosen = built(one)
+    targets = find_targets(anatomy, chosen)
+    assert "model.layers.0.mlp.gate_proj" in targets.modules
+    inject_adapters(anatomy, chosen)
+    trained = {name.partition(".lora_")[0] for name in trained_parameters(anatomy.model)}
+    assert trained == {*targets.modules}
+
+
 def test_head_of_labels_is_trained_whole() -> None:
     head = {"sequence_classification": {"labels": 3}}
     one = spec(
