@@ -130,7 +130,7 @@ def test_speed_is_reported_per_worker_and_relative_to_the_peak(runs: Path) -> No
     (start,) = events(runs / "plain", "training_started")
     stated = start["mfu"]
     assert stated["flops_per_token"] == 6 * stated["parameters"] + 12 * 2 * 4 * 8 * LENGTH
-    assert stated["formula"] == "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
+    assert stated["formula"] == "(6·N - 2·F + 12·L·d·s) · tokens/s per device ÷ peak"
     for line in lines(runs / "plain"):
         assert line["tokens_per_second"] == pytest.approx(BATCH * LENGTH / line["step_seconds"])
         assert line["tokens_per_second_per_worker"] == line["tokens_per_second"] / 2

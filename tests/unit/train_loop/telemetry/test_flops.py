@@ -1,5 +1,7 @@
 """MFU: FLOPs per token, and the peak FLOP/s of a device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,6 +69,8 @@ def test_mfu_equals_the_formula() -> None:
     assert flops.per_token == 6 * 8_030_261_248 + 12 * 32 * 4096 * 4096
     assert flops.mfu(tokens=10_471.0, rows=1.0) == pytest.approx(0.578, abs=0.001)
     assert flops.stated()["peak_flops"] == 989.5e12
+    # Gradients of frozen parameters are a third of the products with parameters.
+    assert replace(flops, frozen=8_030_261_248).per_token == 4 * 8_030_261_248 + 12 * 32 * 4096 * 4096
 
 
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 16}, {"tie_word_embeddings": True}])
