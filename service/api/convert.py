@@ -158,10 +158,12 @@ def export_out(status: ExportStatus, *, run_dir: str) -> ExportOut:
         step=status.step,
         dtype=wish.dtype,
         weights=wish.weights,
+        form=wish.form,
         state=status.state,
         progress=status.progress,
         reason=status.reason,
         path=f"{run_dir}/export/{wish.name(status.step)}",
+        difference=status.difference,
     )
 
 

@@ -91,9 +91,12 @@ class CheckpointActions:
                     )
                 ]
             )
+        if wish.form is not None and job.spec.run.model.lora is None:
+            raise InvalidRequest([Problem("/form", "the job trains no adapters (model.lora); export without form")])
         # Started before it is recorded, because the start may be refused.
         self.tools.export(job, step, wish)
         after: dict[str, JsonValue] = {"step": step, "dtype": wish.dtype, "weights": wish.weights}
+        after |= {"form": wish.form} if wish.form else {}
         self.audit.record(action_entry(caller, "export", job, before={}, after=after, now=self.clock()))
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:

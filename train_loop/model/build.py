@@ -61,16 +61,21 @@ def draw_weights(
     rule initialises.
     """
     parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
+    for name, value in drawn_weights(blueprint, names, seed=seed):
+        if drawn is not None:
+            drawn.add(name, value)
+        for own, box in own_parts(parameters[name]):
+            own.copy_(value[box])
+
+
+def drawn_weights(blueprint: Anatomy, names: Collection[str], *, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the random values of the named parameters, by the rule of `draw_weights`, with their names."""
     for name, module in blueprint.model.named_modules():
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False) if _join(name, leaf) in names]
         if leaves:
             with _initialised(blueprint, name, seed=f"{seed}/{name}"):
                 for leaf in leaves:
-                    value = _set_by_a_rule(blueprint, name, leaf)
-                    if drawn is not None:
-                        drawn.add(_join(name, leaf), value)
-                    for own, box in own_parts(parameters[_join(name, leaf)]):
-                        own.copy_(value[box])
+                    yield _join(name, leaf), _set_by_a_rule(blueprint, name, leaf)
 
 
 def check_rules(blueprint: Anatomy, stored: Collection[str] = ()) -> None:

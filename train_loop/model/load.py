@@ -259,6 +259,12 @@ def read_headers(folder: Path, stem: str = "model") -> dict[str, Stored]:
     return stored
 
 
+def weight_files(model: ModelSpec) -> set[Path]:
+    """Return the config and the files with weights of a model's folder; empty without one. Raises ModelError."""
+    folder = model_folder(model)
+    return set() if folder is None else {folder / "config.json", *(one.file for one in read_headers(folder).values())}
+
+
 def _read_index(folder: Path, stem: str = "model") -> dict[str, str]:
     """Return the file of each tensor from an index. Raises ModelError."""
     path = folder / f"{stem}.safetensors.index.json"

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,16 +13,15 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.folder import model_folder
 from train_loop.model.freeze import freeze
-from train_loop.model.load import WeightSource, give_weights, read_headers
+from train_loop.model.load import WeightSource, give_weights, weight_files
 from train_loop.model.lora.adapters import draw_adapters, lora_checks
 from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
 from train_loop.run_dir import BaseWeights
-from train_loop.spec import JobSpec, ModelSpec
+from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -73,16 +71,10 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
     if lora is not None:
         dtype = DTYPES[spec.strategy.param_dtype]
         draw_adapters(model, lora, seed=spec.training.seed, dtype=dtype, device=mesh.device)
-        base = BaseWeights(path=spec.model.path, sha256=base_sha256(_files(spec.model), drawn))
+        base = BaseWeights(path=spec.model.path, sha256=base_sha256(weight_files(spec.model), drawn))
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()
     return ShardedModel(anatomy, timer, found.after_head, unused, sharers, base)
-
-
-def _files(model: ModelSpec) -> set[Path]:
-    """Return the config and the files with weights of a model's folder; empty without one."""
-    folder = model_folder(model)
-    return set() if folder is None else {folder / "config.json", *(one.file for one in read_headers(folder).values())}
 
 
 @contextmanager

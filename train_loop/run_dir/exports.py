@@ -14,20 +14,29 @@ _SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
 ExportState = Literal["running", "done", "failed"]
 
 
+ExportForm = Literal["adapter", "merged"]
+
+
 class ExportWish(Format):
-    """Options of a requested export: the dtype and the kind of weights."""
+    """Options of a requested export: the dtype and the kind of weights, and the form of those of adapters."""
 
     dtype: Literal["bf16", "fp16", "fp32"]
     weights: Literal["model", "ema"] = "model"
+    form: ExportForm | None = None
+    """A folder of peft, or the model with the adapters added; None for a run without adapters."""
 
     def name(self, step: int) -> str:
         """Return the name of the export's folder below export/."""
-        return f"step-{step:08d}-{self.weights}-{self.dtype}"
+        return f"step-{step:08d}-{self._options}"
 
     @property
     def pinned_by(self) -> str:
         """The owner of the pin that keeps the checkpoint during the export."""
-        return f"export-{self.weights}-{self.dtype}"
+        return f"export-{self._options}"
+
+    @property
+    def _options(self) -> str:
+        return "-".join([self.weights, self.dtype, *([self.form] if self.form else [])])
 
 
 class ExportStatus(Format):
@@ -41,6 +50,8 @@ class ExportStatus(Format):
     time: float
     """Time of this status in Unix seconds."""
     reason: str | None = None
+    difference: float | None = None
+    """Largest difference of the merged model's outputs from those with adapters; None if it was not measured."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The memory limit of a rank under an embedded Ray. Torch-free."""
+"""The memory limit of a rank under an embedded Ray, and the memory that is left. Torch-free."""
 
 import resource
 from collections.abc import Mapping
@@ -41,9 +41,23 @@ def mapped_bytes() -> int:
     return _status("VmData")
 
 
+def available_bytes() -> int | None:
+    """Return the memory that this host and this container have left; None if unknown."""
+    limits = [left for left in (_kilobytes("/proc/meminfo", "MemAvailable"),) if left]
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits, default=None)
+
+
 def _status(name: str) -> int:
+    return _kilobytes("/proc/self/status", name)
+
+
+def _kilobytes(file: str, name: str) -> int:
+    """Return the bytes of a line `NAME: NUMBER kB`; 0 if there is none."""
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path(file).read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0

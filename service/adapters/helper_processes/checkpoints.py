@@ -96,7 +96,7 @@ class HelperTools:
         Raises Busy if too many exports run, of all projects or of this one.
         """
         command = [*self._python, "-m", "train_loop.checkpoint.export", job.run_dir, "--step", str(step)]
-        command += ["--dtype", wish.dtype, "--weights", wish.weights]
+        command += ["--dtype", wish.dtype, "--weights", wish.weights, *(["--form", wish.form] if wish.form else [])]
         project = job.spec.project
         with self._lock:
             self._require_share(project)

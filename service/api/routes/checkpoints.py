@@ -92,4 +92,6 @@ def exported(
 
 
 def _wish(body: ExportIn, job: Job) -> ExportWish:
-    return ExportWish(dtype=body.dtype or job.spec.model.dtype, weights=body.weights)
+    form = body.form or ("adapter" if job.spec.model.lora is not None else None)
+    dtype = "fp32" if form == "adapter" else job.spec.model.dtype
+    return ExportWish(dtype=body.dtype or dtype, weights=body.weights, form=form)

@@ -8,6 +8,7 @@ from service.api.schemas.common import Time
 from train_loop.spec import DTYPES
 
 ExportState = Literal["running", "done", "failed"]
+ExportForm = Literal["adapter", "merged"]
 """As in train_loop.run_dir, which needs libraries that the client does not have."""
 
 
@@ -60,8 +61,15 @@ class ExportIn(BaseModel):
 
     model_config = {"extra": "forbid"}
 
-    dtype: Literal["bf16", "fp16", "fp32"] | None = Field(default=None, description="default: the job's model.dtype")
+    dtype: Literal["bf16", "fp16", "fp32"] | None = Field(
+        default=None, description="default: the job's model.dtype, and fp32 with form adapter"
+    )
     weights: Literal["model", "ema"] = Field(default="model", description="ema: the average of the weights")
+    form: ExportForm | None = Field(
+        default=None,
+        description="of a job with model.lora; adapter (default): a folder for peft; merged: the model with the "
+        "adapters added to its weights",
+    )
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -75,7 +83,11 @@ class ExportOut(BaseModel):
     step: int
     dtype: str
     weights: str
+    form: ExportForm | None = Field(description="of a job with model.lora: adapter or merged")
     state: ExportState
     progress: float = Field(description="share of the weights written so far")
     reason: str | None
     path: str = Field(description="path of the Hugging Face folder when the state is done")
+    difference: float | None = Field(
+        description="largest difference of a merged model's outputs from those with adapters, if it was measured"
+    )

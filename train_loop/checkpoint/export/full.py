@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from train_loop.checkpoint.export.huggingface import refuse_adapters
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.manifest import find_verified
 from train_loop.checkpoint.optimizer_state import TrainingState
@@ -171,7 +170,10 @@ class _Opened(NamedTuple):
 def _open(run_dir: RunDir, step: int) -> _Opened:
     """Return a verified checkpoint, and its model without weights."""
     manifest = find_verified(run_dir, step)
-    refuse_adapters(run_dir.spec().run)
+    if run_dir.spec().run.model.lora is not None:
+        raise UserError(
+            "the run trains adapters (model.lora), whose checkpoints have no other weights; export with form merged"
+        )
     here = _at_this_size(run_dir.spec().run)
     plan = plan_job(here, model_shape(here.model))
     mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from train_loop.checkpoint.export.adapters import STEM, Adapted, MergedTensors, open_adapters
+from train_loop.checkpoint.export.measured import describe_adapters
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
 from train_loop.checkpoint.export.status import Progress, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
@@ -37,7 +39,7 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import ExportFacts, Split, Unchanged
+from train_loop.model.families.family import ExportFacts, SpecialTokens, Split, Unchanged
 from train_loop.model.folder import model_folder
 from train_loop.run_dir import (
     ExportStatus,
@@ -71,13 +73,19 @@ def main() -> int:
         default="model",
         help="weights to export; ema: their average [%(default)s]",
     )
+    parser.add_argument(
+        "--form", choices=("adapter", "merged"), help="form of a run's adapters [adapter]; merged: added to the weights"
+    )
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="maximum bytes per file [%(default)s]")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     run_dir = RunDir.at(arguments.run_dir)
     expect_run_dir(run_dir.root)
     try:
-        wish = ExportWish(dtype=arguments.dtype or run_dir.spec().model.dtype, weights=arguments.weights)
+        model = run_dir.spec().model
+        form = arguments.form or ("adapter" if model.lora is not None else None)
+        dtype = arguments.dtype or ("fp32" if form == "adapter" else model.dtype)
+        wish = ExportWish(dtype=dtype, weights=arguments.weights, form=form)
         folder = export(run_dir, arguments.step, wish, shard_bytes=arguments.shard_bytes)
     except (ValueError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
@@ -103,7 +111,12 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
         with report_status(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
             source = _open(run_dir, step, wish)
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
-            _write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
+            if wish.form == "adapter":
+                _write_tokenizer(source.spec, source.anatomy, source.tokenizer, work)
+            else:
+                _write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
+            if source.adapted is not None:
+                progress.difference = describe_adapters(source.adapted, work, step, wish)
     return folder
 
 
@@ -157,24 +170,34 @@ class Source:
 
     spec: JobSpec
     anatomy: Anatomy
-    saved: CheckpointTensors
+    saved: CheckpointTensors | MergedTensors
     names: dict[str, str]
     """Key in the checkpoint of each weight and buffer of the model."""
     parts: Mapping[str, Split]
     """The stored tensors of each of them."""
     tokenizer: Path | None
     """Folder of the run's tokenizer; None if the run has none."""
+    adapted: Adapted | None = None
+    """The checkpoint of a run with adapters."""
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = with_own_code(run_dir.spec().run, run_dir)
-    find_verified(run_dir, step)
-    refuse_adapters(spec)
+    manifest = find_verified(run_dir, step)
+    if (spec.model.lora is None) != (wish.form is None):
+        raise UserError(
+            "the run trains no adapters (model.lora), which form is for; export without form"
+            if wish.form
+            else "the run trains adapters (model.lora); export with form adapter, for peft, or merged"
+        )
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
         )
     anatomy, saved = family_of(spec).build(spec.model), CheckpointTensors(run_dir.checkpoint(step))
+    if spec.model.lora is not None:
+        adapted = open_adapters(spec, anatomy, saved, manifest, wish.weights)
+        return _of_adapters(adapted, wish, _tokenizer(spec, run_dir))
     # Under transformers' names; of the buffers, only those that transformers saves.
     places = find_weights(anatomy, saved, wish.weights)
     shapes = {name: tuple(saved.shape(place)) for name, place in places.items()}
@@ -183,10 +206,20 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
 
 
-def refuse_adapters(spec: JobSpec) -> None:
-    """Raise UserError for a run that trains adapters, whose checkpoints do not have the model's weights."""
-    if spec.model.lora is not None:
-        raise UserError("the run trains adapters (model.lora), whose export is not supported yet")
+def _of_adapters(adapted: Adapted, wish: ExportWish, tokenizer: Path | None) -> Source:
+    """Return what an export in either form writes."""
+    if wish.form == "adapter":
+        saved = adapted.saved
+        names = {name: adapted.places[name] for name in adapted.trained}
+        of_peft: dict[str, Split] = {
+            name: Unchanged(adapted.trained[name], tuple(saved.shape(place))) for name, place in names.items()
+        }
+        return Source(adapted.spec, adapted.plain, saved, names, of_peft, tokenizer, adapted)
+    anatomy, merged = adapted.plain, MergedTensors(adapted)
+    shapes = {name: tuple(merged.shape(name)) for name in merged.names}
+    parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
+    parts |= anatomy.family.splits(anatomy.model, shapes)
+    return Source(adapted.spec, anatomy, merged, {name: name for name in shapes}, parts, tokenizer, adapted)
 
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
@@ -198,11 +231,12 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
         for name, parts in source.parts.items()
         for stored, shape in parts.shapes.items()
     }
-    shards = plan_shards(tensors, limit=shard_bytes)
+    stem = "model" if wish.form != "adapter" else STEM
+    shards = plan_shards(tensors, limit=shard_bytes if wish.form != "adapter" else sys.maxsize)
     progress.total = sum(kind.shape.numel() for kind in tensors.values())
-    for name, shard in zip(file_names(shards), shards, strict=True):
+    for name, shard in zip(file_names(shards, stem), shards, strict=True):
         _write_shard(source, folder / name, shard, dict.fromkeys(homes[stored] for stored in shard), progress)
-    write_index(folder, shards)
+    write_index(folder, shards, stem)
 
 
 def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str], progress: Progress) -> None:
@@ -225,6 +259,15 @@ def write_run_configs(spec: JobSpec, run_dir: RunDir, folder: Path, *, dtype: st
 
 def _write_texts(spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path, dtype: str) -> None:
     """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
+    tokens, ends = _write_tokenizer(spec, anatomy, tokenizer, folder)
+    facts = ExportFacts(DTYPES[dtype], model_folder(spec.model), tokens, ends)
+    anatomy.family.write_configs(anatomy.model, folder, facts)
+
+
+def _write_tokenizer(
+    spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path
+) -> tuple[SpecialTokens | None, list[int]]:
+    """Write the files of tokenizer and processors; return its special tokens, and the ends of answers."""
     tokens, ends = None, list[int]()
     home = model_folder(spec.model)
     copy_text_files(tokenizer, home, folder)
@@ -238,7 +281,7 @@ def _write_texts(spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder
         ends = ends_of_answers(spec, tokenizer, loaded)
         write_template(spec, loaded, folder)
         name_class(folder, loaded)
-    anatomy.family.write_configs(anatomy.model, folder, ExportFacts(DTYPES[dtype], home, tokens, ends))
+    return tokens, ends
 
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:

@@ -19,6 +19,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.total = 0
+        self.difference: float | None = None
+        """Largest difference of a merged model's outputs from those with adapters."""
         self._done = 0
 
     def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -40,7 +42,13 @@ def report_status(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Prog
 
     def write(state: ExportState, reason: str | None = None) -> None:
         status = ExportStatus(
-            step=step, wish=wish, state=state, progress=progress.share, time=time.time(), reason=reason
+            step=step,
+            wish=wish,
+            state=state,
+            progress=progress.share,
+            time=time.time(),
+            reason=reason,
+            difference=progress.difference,
         )
         run_dir.exports.write(status)
 

@@ -105,6 +105,14 @@ def peft_config(lora: LoraSpec, targets: Targets, *, prefix: str = "") -> Any:
     )
 
 
+def peft_name(name: str) -> str:
+    """Return the name of a trained weight in peft's files, from its name in a model with adapters."""
+    if f".{_MAGNITUDE}.{ADAPTER}." in name:
+        name = name.removesuffix(".weight")
+    holder, _, leaf = name.rpartition(f".{ADAPTER}")
+    return f"base_model.model.{holder + leaf if holder else name}"
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name: those of adapters and of modules to save."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

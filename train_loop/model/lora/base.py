@@ -37,19 +37,22 @@ class DrawnWeights:
 
 
 def base_sha256(files: Iterable[Path], drawn: DrawnWeights) -> str:
-    """Return the SHA-256 of a model's files, by name, and of the weights that rank 0 has drawn. A collective call.
+    """Return the SHA-256 of a model's files, by name, and of the weights that rank 0 has drawn.
 
-    Raises DataError for a file that must not be read.
+    A collective call, if there are ranks. Raises DataError for a file that must not be read.
     """
-    rank, world, ordered = dist.get_rank(), dist.get_world_size(), sorted(files)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ordered = sorted(files)
     share = ordered[rank::world]
     with ThreadPoolExecutor(_THREADS) as pool:
         own = {file.name: digest for file, digest in zip(share, pool.map(_sha256, share), strict=True)}
-    every: list[dict[str, str]] = [{} for _ in range(world)]
-    dist.all_gather_object(every, own)
+    every = [own] * world
+    if world > 1:
+        dist.all_gather_object(every, own)
     digests = {name: digest for part in every for name, digest in part.items()}
     found = [json.dumps({"files": digests, "drawn": drawn.sha256}, sort_keys=True)]
-    dist.broadcast_object_list(found, src=0)
+    if world > 1:
+        dist.broadcast_object_list(found, src=0)
     return hashlib.sha256(found[0].encode()).hexdigest()
 
 

@@ -80,10 +80,14 @@ def export(
         typer.Option(parser=_read_dtype, metavar="bf16|fp16|fp32", help="data type [default: the job's model.dtype]"),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="export the EMA weights")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="with model.lora: the model with the adapters added, not a folder for peft")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""
-    request = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
+    form = "merged" if merged else None
+    request = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model", "form": form})
     with connect(retry_seconds=LONG_SECONDS) as api:
         job_id = find_job(api, job)
         status = _exported(api, job_id, step, request)

@@ -1,0 +1,166 @@
+"""Exports of runs with adapters (`model.lora`): a folder of peft, or the model with the adapters in its weights."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from train_loop.checkpoint.base_weights import check_base
+from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
+from train_loop.checkpoint.weights import Weights, find_weights, stored_buffers
+from train_loop.model.build import drawn_weights
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.folder import model_folder
+from train_loop.model.load import Joined, Stored, match_folder, weight_files
+from train_loop.model.lora.adapters import by_plain_name, inject_adapters, peft_config, peft_name
+from train_loop.model.lora.base import DrawnWeights, base_sha256
+from train_loop.model.lora.merge import layers_with_adapters, merged_layer
+from train_loop.model.lora.targets import Targets, find_targets
+from train_loop.run_dir import BaseWeights, Manifest
+from train_loop.spec import JobSpec, LoraSpec
+
+STEM = "adapter_model"
+"""Name of peft's file of weights, without its suffix. There is never more than one."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A checkpoint of adapters, with its model on meta."""
+
+    spec: JobSpec
+    lora: LoraSpec
+    plain: Anatomy
+    """The model without adapters."""
+    anatomy: Anatomy
+    """The model with adapters."""
+    targets: Targets
+    saved: CheckpointTensors
+    places: Mapping[str, str]
+    """Key in the checkpoint of each trained weight and saved buffer, by its name in the model with adapters."""
+
+    @cached_property
+    def trained(self) -> dict[str, str]:
+        """The name of each trained weight in peft's file, by its name in the model."""
+        return {name: peft_name(name) for name, p in self.anatomy.model.named_parameters() if p.requires_grad}
+
+    def write_config(self, folder: Path) -> None:
+        """Write adapter_config.json for `PeftModel.from_pretrained`."""
+        config = peft_config(self.lora, self.targets)
+        config.target_modules = {*self._short_targets}
+        config.modules_to_save = [*self.targets.saved] or None
+        config.base_model_name_or_path = str(model_folder(self.spec.model) or "") or None
+        config.task_type = "CAUSAL_LM" if self.spec.model.label_head is None else None
+        layers = [self.anatomy.model.get_submodule(name) for name in self.targets.modules]
+        config.fan_in_fan_out = bool(layers) and all(getattr(layer, "fan_in_fan_out", False) for layer in layers)
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+    @property
+    def _short_targets(self) -> tuple[str, ...]:
+        """Last parts of the targets' names if no other module has them, which other programs expect; else the names.
+
+        peft takes some last parts for those of experts in older versions of transformers.
+        """
+        last = {name.rpartition(".")[2] for name in self.targets.modules}
+        same = {name for name, _ in self.plain.model.named_modules() if name.rpartition(".")[2] in last}
+        return (
+            tuple(sorted(last)) if same == {*self.targets.modules} and not self.plain.experts else self.targets.modules
+        )
+
+    def check_base(self, manifest: Manifest) -> None:
+        """Raise ModelError if the frozen weights differ from those to which the adapters belong."""
+        model, drawn = self.spec.model, DrawnWeights()
+        for name, value in drawn_weights(self.plain, self._absent, seed=self.spec.training.seed):
+            drawn.add(name, value)
+        check_base(BaseWeights(path=model.path, sha256=base_sha256(weight_files(model), drawn)), manifest)
+
+    @cached_property
+    def _absent(self) -> list[str]:
+        """Names of the frozen weights that are drawn."""
+        names = [name for name, _ in self.plain.model.named_parameters()]
+        return [name for name in names if not self._stored.get(name)]
+
+    @cached_property
+    def _stored(self) -> Mapping[str, list[Stored | Joined]]:
+        folder = model_folder(self.spec.model)
+        return {} if folder is None else match_folder(self.plain, folder).homes
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter by its name in the model with adapters, in the dtype in which it is trained."""
+        if name in self.places:
+            return whole(self.saved.pieces(self.places[name])).values
+        (plain,) = by_plain_name(self.anatomy.model, [(name, torch.empty(0))])
+        parameter = self.plain.model.get_parameter(plain)
+        if stored := self._stored.get(plain):
+            value: Tensor = stored[0].read(tuple(slice(0, size) for size in parameter.shape))
+            return value.to(parameter.dtype)
+        ((_, value),) = drawn_weights(self.plain, [plain], seed=self.spec.training.seed)
+        return value
+
+
+def open_adapters(
+    spec: JobSpec, plain: Anatomy, saved: CheckpointTensors, manifest: Manifest, weights: Weights
+) -> Adapted:
+    """Return a checkpoint of adapters, given its model without them. Raises ModelError, CheckpointError.
+
+    The frozen weights must be those to which the adapters belong.
+    """
+    assert spec.model.lora is not None, "the caller has checked"
+    # A call of the model needs what it finds out.
+    plain.family.examine(plain, spec)
+    anatomy, lora = plain.family.anatomy(copy.deepcopy(plain.model)), spec.model.lora
+    targets = find_targets(plain, lora)
+    inject_adapters(anatomy, lora)
+    adapted = Adapted(spec, lora, plain, anatomy, targets, saved, find_weights(anatomy, saved, weights))
+    adapted.check_base(manifest)
+    return adapted
+
+
+class MergedTensors:
+    """The tensors of a model with the adapters in its weights, by the names of the model without adapters.
+
+    Weights are sums in fp32. One layer with adapters is in memory at a time, or one other tensor.
+    """
+
+    def __init__(self, adapted: Adapted) -> None:
+        self._adapted = adapted
+        self._layer_of = layers_with_adapters(adapted.anatomy.model)
+        self._layer, self._merged = "", dict[str, Tensor]()
+        model = adapted.anatomy.model
+        self._names = dict[str, str]()
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            (plain,) = by_plain_name(model, [(name, tensor)])
+            self._names[plain] = name
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all weights, and of buffers that are saved."""
+        weights = [name for name, _ in self._adapted.plain.model.named_parameters()]
+        return weights + sorted(stored_buffers(self._adapted.plain.model))
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a tensor."""
+        return self._adapted.plain.model.state_dict(keep_vars=True)[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a saved buffer, or that of merged weights."""
+        key = self._adapted.places.get(self._names[name])
+        return torch.float32 if key is None else self._adapted.saved.dtype(key)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """Yield a whole tensor."""
+        value = self._value(name)
+        yield Piece((0,) * value.ndim, value)
+
+    def _value(self, name: str) -> Tensor:
+        layer = self._layer_of.get(name)
+        if layer is None:
+            return self._adapted.read(self._names[name])
+        if layer != self._layer:
+            self._layer, self._merged = layer, merged_layer(self._adapted.anatomy.model, layer, self._adapted.read)
+        return self._merged[name]

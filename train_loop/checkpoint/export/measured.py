@@ -1,0 +1,109 @@
+"""What the README of an export of adapters tells: its base, how it is loaded, what merging has changed."""
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from train_loop.checkpoint.export.adapters import Adapted
+from train_loop.checkpoint.weights import stored_buffers
+from train_loop.model.build import allocate
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.load import match_folder
+from train_loop.run_dir import ExportWish, write_durably
+from train_loop.system.memory_limit import available_bytes
+
+_TOKENS = 32
+"""Tokens of the row whose outputs are compared."""
+_ROOM = 1.5
+"""Memory of a call, relative to that of the weights."""
+
+_ADAPTER = """# Adapters of step {step}
+
+LoRA with r={lora.r} and alpha={lora.alpha:g}, trained beside {base}. peft loads it:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, "<this folder>")  # base: the model above, loaded with transformers
+```
+"""
+_MERGED = """# Merged model of step {step}
+
+The weights of {base}, with adapters (LoRA, r={lora.r}, alpha={lora.alpha:g}) added in fp32 and rounded once to {dtype}.
+
+{difference}
+"""
+
+
+class Difference(NamedTuple):
+    """The outputs of a merged model, compared with those of the model with adapters."""
+
+    largest: float
+    """Largest absolute difference."""
+    of: float
+    """Largest absolute output."""
+
+
+def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWish) -> float | None:
+    """Write the README of an export, and peft's config. Return the largest difference, if it was measured."""
+    if wish.form == "adapter":
+        adapted.write_config(folder)
+    found = measure(adapted, folder) if wish.form == "merged" else None
+    told = "The outputs were not compared with those of the model with adapters: that needs more memory."
+    if found is not None:
+        told = (
+            f"For a row of {_TOKENS} tokens, computed in fp32, its outputs differ from those of the model with "
+            f"adapters by at most {found.largest:.3g}; the largest output is {found.of:.3g}."
+        )
+    base = adapted.spec.model.path or f"random weights of training.seed {adapted.spec.training.seed}"
+    text = _MERGED if wish.form == "merged" else _ADAPTER
+    write_durably(
+        folder / "README.md", text.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
+    )
+    return None if found is None else found.largest
+
+
+def measure(adapted: Adapted, folder: Path) -> Difference | None:
+    """Compare the outputs of an exported folder with those of the model with adapters, both computed in fp32.
+
+    Return None if a model in fp32 does not fit in this machine's memory.
+    """
+    parameters = sum(p.numel() for p in adapted.anatomy.model.parameters())
+    left = available_bytes()
+    if left is not None and 4 * _ROOM * parameters > left:
+        return None
+    homes = match_folder(adapted.plain, folder).homes
+
+    def exported(name: str) -> Tensor:
+        stored = homes[name][0]
+        return stored.read(tuple(slice(0, size) for size in stored.shape))
+
+    plain = adapted.plain.family.anatomy(copy.deepcopy(adapted.plain.model))
+    merged = _outputs(adapted, plain, exported)
+    with_adapters = _outputs(adapted, adapted.anatomy, adapted.read)
+    return Difference(float((merged - with_adapters).abs().max()), float(with_adapters.abs().max()))
+
+
+def _outputs(adapted: Adapted, built: Anatomy, read: Callable[[str], Tensor]) -> Tensor:
+    """Return the outputs of a model with the weights that `read` returns, for a row of random tokens."""
+    family, cpu = built.family, torch.device("cpu")
+    model, kept = built.model.float(), stored_buffers(built.model)
+    family.choose_attention(model, adapted.spec, cpu)
+    allocate(model, adapted.plain, device=cpu, stored=stored_buffers(adapted.plain.model))
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in kept or isinstance(tensor, nn.Parameter):
+            tensor.data.copy_(read(name))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(built.vocabulary or 2, (1, _TOKENS), generator=generator)
+    columns = {
+        "input_ids": ids,
+        "position_ids": torch.arange(_TOKENS).expand(1, _TOKENS),
+        "length": torch.tensor([_TOKENS]),
+    }
+    with torch.no_grad():
+        return family.call(model.eval(), columns, family.arguments(model, columns))
