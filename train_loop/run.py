@@ -12,6 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from train_loop.faults.failure import USER_ERRORS, failed, report_failure
 from train_loop.kinds import WORK
 from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
 from train_loop.loop.session import Session
+from train_loop.model.lora.peft_config import with_adapter
 from train_loop.run_dir import (
     RUN_MARKER,
     Fence,
@@ -40,7 +42,7 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.spec import NODE, AnyJobSpec, SpecError, describe, parse_any_text
+from train_loop.spec import NODE, AnyJobSpec, SpecError, describe, parse_any_text, with_lora
 from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.exit import leave
 from train_loop.system.retry import retry_storage
@@ -75,7 +77,7 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        spec = with_shards_per_host(spec)
+        spec = with_shards_per_host(_with_adapter(spec, RunDir.at(arguments.run_dir)))
         spec = spec.at(world) if spec.scaling.elastic else spec
         run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
     except USER_ERRORS as error:
@@ -103,6 +105,17 @@ def with_shards_per_host(spec: AnyJobSpec) -> AnyJobSpec:
         )
     shards = strategy.model_copy(update={"fsdp_size": size // strategy.tp_size})
     return spec.model_copy(update={"strategy": shards})
+
+
+def _with_adapter(spec: AnyJobSpec, run_dir: RunDir) -> AnyJobSpec:
+    """Return a spec with the settings of the adapters that it names; those of a resumed run are in its directory."""
+    if spec.model.adapter is None:
+        return spec
+    with suppress(FileNotFoundError, SpecError):
+        begun = run_dir.spec().model
+        if begun.adapter == spec.model.adapter and spec.model.lora is None:
+            return with_lora(spec, begun.lora)
+    return with_adapter(spec)
 
 
 def run(spec: AnyJobSpec, session: Session, cache: Path) -> None:

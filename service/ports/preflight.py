@@ -6,7 +6,7 @@ from typing import Protocol
 from service.ports.cancellation import Cancellation
 from train_loop.plan import LargestRead, ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent
-from train_loop.spec import AnyJobSpec, Problem
+from train_loop.spec import AnyJobSpec, LoraSpec, Problem
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class PreflightReport:
     """The part of the data for which preparation needs most memory."""
     code: str | None = None
     """SHA-256 of the package with the spec's own code, if it has any."""
+    lora: LoraSpec | None = None
+    """Settings of the adapters in the folder that the spec names, if it names one."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the model."""
 
 
 class Preflight(Protocol):

@@ -17,6 +17,8 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import WeightSource, give_weights, weight_files
 from train_loop.model.lora.adapters import draw_adapters, lora_checks
 from train_loop.model.lora.base import DrawnWeights, base_sha256
+from train_loop.model.lora.peft_config import adapter_folder
+from train_loop.model.lora.stored import fill_adapters
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
@@ -62,15 +64,20 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
     blueprint = family.anatomy(copy.deepcopy(model))
     timer = parallelize(anatomy, mesh, spec, found.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy is True else mesh.device
+    # Values of the adapters in a checkpoint come later.
+    adapters = adapter_folder(spec.model) if needs_weights else None
     needs_weights, drawn = needs_weights or lora is not None, DrawnWeights()
     with _readers(spec, mesh) as readers:
         hashed = drawn if lora is not None and mesh.rank == 0 else None
         source = WeightSource(needs_weights, readers if needs_weights else None, hashed)
         unused = give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home, source=source)
+        if adapters is not None:
+            fill_adapters(model, adapters, source.readers)
     base = None
     if lora is not None:
         dtype = DTYPES[spec.strategy.param_dtype]
-        draw_adapters(model, lora, seed=spec.training.seed, dtype=dtype, device=mesh.device)
+        if adapters is None:
+            draw_adapters(model, lora, seed=spec.training.seed, dtype=dtype, device=mesh.device)
         base = BaseWeights(path=spec.model.path, sha256=base_sha256(weight_files(spec.model), drawn))
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()

@@ -2,10 +2,11 @@
 
 `python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
 {"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
-"shape": {…}, "preview": […], "count": {…}, "largest": {…}}. `shape` has the model's sizes, or is null if they are
-unknown. If storage is unavailable, the answer is {"unavailable": {"root", "error"}}. A request {"results": …,
-"seconds": …} reads a page of results. A separate process spares the service torch's memory and import time. It forks
-for each request, because a damaged file may crash the library that opens it.
+"shape": {…}, "preview": […], "count": {…}, "largest": {…}, "lora": {…}, "notes": […]}. `shape` has the model's sizes,
+or is null if they are unknown; `lora` has the settings of the adapters that the spec names. If storage is unavailable,
+the answer is {"unavailable": {"root", "error"}}. A request {"results": …, "seconds": …} reads a page of results. A
+separate process spares the service torch's memory and import time. It forks for each request, because a damaged file
+may crash the library that opens it.
 """
 
 import sys
@@ -44,6 +45,7 @@ from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
 from train_loop.parallel.units import check_precision, expert_units, find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
+from train_loop.preflight.adapters import read_settings, stored_problems
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
 from train_loop.preflight.fork_server import lacks_memory, serve, set_pointer
 from train_loop.preflight.own_code import check_calls, import_code
@@ -124,7 +126,7 @@ def check_model(
         found = family.examine(anatomy, spec)
     except _MISTAKES as error:
         return shape, [Problem(pointer, _message(error))]
-    if problems := _adapter_problems(anatomy, spec):
+    if problems := _adapter_problems(anatomy, spec, parent):
         return shape, problems
     problems = checkpoint_problems(anatomy, spec.model, parent, pointer) if parent is not None else []
     problems += _tokenizer_problems(spec, policy, shape, parent) or _mask_problems(spec, anatomy)
@@ -134,14 +136,14 @@ def check_model(
     return (shape if problems else _counted(shape, anatomy, found, spec)), problems
 
 
-def _adapter_problems(anatomy: Anatomy, spec: JobSpec) -> list[Problem]:
-    """Return the problems of `model.lora`; without any, the model gets its adapters."""
+def _adapter_problems(anatomy: Anatomy, spec: JobSpec, parent: Parent | None) -> list[Problem]:
+    """Return the problems of `model.lora` and `model.adapter`; without any, the model gets its adapters."""
     if problems := _failed((one.pointer, one.check) for one in lora_checks(anatomy, spec)):
         return problems
     if spec.model.lora is not None:
         set_pointer("/model/lora")
         inject_adapters(anatomy, spec.model.lora)
-    return []
+    return stored_problems(anatomy.model, spec.model) if parent is None else []
 
 
 def _failed(checks: Iterable[tuple[str, Callable[[], object]]]) -> list[Problem]:
@@ -363,7 +365,8 @@ def _confine(policy: ReadPolicy, parent: Parent | None) -> None:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
     # The run of a job of any kind has the model, the data and the mesh to check.
-    spec, policy = parse_any(question["spec"]).run, ReadPolicy.model_validate(question["read_policy"])
+    job, policy = parse_any(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
+    spec = job.run
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     if spec.code is not None:
         _confine(policy, parent)
@@ -371,8 +374,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     # Opened files are checked again: a link may replace a file after the first check.
     with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
         try:
-            spec, imported = import_code(spec, policy, set_pointer)
-            shape, problems = (None, imported) if imported else check_model(spec, policy, parent)
+            adapted = read_settings(job, policy, parent)
+            spec, imported = import_code(adapted.spec.run, policy, set_pointer)
+            unread = [*adapted.problems, *imported]
+            shape, problems = (None, unread) if unread else check_model(spec, policy, parent)
             problems = [*check_data(spec, policy), *problems]
             own = spec.code is not None
             preview, bad = ([], []) if problems or own else _preview(spec)
@@ -393,6 +398,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "count": count and asdict(count),
         "largest": largest and asdict(largest),
         "code": spec.code and spec.code.sha256,
+        "lora": adapted.lora and adapted.lora.model_dump(mode="json"),
+        "notes": adapted.notes,
     }
 
 

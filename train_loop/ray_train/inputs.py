@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 def missing_inputs(spec: JobSpec) -> list[str]:
     """Return the paths of data, model and tokenizer that are missing on this host."""
     paths = [path for source in (*spec.data.sources, *spec.data.eval_sources) for path in source.paths]
-    paths += [path for path in (spec.model.path, spec.model.tokenizer, spec.data.template_file) if path is not None]
+    of_model = (spec.model.path, spec.model.adapter, spec.model.tokenizer)
+    paths += [path for path in (*of_model, spec.data.template_file) if path is not None]
     return [path for path in paths if is_missing(path)]
 
 

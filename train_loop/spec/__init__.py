@@ -6,7 +6,7 @@ from train_loop.spec.code import CodeSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
-from train_loop.spec.kinds.any_kind import AnyJobSpec
+from train_loop.spec.kinds.any_kind import AnyJobSpec, with_lora
 from train_loop.spec.kinds.generation import GenerationSpec
 from train_loop.spec.kinds.infer import InferJobSpec
 from train_loop.spec.kinds.model import CheckpointSource
@@ -94,4 +94,5 @@ __all__ = [
     "show",
     "show_json",
     "spellings",
+    "with_lora",
 ]

@@ -159,6 +159,12 @@ class ModelSpec(SpecModel):
     lora: LoraSpec | None = Field(
         default=None, description="train low-rank adapters, and nothing else; null: train all weights"
     )
+    adapter: str | None = Field(
+        default=None,
+        exclude_if=is_default(None),
+        description="URI of a folder with adapters that peft wrote for the model at path (adapter_config.json, "
+        "adapter_model.safetensors); the run continues from them, and lora has their settings",
+    )
     compile: bool = Field(
         default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"
     )
@@ -179,6 +185,8 @@ class ModelSpec(SpecModel):
             raise ValueError("exactly one of model.path and model.config is needed, and both are given; remove one")
         if self.path is None and self.load != "every_rank":
             raise ValueError(f"load={self.load} has no effect without model.path, whose files it reads; remove it")
+        if self.adapter is not None and self.path is None:
+            raise ValueError("adapter needs the model that it was trained on; set model.path, or remove adapter")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
@@ -206,7 +214,7 @@ class ModelSpec(SpecModel):
     def _head_has_settings(cls, head: Head) -> Head:
         return LabelHeadSpec.model_validate({head: {}}) if head in WITH_DEFAULTS else head
 
-    @field_validator("path", "tokenizer")
+    @field_validator("path", "tokenizer", "adapter")
     @classmethod
     def _is_on_storage(cls, uri: str | None) -> str | None:
         if uri is None or os.path.isabs(uri):

@@ -100,9 +100,10 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
 def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the settings of a job that do not go with adapters; `job` has its valid parts."""
     model, training = job.get("model"), job.get("training")
-    if model is None or (lora := model.lora) is None:
+    if model is None or (model.lora is None and model.adapter is None):
         return
-    frozen, experts = model.freeze_module_prefix, bool(lora.target_parameters)
+    name = "lora" if model.adapter is None else "adapter"
+    frozen, experts = model.freeze_module_prefix, model.lora is not None and bool(model.lora.target_parameters)
     settings = {
         "/code": (job.get("code") is not None, "own code (code)", "is not supported yet"),
         "/model/freeze_module_prefix": (
@@ -135,7 +136,7 @@ def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Prob
         }
     for pointer, (chosen, setting, reason) in settings.items():
         if chosen:
-            yield Problem(pointer, f"{setting} {reason} with model.lora; change it, or remove lora")
+            yield Problem(pointer, f"{setting} {reason} with model.{name}; change it, or remove {name}")
 
 
 def _is_group(reshard: bool | int | None) -> bool:

@@ -37,6 +37,18 @@ def _rates(spec: JobSpec) -> tuple[object, ...]:
     return *chosen, spec.model.freeze_module_prefix, spec.data.eval
 
 
+def check_adapter_kept(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:
+    """Return why a clone would not read the folder with adapters that its spec names; empty if its parent's has it."""
+    adapter = spec.model.adapter
+    if adapter is None or adapter == job.spec.model.adapter:
+        return []
+    message = (
+        f"adapter={adapter} has no effect, because the clone continues from step {manifest.step} of {job.id}; set "
+        "from_checkpoint to 0, or remove adapter"
+    )
+    return [Problem("/model/adapter", message)]
+
+
 def check_steps_remaining(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:
     """Return why a clone would end before its first step; empty if it would not, or if this is not known yet."""
     training, begins = spec.run.training, f"step {manifest.step} of {job.id}, where the clone starts"

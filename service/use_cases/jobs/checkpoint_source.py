@@ -11,7 +11,7 @@ from service.use_cases.jobs.jobs import Jobs
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import AnyJobSpec, CheckpointSource, Problem, SpecError, dump, load
 
-_OF_SOURCE = ("path", "config", "tokenizer")
+_OF_SOURCE = ("path", "config", "tokenizer", "lora")
 """Fields of a model that come from the job of its checkpoint."""
 
 

@@ -37,7 +37,7 @@ from train_loop.plan import (
     why_split,
 )
 from train_loop.run_dir import Parent, versions_here
-from train_loop.spec import NODE, AnyJobSpec, Problem, SpecError, Spelling
+from train_loop.spec import NODE, AnyJobSpec, LoraSpec, Problem, SpecError, Spelling, with_lora
 
 Plans = dict[int, Plan]
 """Plan for each possible number of workers of a job; at least one."""
@@ -54,6 +54,8 @@ class CheckedSpec:
     """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
     code: str | None = None
     """SHA-256 of the package with own code that was checked."""
+    lora: LoraSpec | None = None
+    """Settings of the adapters in the folder that the spec names, if it names one."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ class Planner:
 
     def _checked(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
         """Return the plans that break no rule, and fit the memory of the nodes unless they are None."""
+        spec = with_lora(spec, found.lora)
         plans = self._plans(spec, found, nodes or ())
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
         memory = [] if nodes is None else memory_warnings(spec.at(most), plans[most], found.largest, nodes)
         reserved = reservations(spec.run, plans, found.largest, nodes or ())
-        return CheckedSpec(plans, (*plans[most].warnings, *memory, *notes), reserved, found.code)
+        warnings = (*plans[most].warnings, *memory, *found.notes, *notes)
+        return CheckedSpec(plans, warnings, reserved, found.code, found.lora)
 
     def _plans(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom]) -> Plans:
         plans, broken = _planned(spec, found.shape)
@@ -147,7 +151,7 @@ class Planner:
         nodes = None if question.named is not None else self.cluster.rooms()
         found = self.preflight.check(spec, parent, cancellation)
         checked = self._checked(spec, found, nodes)
-        plans = checked.plans
+        spec, plans = with_lora(spec, found.lora), checked.plans
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.peers
         whole = spec.strategy.whole_group
         scaling = spec.scaling.at(max(plans))

@@ -58,7 +58,10 @@ def positions_in(body: bytes) -> Iterator[None]:
 
 
 def spellings_in(body: bytes, spec: AnyJobSpec) -> tuple[Spelling, ...]:
-    """Return the values that a valid body writes in another way than its spec, with the number of each `node`."""
+    """Return the values that a valid body writes in another way than its spec, with the number of each `node`.
+
+    A folder with adapters becomes their settings.
+    """
     raw = read_yaml(body)
     size = {"strategy.fsdp_size": spec.strategy.fsdp_size}
     found = [
@@ -66,6 +69,9 @@ def spellings_in(body: bytes, spec: AnyJobSpec) -> tuple[Spelling, ...]:
     ]
     if raw.get("strategy", {}).get("fsdp_size") == NODE:
         found.append(Spelling("strategy.fsdp_size", NODE, size))
+    model = spec.model
+    if model.adapter is not None and model.lora is not None and not raw.get("model", {}).get("lora"):
+        found.append(Spelling("model.adapter", model.adapter, {"model.lora": model.lora.model_dump(mode="json")}))
     return tuple(found)
 
 

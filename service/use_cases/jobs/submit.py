@@ -8,7 +8,7 @@ from service.domain.access.code import CodePolicy
 from service.domain.access.permissions import require_any_editor, require_role
 from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import Job, JobState, Lineage
-from service.domain.jobs.lineage import check_steps_remaining, parent_of
+from service.domain.jobs.lineage import check_adapter_kept, check_steps_remaining, parent_of
 from service.domain.queue.policy import PriorityLimits
 from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
 from service.ports import Cancellation, IdempotencyKey, NewJob
@@ -20,7 +20,7 @@ from service.use_cases.jobs.outlook import DeviceQuestion
 from service.use_cases.jobs.planning import NO_QUESTION, CheckedSpec, PlanView, sizes_of
 from service.use_cases.jobs.specs import apply_overrides, parse_spec, spellings_in, with_digest
 from train_loop.run_dir import Manifest, Parent
-from train_loop.spec import AnyJobSpec
+from train_loop.spec import AnyJobSpec, with_lora
 
 _SMALL = 8192
 """Maximum size in bytes of a spec that is parsed in a group: parsing, at most 5 ms, delays the others."""
@@ -127,7 +127,7 @@ class Submitter:
         """
         spec, parent = find_source(self.jobs, caller, self._parse(caller, body))
         view = self.jobs.planner.view(spec, parent, cancellation, question)
-        return replace(view, spellings=spellings_in(body, spec))
+        return replace(view, spellings=spellings_in(body, view.spec))
 
     def _parse(self, caller: Principal, body: bytes) -> AnyJobSpec:
         """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
@@ -157,7 +157,7 @@ class Submitter:
 
     def _build(self, spec: AnyJobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
-        spec = with_digest(spec, checked.code)
+        spec = with_lora(with_digest(spec, checked.code), checked.lora)
         job_id, now = self.new_id(), self.jobs.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)
@@ -175,7 +175,10 @@ class Submitter:
         spec, parent = find_source(self.jobs, caller, spec)
         manifest = self._checkpoint_to_clone(origin, step)
         if manifest is not None:
-            if problems := check_steps_remaining(origin, manifest, spec):
+            if problems := [
+                *check_steps_remaining(origin, manifest, spec),
+                *check_adapter_kept(origin, manifest, spec),
+            ]:
                 raise InvalidSpec(problems)
             parent = parent_of(origin, manifest, spec)
         checked = self.jobs.planner.check(spec, parent)

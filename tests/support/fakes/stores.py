@@ -28,9 +28,9 @@ from service.ports import (
     WebhookCounts,
 )
 from train_loop.model.folder import model_shape
-from train_loop.plan import Capacity, LargestRead, NodeRoom, Preview, SampleCount
+from train_loop.plan import Capacity, LargestRead, ModelShape, NodeRoom, Preview, SampleCount
 from train_loop.run_dir import Parent
-from train_loop.spec import AnyJobSpec, Problem
+from train_loop.spec import AnyJobSpec, LoraSpec, Problem
 
 _QUEUE = "queue"
 
@@ -318,6 +318,10 @@ class MemoryPreflight:
     count: SampleCount | None = None
     preview: tuple[Preview, ...] = ()
     largest: LargestRead | None = None
+    shape: ModelShape | None = None
+    """The sizes of models in folders."""
+    lora: LoraSpec | None = None
+    notes: tuple[str, ...] = ()
     in_order: dict[str, PreflightReport] = field(default_factory=dict)
     starting: str | None = None
 
@@ -325,9 +329,10 @@ class MemoryPreflight:
         self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
     ) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
-        shape = model_shape(spec.model) if spec.model.path is None else None
+        shape = model_shape(spec.model) if spec.model.path is None else self.shape
         code = (spec.code.sha256 or "c" * 64) if spec.code else None
-        found = PreflightReport(tuple(self.problems), shape, self.preview, self.count, self.largest, code)
+        known = (shape, self.preview, self.count, self.largest, code, self.lora, self.notes)
+        found = PreflightReport(tuple(self.problems), *known)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found

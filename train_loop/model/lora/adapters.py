@@ -33,7 +33,7 @@ from train_loop.spec import JobSpec, LoraSpec
 
 ADAPTER = "default"
 """Name of the adapters in peft's layers."""
-_MAGNITUDE = "lora_magnitude_vector"
+MAGNITUDE = "lora_magnitude_vector"
 """Attribute of peft's layers with the magnitudes of DoRA (Liu et al., 2024)."""
 _RENAMED = "names_without_adapters"
 """Attribute of a model with adapters: the names that modules inside of peft's layers had before."""
@@ -143,13 +143,13 @@ def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.d
     """
     for name, parameter in model.named_parameters():
         *_, kind, adapter, leaf = ("", "", *name.split("."))
-        if adapter != ADAPTER or leaf != "weight" or kind not in ("lora_A", "lora_B", _MAGNITUDE):
+        if adapter != ADAPTER or leaf != "weight" or kind not in ("lora_A", "lora_B", MAGNITUDE):
             continue
         value = torch.zeros(parameter.shape, dtype=parameter.dtype)
         if kind == "lora_A":
             _draw(value, lora, seed=f"{seed}/{name}")
-        elif kind == _MAGNITUDE:
-            layer: Any = model.get_submodule(name.partition(f".{_MAGNITUDE}.")[0])
+        elif kind == MAGNITUDE:
+            layer: Any = model.get_submodule(name.partition(f".{MAGNITUDE}.")[0])
             value = _magnitudes(layer, dtype, device).to(value)
         with torch.no_grad():
             for own, box in own_parts(parameter):

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Tag
 
 from train_loop.spec.job import JobSpec
 from train_loop.spec.kinds.infer import InferJobSpec
+from train_loop.spec.model import LoraSpec
 
 TRAIN = "train"
 """Kind of a spec that names none."""
@@ -29,3 +30,10 @@ AnyJobSpec = Annotated[
 """The spec of a job of any kind. The service and the driver use only the members that all kinds have."""
 
 KINDS: Mapping[str, type[JobSpec] | type[InferJobSpec]] = MappingProxyType({"train": JobSpec, "infer": InferJobSpec})
+
+
+def with_lora(spec: AnyJobSpec, lora: LoraSpec | None) -> AnyJobSpec:
+    """Return a spec with the settings of the adapters in the folder that it names; None leaves it unchanged."""
+    if lora is None:
+        return spec
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})})

@@ -21,7 +21,7 @@ from train_loop.spec.training import TrainingSpec
 
 _MODEL = (
     *("path", "config", "job", "step", "weights", "tokenizer", "head"),
-    *("dtype", "attn_implementation", "experts_implementation"),
+    *("dtype", "attn_implementation", "experts_implementation", "adapter"),
 )
 _STRATEGY = (
     *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
@@ -76,8 +76,10 @@ class InferModelSpec(ModelSpec):
 
     @model_validator(mode="after")
     def _is_honoured(self) -> "InferModelSpec":
-        of_job = ("lora",) if self.is_of_job else ()
-        for fault in _unused(self, (*_MODEL, *of_job, "router_dtype"), "with kind: infer, which trains nothing"):
+        if self.is_of_job and self.adapter is not None:
+            raise ValueError("adapter contradicts job, whose checkpoint has the weights; remove one of them")
+        adapted = ("lora",) if self.is_of_job or self.adapter is not None else ()
+        for fault in _unused(self, (*_MODEL, *adapted, "router_dtype"), "with kind: infer, which trains nothing"):
             raise ValueError(fault)
         for name, value, default in (("step", self.step, "latest"), ("weights", self.weights, "model")):
             if self.job is None and value != default:

@@ -48,7 +48,6 @@ TO_COME = _by_name({"": "add_tokens kernels images balance shard_vision groups p
 _ABSENT = _by_name(
     {
         "the choice of a cluster (target)": "target",
-        "a start from a folder with adapters (model.adapter)": "adapter adapters adapter_name_or_path lora_model_dir",
         "adapters that are tied to those of another module": "ensure_weight_tying",
         "another rank for some modules": "rank_pattern alpha_pattern",
         "a list of modules without adapters; name the others in model.lora.target_modules": "exclude_modules",
@@ -124,6 +123,8 @@ FIELDS = _by_name(
         "model.gradient_checkpointing": "activation_checkpointing gradient_checkpointing_kwargs recompute "
         "fsdp_activation_checkpointing use_reentrant enable_gradient_checkpointing",
         "model.freeze_module_prefix": "freeze freeze_modules",
+        "model.adapter": "adapters adapter_path adapter_name_or_path adapter_model_name_or_path lora_model_dir "
+        "lora_path lora_adapter_path",
         "model.lora": "lora_config peft peft_config use_lora use_peft",
         "model.lora.r": "lora_r lora_rank lora_dim lora_attn_dim",
         "model.lora.alpha": "lora_alpha",
