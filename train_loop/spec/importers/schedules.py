@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from train_loop.spec.importers.draft import Draft, Drop, put
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.values import number
+from train_loop.spec.optimizer import OPTIMIZER_OPTIONS
 from train_loop.spec.schedule import PLATEAU
-from train_loop.spec.training import OPTIMIZER_OPTIONS
 
 
 def read_warmup(draft: Draft, steps: str, ratio: str) -> None:
