@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from train_loop.errors import ModelError
 from train_loop.run_dir import local_path
-from train_loop.spec.printable import hidden_character
+from train_loop.spec.text.printable import hidden_character
 from train_loop.system.input_files import read_input
 
 MOST_FILES = 2000

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from train_loop.optim.by_mesh import local_of
+
 _TINY = 1e-30
 """Constant added to squared gradients, so that none of their means is zero."""
 
@@ -54,16 +56,12 @@ def _inverse_root(state: dict[str, Any], squares: Tensor, weight: float) -> Tens
     rows = _moved(state, "row_mean", _mean(squares, dim=-1), weight)  # [M, 1]
     columns = _moved(state, "column_mean", _mean(squares, dim=-2), weight)  # [1, N]
     # A product of DTensors would gather rows or columns where ranks have parts of both.
-    own = (_local(rows) / _local(_mean(rows, dim=-2))).rsqrt() * _local(columns).rsqrt()
+    own = (local_of(rows) / local_of(_mean(rows, dim=-2))).rsqrt() * local_of(columns).rsqrt()
     if not isinstance(squares, DTensor):
         return own
     return DTensor.from_local(
         own, squares.device_mesh, squares.placements, run_check=False, shape=squares.shape, stride=squares.stride()
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _moved(state: dict[str, Any], name: str, towards: Tensor, weight: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, of which torch needs each list on one device mesh."""
+"""Tensors on device meshes: shards, and operations on lists of tensors, each of which torch needs on one mesh."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, in the tensor's own memory; a tensor that is not sharded, as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

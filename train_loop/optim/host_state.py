@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from train_loop.optim.by_mesh import local_of
 from train_loop.plan import STATE_PART_BYTES
 
 _HOST = torch.device("cpu")
@@ -44,7 +45,7 @@ class HostState(Optimizer):
     def _step_part(self, part: list[Tensor]) -> None:
         homes = {p: dict(self.state[p]) for p in part if p in self.state}
         for parameter, home in homes.items():
-            device = _local(parameter).device
+            device = local_of(parameter).device
             self.state[parameter] = {name: self._moved(value, device) for name, value in home.items()}
         super().step()
         for parameter in part:
@@ -56,12 +57,12 @@ class HostState(Optimizer):
         """Return a value of a state in host memory: in the memory that it had before the step, if it had some."""
         if home is value or not isinstance(home, Tensor):
             return self._moved(value, _HOST)
-        _local(home).copy_(_local(value), non_blocking=True)
+        local_of(home).copy_(local_of(value), non_blocking=True)
         return home
 
     def _moved(self, value: Any, device: torch.device) -> Any:
         # Counters of steps are where the optimizer wants them.
-        if not isinstance(value, Tensor) or value.ndim == 0 or (local := _local(value)).device == device:
+        if not isinstance(value, Tensor) or value.ndim == 0 or (local := local_of(value)).device == device:
             return value
         if device == _HOST:
             moved = torch.empty_like(local, device=_HOST, pin_memory=self.pin_memory)
@@ -86,14 +87,10 @@ def _parts(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield consecutive parameters of at most PART_BYTES on this rank, or a single one."""
     part, size = list[Tensor](), 0
     for parameter in parameters:
-        if part and size + _local(parameter).nbytes > PART_BYTES:
+        if part and size + local_of(parameter).nbytes > PART_BYTES:
             yield part
             part, size = [], 0
         part.append(parameter)
-        size += _local(parameter).nbytes
+        size += local_of(parameter).nbytes
     if part:
         yield part
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

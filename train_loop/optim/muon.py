@@ -26,6 +26,7 @@ from torch.optim._muon import (
 from torch.optim.optimizer import ParamsT
 
 from train_loop.model.families.anatomy import Fused
+from train_loop.optim.by_mesh import local_of
 
 
 class Muon(Optimizer):
@@ -68,12 +69,12 @@ class Muon(Optimizer):
         directions = torch.stack([self._direction(p, group) for p in parameters])  # [K, M/W, N]
         updates = _orthogonal(directions, parameters[0], group)
         for parameter, update in zip(parameters, updates, strict=True):
-            local = _local(parameter)
+            local = local_of(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             _apply(update, local, _rate(group, parameter.shape))
 
     def _step_experts(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        direction, local = self._direction(parameter, group), _local(parameter)  # [E/W, M, N]
+        direction, local = self._direction(parameter, group), local_of(parameter)  # [E/W, M, N]
         if isinstance(parameter, DTensor):
             # Offloaded ones are computed where the model is.
             direction = direction.to(parameter.device_mesh.device_type)
@@ -89,7 +90,7 @@ class Muon(Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, smoothed = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, smoothed = local_of(parameter.grad), local_of(state["momentum_buffer"])
         smoothed.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(smoothed, group["momentum"]) if group["nesterov"] else smoothed).bfloat16()
 
@@ -195,7 +196,3 @@ def _ranks(parameter: Tensor) -> int:
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

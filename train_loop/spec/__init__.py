@@ -29,10 +29,10 @@ from train_loop.spec.parse import (
     parse_text,
     spellings,
 )
-from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.scaling import MEMORY, MOST_WORKERS, FailureSpec, ScalingSpec, WorkerRange
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, add_positions, as_pointer, describe, locate, read_positions, read_yaml
+from train_loop.spec.text.printable import refuse_hidden, show, show_json
 from train_loop.spec.training import ReductionTreeSpec, RouterAuxLossSpec, TrainingSpec
 
 __all__ = [

@@ -11,7 +11,7 @@ from train_loop.data.files import File, file_system, is_gone, is_local, split_gl
 from train_loop.errors import DataError
 from train_loop.run_dir import ReadPolicy, local_path
 from train_loop.spec import JobSpec, SourceSpec
-from train_loop.spec.printable import hidden_character
+from train_loop.spec.text.printable import hidden_character
 from train_loop.system.input_files import current_policy, limit_inputs, stdlib_root
 
 STDLIB = "stdlib://"
