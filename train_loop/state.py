@@ -3,6 +3,8 @@
 import hashlib
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from train_loop.optim import Ema, ExpertBalance, Plateau, Scheduler
+from train_loop.optim import Ema, ExpertBalance, Plateau, Scheduler, at_averages
 from train_loop.run_dir import BaseWeights
 
 
@@ -50,7 +52,7 @@ class TrainState:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Scheduler, ...]
-    """One for each optimizer, all at the same step and learning rate."""
+    """One for each optimizer, all at the same step."""
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""
     ema: Ema | None = None
@@ -72,8 +74,24 @@ class TrainState:
 
     @property
     def lr(self) -> float:
-        """Return the learning rate of the next step."""
-        return float(self.schedulers[0].get_last_lr()[0])
+        """Return the learning rate of the first parameter group in the next step."""
+        return self.group_rates[0]
+
+    @property
+    def group_rates(self) -> tuple[float, ...]:
+        """Return the learning rate of each parameter group in the next step."""
+        return tuple(float(rate) for scheduler in self.schedulers for rate in scheduler.get_last_lr())
+
+    @property
+    def rates_differ(self) -> bool:
+        """Return whether parameter groups have different learning rates."""
+        return len({float(group["initial_lr"]) for one in self.optimizers for group in one.param_groups}) > 1
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Make the model use its averaged weights within the context, if the run averages some."""
+        with at_averages(self.optimizers), self.ema.applied() if self.ema is not None else nullcontext():
+            yield
 
     def apply_gradients(self) -> None:
         """Step optimizers, schedules and EMA. A collective call."""

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -256,10 +255,10 @@ def check_step(run: Run, result: StepResult) -> None:
 def evaluate_now(run: Run, stop_signal: StopSignal) -> Evaluation | Stop:
     """Return the evaluation, or the stop request that has interrupted it. A collective call.
 
-    It uses the averaged weights if the run has an EMA.
+    It uses the averaged weights if the run has some.
     """
     assert run.evaluation_data is not None, "a spec with eval_steps has eval data"
-    with run.state.ema.applied() if run.state.ema is not None else nullcontext():
+    with run.state.averaged():
         found = evaluate(
             run.objective,
             run.evaluation_data,

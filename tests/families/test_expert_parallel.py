@@ -83,6 +83,11 @@ FROZEN = [f"model.layers.1.mlp.{part}" for part in ("gate", "experts")]
 SETTINGS = {
     "adafactor, offload": (("training", "optimizer", "adafactor"), ("strategy", "offload_policy", True)),
     "frozen, fp16": (("model", "freeze_module_prefix", FROZEN), ("model", "dtype", "fp16")),
+    "lion, groups": (
+        ("training", "optimizer", "lion"),
+        ("training", "groups", [{"params": ["*.experts", "*.gate"], "lr_scale": 0.5, "betas": [0.8, 0.9]}]),
+        ("training", "layer_decay", 0.8),
+    ),
     "sgd, bf16": (("training", "optimizer", "sgd"), ("model", "dtype", "bf16"), ("strategy", "norm_dtype", "fp32")),
 }
 """Settings of whole runs with and without shared experts, of which each commit draws one."""

@@ -49,7 +49,17 @@ from train_loop.telemetry.timers import ComputeTimer
 STEPS, CLIP = 2, 0.3
 TOLERANCE = 1e-5
 MESH = Case("fsdp 2 x tp 2", 4, tp_size=2)
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
+GROUPS = [{"params": ["*.q_proj.weight", "model.embed_tokens"], "lr_scale": 2.0, "betas": [0.8, 0.9]}]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"learning_rate": 0.1},
+    "adafactor": {},
+    # Muon iterates in bf16, which amplifies the last bit of a gradient.
+    "muon": {"learning_rate": 2e-4},
+    # The sign of a gradient near zero depends on its last bit.
+    "lion": {"learning_rate": 1e-4, "groups": GROUPS, "layer_decay": 0.9},
+    "schedule_free_adamw": {"groups": GROUPS, "lr_scheduler_type": "constant", "ema_decay": None},
+}
 OTHERS = (
     ("strategy", "offload_policy", True),
     ("strategy", "norm_dtype", "fp32"),
@@ -69,16 +79,14 @@ class Trained(NamedTuple):
 
 
 def job_of(optimizer: str) -> JobSpec:
-    # Muon iterates in bf16, which amplifies the last bit of a gradient.
-    rate = {"sgd": 0.1, "muon": 2e-4}.get(optimizer, 1e-3)
-    training = {"optimizer": optimizer, "ema_decay": 0.5, "learning_rate": rate}
+    training = {"optimizer": optimizer, "ema_decay": 0.5, "learning_rate": 1e-3} | OPTIMIZERS[optimizer]
     fields = (("training", name, value) for name, value in training.items())
     return parse(raw_job("qwen3", replace(MESH, others=(*OTHERS, *fields)), uneven("qwen3")))
 
 
 def trained() -> dict[str, dict[str, float]]:
     """Train a model with several optimizers; return the largest differences from the same training on one rank."""
-    model, objective, mesh = build(job_of(OPTIMIZERS[0]))
+    model, objective, mesh = build(job_of("adamw"))
     rows = shorten(random_rows(ROWS, LENGTH, vocab=VOCAB, packed=False), packed=False)
     batch, found = my_share(rows, mesh), {}
     total = divisor(batch, mesh)
@@ -100,12 +108,10 @@ def step_of(state: TrainState, objective: Objective, batch: StepBatch, mesh: Mes
 
 
 def weights_of(state: TrainState) -> tuple[Weights, Weights]:
-    assert state.ema is not None
     named = {name: parameter.detach() for name, parameter in state.model.named_parameters()}
-    weights, averages = (
-        {name: whole(one).clone() for name, one in values.items()} for values in (named, state.ema.averages)
-    )
-    return weights, averages
+    weights = {name: whole(one).clone() for name, one in named.items()}
+    with state.averaged():
+        return weights, {name: whole(one).clone() for name, one in named.items()}
 
 
 def trained_alone(plain: Any, job: JobSpec, rows: Rows, mesh: Mesh) -> Trained:

@@ -84,7 +84,7 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
     reader = CheckpointReader(prove_parent(access, parent), patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
     states = values["optimizer"]["state"] if parent.same_optimizer else {}
-    averages = values.get("ema", {})
+    averages, trained = values.get("ema", {}), values.get("trained", {}) if parent.same_optimizer else {}
     wanted: Values = {
         "model": values["model"],
         "optimizer": {
@@ -93,10 +93,12 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
         "scheduler": _positions(state, parent),
         "scaler": values["scaler"] if is_saved("scaler", values["scaler"]) else {},
         "ema": {name: average for name, average in averages.items() if is_saved("ema", {name: average})},
+        "trained": {name: weight for name, weight in trained.items() if is_saved("trained", {name: weight})},
     }
     _read(state, parent.manifest, reader, wanted, seed=seed)
     states |= wanted["optimizer"]["state"]
-    put_back(state, values | {name: wanted[name] for name in ("model", "scaler") if wanted[name]})
+    own = {name: wanted[name] for name in ("model", "scaler") if wanted[name]}
+    put_back(state, values | own | {"trained": wanted["trained"]})
     for number, scheduler in enumerate(state.schedulers):
         if isinstance(scheduler, Plateau) and parent.same_plateau:
             scheduler.load_state_dict(scheduler.state_dict() | wanted["scheduler"][str(number)])

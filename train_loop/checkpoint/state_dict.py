@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train_loop.data.order import Order
+from train_loop.optim import averaged
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import Fence, Manifest
 from train_loop.spec import JobSpec, dump
@@ -28,7 +29,8 @@ def tensors_to_save(state: TrainState) -> dict[str, Any]:
 def tensors_of(state: TrainState) -> dict[str, Any]:
     """Return the state of model, optimizers, schedules, scaler and average, in its current sharding.
 
-    Of a model with adapters it has the trained weights only.
+    Of a model with adapters it has the trained weights only. With a schedule-free optimizer, the model has the averaged
+    weights, which exports and other jobs read, and `trained` those at which it trains.
     """
     fresh = not any(optimizer.state for optimizer in state.optimizers)
     # `get_state_dict`, because a fresh optimizer's own state_dict is empty: its moments would not be restored.
@@ -45,15 +47,23 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
     schedulers = {str(i): scheduler.state_dict() for i, scheduler in enumerate(state.schedulers)}
     average = {"ema": state.ema.averages} if state.ema is not None else {}
     scaler = state.scaler.state_dict()
-    return {"model": model, "optimizer": optimizer, "scheduler": schedulers, "scaler": scaler} | average
+    values = {"model": model, "optimizer": optimizer, "scheduler": schedulers, "scaler": scaler} | average
+    averages = {id(parameter): weights for parameter, weights in averaged(state.optimizers)}
+    if averages:
+        # A tied parameter has several names.
+        named = state.model.named_parameters(remove_duplicate=False)
+        trained = {name: parameter for name, parameter in named if id(parameter) in averages and name in model}
+        values["model"] = model | {name: averages[id(parameter)] for name, parameter in trained.items()}
+        values["trained"] = {name: parameter.detach() for name, parameter in trained.items()}
+    return values
 
 
 def put_back(state: TrainState, values: dict[str, Any]) -> None:
-    """Load the result of `tensors_of` into a state."""
+    """Load the result of `tensors_of` into a state. Weights that are not in `trained` continue at their averages."""
     set_state_dict(
         state.model,
         state.optimizers,
-        model_state_dict=values["model"],
+        model_state_dict=values["model"] | values.get("trained", {}),
         optim_state_dict=values["optimizer"],
         options=StateDictOptions(strict=state.base is None),
     )

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 from train_loop.data.files import open_file, report_damage
 from train_loop.data.prepare.sources import list_files
 from train_loop.errors import DataError
-from train_loop.spec import JobSpec, parse
+from train_loop.spec import SCHEDULE_FREE, JobSpec, parse
 
 ROWS, BATCH, STEPS, EVERY = 24, 8, 4, 2
 """Rows, rows of a step, optimizer steps of a run, and steps between its checkpoints."""
 
-_TRAINING = {"learning_rate", "optimizer", "weight_decay", "momentum", "seed", "max_grad_norm"}
+_TRAINING = {"learning_rate", "optimizer", "weight_decay", "momentum", "groups", "layer_decay", "seed", "max_grad_norm"}
 """Fields of a spec's training that its toy jobs have, too."""
 
 
@@ -46,6 +46,7 @@ def toy_job(spec: JobSpec, mesh: ToyMesh, rows: Path) -> JobSpec:
         "data": {"train": {"path": str(rows)}, "columns": {"own": [*spec.data.columns_of(spec.data.sources[0]).own]}},
         "training": training.model_dump(mode="json", include=_TRAINING, exclude_none=True)
         | ({"optimizer": "adamw"} if training.optimizer == "adamw_8bit" else {})
+        | ({"lr_scheduler_type": "constant"} if training.optimizer == SCHEDULE_FREE else {})
         | {"max_steps": STEPS, "global_batch_size": BATCH, "per_device_train_batch_size": mesh.micro_batch},
         "strategy": {
             "fsdp_size": mesh.fsdp,

@@ -30,8 +30,8 @@ class StepResult:
     """Loss per count: per label, or per unit of weight; before the update."""
     grad_norm: float
     """Gradient norm before clipping."""
-    lr: float
-    """Learning rate of the step."""
+    rates: tuple[float, ...]
+    """Learning rate of each parameter group in the step."""
     applied: bool
     """False if loss or gradients were not finite and the weights remained unchanged."""
     overflow: bool
@@ -70,14 +70,14 @@ def train_step(
     finite = bool(torch.isfinite(sums.loss) & torch.isfinite(norm))
     # The loss is unscaled: the scaler cannot cause a non-finite loss. Its factor was that of undivided gradients.
     overflow = bool(torch.isfinite(sums.loss)) and not finite and scaler.get_scale() * sums.late_divisor > 1
-    lr = state.lr
+    rates = state.group_rates
     if finite:
         state.apply_gradients()
     if state.balance is not None:
         state.balance.end_step(applied=finite)
     scaler.update()
     state.drop_gradients()
-    return StepResult(sums.loss.item(), norm.item(), lr, finite, overflow, sums.means)
+    return StepResult(sums.loss.item(), norm.item(), rates, finite, overflow, sums.means)
 
 
 def accumulate(

@@ -1,21 +1,24 @@
 """Optimizers of a sharded model, and gradient clipping."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from train_loop.model.families.anatomy import Anatomy, Experts
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.by_mesh import ByMesh, by_mesh
 from train_loop.optim.eight_bit import adamw_8bit_class
+from train_loop.optim.groups import ParameterGroup, parameter_groups
 from train_loop.optim.host_state import HostState
+from train_loop.optim.lion import Lion
 from train_loop.optim.muon import Muon
-from train_loop.spec import TrainingSpec
+from train_loop.optim.schedule_free import ScheduleFreeAdamW
+from train_loop.spec import SCHEDULE_FREE, TrainingSpec
 from train_loop.telemetry.timers import ComputeTimer
 
-Group = dict[str, Any]
+Described = dict[str, str | float | int]
 T = TypeVar("T", bound=Optimizer)
 
 
@@ -35,17 +38,34 @@ def build_optimizers(
 ) -> tuple[Optimizer, ...]:
     """Build the spec's optimizer for all trained parameters; muon leaves some of them to a second one, AdamW.
 
-    Raises UserError if a package that it needs is not installed.
+    Raises UserError if a package that it needs is not installed, and ModelError for groups that the model has not.
     """
-    parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
+    parts = _by_optimizer(anatomy, training).items()
+    return tuple(_build(name, groups, training, anatomy.experts, place) for name, groups in parts)
+
+
+def plan_groups(anatomy: Anatomy, training: TrainingSpec) -> list[Described]:
+    """Return the parameter groups that a run of a model will have, as `describe_groups` returns them.
+
+    The names of optimizers are those of a spec. Raises ModelError for groups that the model has not.
+    """
+    return [
+        _described(name, _options(group, training, name), group.parameters)
+        for name, groups in _by_optimizer(anatomy, training).items()
+        for group in groups
+    ]
+
+
+def _by_optimizer(anatomy: Anatomy, training: TrainingSpec) -> dict[str, list[ParameterGroup]]:
+    """Return the groups of each optimizer, by its name in a spec, without those that are empty."""
+    groups = parameter_groups(anatomy, training)
     if training.optimizer != "muon":
-        return (_build(training.optimizer, parameters, training, anatomy.experts, place),)
+        return {training.optimizer: groups}
     matrices = muon_matrices(anatomy)
-    parts = {
-        "muon": [p for p in parameters if id(p) in matrices],
-        "adamw": [p for p in parameters if id(p) not in matrices],
-    }
-    return tuple(_build(name, part, training, anatomy.experts, place) for name, part in parts.items() if part)
+    rest = {id(p) for p in anatomy.model.parameters()} - matrices
+    parts = {"muon": [one.only(matrices) for one in groups], "adamw": [one.only(rest) for one in groups]}
+    filled = {name: [group for group in part if group.parameters] for name, part in parts.items()}
+    return {name: part for name, part in filled.items() if part}
 
 
 def muon_matrices(anatomy: Anatomy) -> set[int]:
@@ -62,26 +82,38 @@ def muon_matrices(anatomy: Anatomy) -> set[int]:
 
 
 def _build(
-    name: str, parameters: list[nn.Parameter], training: TrainingSpec, experts: Experts | None, place: Place
+    name: str, groups: Sequence[ParameterGroup], training: TrainingSpec, experts: Experts | None, place: Place
 ) -> Optimizer:
-    biases: Container[int] = () if experts is None else experts.biases
-    groups, lr = list(_groups(parameters, training.weight_decay, biases)), training.learning_rate
+    parameters, lr = [p for group in groups for p in group.parameters], training.learning_rate
+    own = [{"params": [*group.parameters], **_options(group, training, name)} for group in groups]
     if name == "sgd":
         # Set explicitly: torch's default for sharded tensors processes one at a time.
-        return _class(SGD, parameters, place)(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
+        return _class(SGD, parameters, place)(own, lr, momentum=_momentum(training, 0.9), foreach=True)
     if name == "adafactor":
-        return Adafactor(groups, lr)
+        return Adafactor(own, lr)
     if name == "muon":
         both = {} if experts is None else experts.fused
         return _class(Muon, (), place)(
-            groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw", fused=both
+            own, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw", fused=both
         )
-    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
+    if name == "lion":
+        return _class(Lion, (), place)(own, lr)
+    if name == SCHEDULE_FREE:
+        return _class(ScheduleFreeAdamW, (), place)(own, lr, eps=training.adam_epsilon)
     if name == "adamw_8bit":
-        return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
+        return adamw_8bit_class()(own, lr, eps=training.adam_epsilon)
     # On CPUs the bits of the fused step depend on how parameters are sharded; on GPUs they do not.
     fused = training.reproducible == "same_size" or all(p.is_cuda for p in parameters)
-    return _class(AdamW, parameters, place)(groups, lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+    kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[name]
+    return _class(kind, parameters, place)(own, lr, eps=training.adam_epsilon, fused=fused, foreach=not fused)
+
+
+def _options(group: ParameterGroup, training: TrainingSpec, name: str) -> dict[str, Any]:
+    """Return a group's settings as torch's optimizers take them."""
+    found: dict[str, Any] = {"lr": group.lr, "weight_decay": group.weight_decay}
+    if name not in ("sgd", "adafactor", "muon"):
+        found["betas"] = group.betas or (training.adam_beta1, training.adam_beta2)
+    return found if group.name is None else found | {"name": group.name}
 
 
 def _class(kind: type[T], parameters: Iterable[Tensor], place: Place) -> type[T]:
@@ -93,32 +125,31 @@ def _class(kind: type[T], parameters: Iterable[Tensor], place: Place) -> type[T]
     return cast("type[T]", type(kind.__name__, (*bases, kind), values)) if bases else kind
 
 
-def _groups(parameters: list[nn.Parameter], weight_decay: float, biases: Container[int]) -> Iterator[Group]:
-    """Yield parameter groups with weight decay for matrices, and none for norms and biases."""
-    matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in biases]
-    rest = [p for p in parameters if p.ndim < 2 or id(p) in biases]
-    for members, decay in ((matrices, weight_decay), (rest, 0.0)):
-        if members:
-            yield {"params": members, "weight_decay": decay}
-
-
 def _momentum(training: TrainingSpec, default: float) -> float:
     return default if training.momentum is None else training.momentum
 
 
-def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | float | int]]:
+def describe_groups(optimizers: Iterable[Optimizer]) -> list[Described]:
     """Return the settings and sizes of each parameter group, in plain values."""
     return [
-        {
-            "optimizer": type(optimizer).__name__,
-            "lr": float(group.get("initial_lr", group["lr"])),
-            "weight_decay": group["weight_decay"],
-            "tensors": len(group["params"]),
-            "parameters": sum(p.numel() for p in group["params"]),
-        }
+        _described(type(optimizer).__name__, group, group["params"])
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
+
+
+def _described(optimizer: str, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> Described:
+    named = {"name": group["name"]} if "name" in group else {}
+    betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+    return {
+        "optimizer": optimizer,
+        **named,
+        "lr": float(group.get("initial_lr", group["lr"])),
+        "weight_decay": group["weight_decay"],
+        **betas,
+        "tensors": len(parameters),
+        "parameters": sum(p.numel() for p in parameters),
+    }
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:

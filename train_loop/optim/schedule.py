@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from train_loop.errors import UserError
 from train_loop.optim.plateau import Plateau
-from train_loop.spec import TrainingSpec
+from train_loop.spec import SCHEDULE_FREE, TrainingSpec
 from train_loop.spec.schedule import PLATEAU, check_steps
 
 Scheduler = LambdaLR | Plateau
@@ -25,9 +25,14 @@ def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int)
         check_steps(training.lr_scheduler_kwargs, warmup_steps=warmup, steps=steps)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if training.optimizer == SCHEDULE_FREE:
+        return LambdaLR(optimizer, functools.partial(_warm, warmup))
     options = _options(training, steps, warmup)
     if training.lr_scheduler_type == PLATEAU:
-        return Plateau(optimizer, **options)
+        # The lowest rate is that of training.learning_rate; other groups have their part of it.
+        least, base = options.pop("min_lr", 0.0), optimizer.defaults["lr"]
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        return Plateau(optimizer, min_lr=[least * (rate / base) for rate in rates], **options)
     scheduler: LambdaLR = get_scheduler(
         _NAMES.get(training.lr_scheduler_type, training.lr_scheduler_type),
         optimizer,
@@ -64,6 +69,11 @@ def _options(training: TrainingSpec, steps: int, warmup: int) -> dict[str, Any]:
     if training.lr_scheduler_type == "wsd":
         return {"num_decay_steps": min(-(-steps // 10), steps - warmup)} | given
     return given
+
+
+def _warm(warmup: int, step: int) -> float:
+    """Return the warm-up of schedule-free optimizers, whose first step has a rate above 0."""
+    return min(1.0, (step + 1) / warmup) if warmup else 1.0
 
 
 def _clamped(inner: Callable[[int], float], last: int, step: int) -> float:

@@ -11,7 +11,7 @@ from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
 from train_loop.plan.memory import DTYPE_BYTES, FROZEN, STATE_PART_BYTES, MemoryTerm, saves_between_steps
 from train_loop.plan.plan import Plan
-from train_loop.spec import JobSpec
+from train_loop.spec import SCHEDULE_FREE, JobSpec
 
 WORKER_MEMORY_VARIABLE = "TRAINSHED_WORKER_MEMORY_BYTES"
 """Environment variable with the memory of all workers on a host; the service sets it for an embedded Ray."""
@@ -84,11 +84,13 @@ def _update(spec: JobSpec, plan: Plan) -> MemoryNeed:
     part = 0.0
     if training.optimizer == "sgd" and training.weight_decay:
         part = 1.0
-    elif training.optimizer in ("adamw", "muon") and training.reproducible == "any_size" and not on_gpu:
+    elif training.optimizer in ("adam", "adamw", "muon") and training.reproducible == "any_size" and not on_gpu:
         # Muon updates matrices one after another, and AdamW the rest.
         matrices = plan.shape.trained_matrices if training.optimizer == "muon" else 0
         part = 1 - matrices / plan.shape.trained
     formula = "a copy that torch makes of all gradients or moments that it updates together"
+    if training.optimizer in ("lion", SCHEDULE_FREE):
+        part, formula = 2 * plan.shape.largest_module / plan.shape.trained, "2 copies of the largest parameter"
     copied = replace(gradients, name="optimizer_step", bytes=int(part * gradients.bytes), formula=formula)
     used = list[MemoryTerm]()
     if terms["optimizer"].place != terms["parameters"].place:

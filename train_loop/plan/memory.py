@@ -8,7 +8,7 @@ from train_loop.plan.batch import plan_batch
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import KeptBytes, ModelShape, UnitSizes
 from train_loop.plan.tree import ReductionTree
-from train_loop.spec import JobSpec
+from train_loop.spec import SCHEDULE_FREE, JobSpec
 
 Place = Literal["device", "host"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -73,7 +73,8 @@ def estimate_memory(
         *_whole_gradients(spec, shape, mesh),
         *_partial_sums(shape.units(spec.strategy.wrap_policy), mesh, tree, trained),
     )
-    staged = -(-sum(term.bytes for term in state if term.name != FROZEN) // mesh.ddp)
+    kept = sum(term.bytes for term in state if term.name != FROZEN) + averaged_bytes(spec, shape, mesh)
+    staged = -(-kept // mesh.ddp)
     return (
         *state,
         *step,
@@ -95,6 +96,16 @@ def _parameters(spec: JobSpec, shard: int, trained: int, home: Place) -> Iterato
         return
     yield MemoryTerm(FROZEN, size * (shard - trained), f"{size} bytes x frozen parameters / fsdp", home)
     yield MemoryTerm("parameters", own * trained, f"{own} bytes x trained parameters / fsdp", home)
+
+
+def averaged_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> int:
+    """Return the bytes of the averaged weights that a checkpoint has beside the trained ones; 0 without such averages.
+
+    They exist only while a checkpoint is saved or the model is evaluated, when gradients do not.
+    """
+    if spec.training.optimizer != SCHEDULE_FREE:
+        return 0
+    return trained_bytes(spec) * shape.on_rank(mesh.fsdp)[1]
 
 
 def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
@@ -243,7 +254,8 @@ def _staging(spec: JobSpec, state: int, *, freed: int, beside: Place) -> MemoryT
     `freed` are the bytes that a step needs and a save at the end of training does not.
     """
     copied = spec.strategy.save_mode != "sync" or beside == "host"
-    formula = "(parameters + optimizer + ema) / ddp, copied while a checkpoint is written"
+    averages = " + averaged weights" if spec.training.optimizer == SCHEDULE_FREE else ""
+    formula = f"(parameters + optimizer + ema{averages}) / ddp, copied while a checkpoint is written"
     if copied and not saves_between_steps(spec):
         state, formula = max(state - freed, 0), f"{formula} after the last step, beyond what a step needs"
     return MemoryTerm("checkpoint_staging", state if copied else 0, formula, beside)
@@ -280,6 +292,9 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
     momentum = 0 if spec.training.momentum == 0 else 1
     size, formula = {
         "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
+        "adam": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
+        "lion": (master * total, f"1 momentum x {master} bytes x trained parameters / fsdp"),
+        SCHEDULE_FREE: (2 * master * total, f"(z + 1 moment) x {master} bytes x trained parameters / fsdp"),
         # torchao keeps the moments of tensors below 4096 values, and of odd sizes, in the master dtype.
         "adamw_8bit": (
             2 * total + total // 32,

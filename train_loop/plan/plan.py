@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from train_loop.plan.batch import BatchPlan, plan_batch
-from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm, estimate_memory
+from train_loop.plan.memory import DTYPE_BYTES, MemoryTerm, averaged_bytes, estimate_memory
 from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
@@ -33,6 +33,8 @@ class Plan:
     warnings: tuple[str, ...]
     tree: ReductionTree | None = None
     """The order of sums of an `any_size` job; None for other jobs."""
+    averaged: int = 0
+    """Bytes per worker of averaged weights, which checkpoints have beside those that are trained."""
 
     @property
     def memory_bytes(self) -> int:
@@ -42,11 +44,8 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Return the estimated bytes of a checkpoint over all ranks."""
-        return (
-            self.mesh.fsdp
-            * self.mesh.tp
-            * sum(term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema"))
-        )
+        held = sum(term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema"))
+        return self.mesh.fsdp * self.mesh.tp * (held + self.averaged)
 
     @property
     def host_memory_bytes(self) -> int:
@@ -71,7 +70,8 @@ def plan_job(job: AnyJobSpec, shape: ModelShape) -> Plan:
     if problems:
         raise SpecError(problems)
     memory = _memory(spec, shape, mesh, tree) if job.trains else _forward_memory(spec, shape, mesh)
-    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree)
+    averaged = averaged_bytes(spec, shape.shared(tp=mesh.tp, ep=mesh.ep), mesh) if job.trains else 0
+    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree, averaged)
 
 
 def mesh_of(spec: JobSpec) -> MeshPlan:

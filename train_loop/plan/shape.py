@@ -124,6 +124,8 @@ class ParameterCounts:
     """Parameters of experts that a token does not use."""
     experts: int = 0
     """Parameters of a layer's experts."""
+    groups: tuple[dict[str, str | float | int], ...] = ()
+    """Parameter groups of the optimizer with their settings and sizes."""
     of_rank: "ParameterCounts | None" = None
     """The numbers of what a rank has, if ranks share layers and their plan is known."""
 

@@ -39,7 +39,7 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.lora.adapters import inject_adapters, lora_checks
 from train_loop.model.whole import whole_parameters
-from train_loop.optim.build import muon_matrices
+from train_loop.optim.build import muon_matrices, plan_groups
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
 from train_loop.parallel.units import check_precision, expert_units, find_units, repeated_layers
@@ -224,6 +224,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
+        groups=tuple(plan_groups(anatomy, spec.training)),
     )
 
 
@@ -238,6 +239,11 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
         ("/strategy/precision", lambda: check_precision(anatomy, spec)),
         ("/strategy/ignored_params", lambda: whole_parameters(anatomy.model, strategy.ignored_params)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
+        # After frozen parameters are known.
+        (
+            "/training/layer_decay" if spec.training.layer_decay and not anatomy.layers else "/training/groups",
+            lambda: plan_groups(anatomy, spec.training),
+        ),
     ]
     if strategy.apply_tiled_mlp:
         checks.append(("/strategy/apply_tiled_mlp", lambda: tiled_mlps(anatomy, repeated_layers(anatomy, policy))))

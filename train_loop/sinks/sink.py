@@ -46,6 +46,8 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def _scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    rates: Sequence[float] = line.get("lr_groups", ())
+    yield from ((f"train/lr_{group}", float(rate)) for group, rate in enumerate(rates))
     for name, value in line.items():
         if name in _NO_SCALARS or isinstance(value, bool) or not isinstance(value, int | float):
             continue

@@ -14,6 +14,7 @@ from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ALL_LINEAR, LoraSpec, ModelSpec
 from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
+from train_loop.spec.optimizer import SCHEDULE_FREE, OptimizerSpec, ParameterGroupSpec
 from train_loop.spec.parse import (
     SCHEMA_ID,
     check_mapping,
@@ -43,6 +44,7 @@ __all__ = [
     "MEMORY",
     "MOST_WORKERS",
     "NODE",
+    "SCHEDULE_FREE",
     "SCHEMA_ID",
     "AnyJobSpec",
     "CheckpointSource",
@@ -60,6 +62,8 @@ __all__ = [
     "LoraSpec",
     "MaskedLmSpec",
     "ModelSpec",
+    "OptimizerSpec",
+    "ParameterGroupSpec",
     "Position",
     "Problem",
     "ReductionTreeSpec",

@@ -12,6 +12,7 @@ from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.model_parallel import expert_faults, lora_faults, tensor_faults
+from train_loop.spec.optimizer import SCHEDULE_FREE
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import ReductionTreeSpec, TrainingSpec
@@ -252,6 +253,17 @@ class JobSpec(SpecModel):
         if data.eval is None:
             raise ValueError(f"eval_steps={training.eval_steps} needs eval data; add data.eval, or remove eval_steps")
         raise ValueError("data.eval is set, but eval_steps is not; add eval_steps, or remove data.eval")
+
+    @field_validator("training")
+    @classmethod
+    def _average_keeps_small_moves(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:
+        model = info.data.get("model")
+        if training.optimizer == SCHEDULE_FREE and model is not None and model.master_dtype != "fp32":
+            raise ValueError(
+                f"optimizer={SCHEDULE_FREE} moves its average by 1 / steps, which model.master_dtype="
+                f"{model.master_dtype} rounds away; choose master_dtype: fp32"
+            )
+        return training
 
     @field_validator("scaling")
     @classmethod

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, check_folder, is_default
 from train_loop.spec.names.spellings import AUTO, nearest_value
-from train_loop.spec.optimizer import OptimizerSpec
+from train_loop.spec.optimizer import SCHEDULE_FREE, OptimizerSpec
 from train_loop.spec.schedule import PLATEAU, Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 
@@ -195,8 +195,8 @@ class TrainingSpec(OptimizerSpec):
     @classmethod
     def _is_on_storage(cls, uri: str | None, info: ValidationInfo) -> str | None:
         check_folder(uri)
-        if uri is not None and info.data.get("optimizer") == "adamw_8bit":
-            raise ValueError("the states of adamw_8bit are not read from a folder; clone the job instead")
+        if uri is not None and (optimizer := info.data.get("optimizer")) in ("adamw_8bit", SCHEDULE_FREE):
+            raise ValueError(f"the states of {optimizer} are not read from a folder; clone the job instead")
         return uri
 
     @model_validator(mode="after")
@@ -246,7 +246,7 @@ class TrainingSpec(OptimizerSpec):
         if self.optimizer in ("adafactor", "adamw_8bit"):
             raise ValueError(
                 f"optimizer={self.optimizer} gives other bits on other shards, so reproducible=any_size does not hold; "
-                "choose adamw, muon or sgd, or reproducible=same_size"
+                "choose adamw, adam, lion, muon, schedule_free_adamw or sgd, or reproducible=same_size"
             )
         if self.global_batch_size is None:
             raise ValueError(
@@ -266,6 +266,22 @@ class TrainingSpec(OptimizerSpec):
             raise ValueError(
                 f"lr_scheduler_type={PLATEAU} lowers the learning rate after evaluations, and there are none; add "
                 "data.eval and training.eval_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_need_no_schedule(self) -> "TrainingSpec":
+        if self.optimizer != SCHEDULE_FREE:
+            return self
+        if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            raise ValueError(
+                f"optimizer={SCHEDULE_FREE} replaces the schedule lr_scheduler_type={self.lr_scheduler_type} by an "
+                "average of the weights; choose constant, or constant_with_warmup with warmup_steps"
+            )
+        if self.ema_decay is not None:
+            raise ValueError(
+                f"optimizer={SCHEDULE_FREE} averages the weights itself, and evaluation and export use that; remove "
+                f"ema_decay={self.ema_decay}"
             )
         return self
 

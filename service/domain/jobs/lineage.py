@@ -33,8 +33,8 @@ def same_plateau(before: JobSpec, after: JobSpec) -> bool:
 def _rates(spec: JobSpec) -> tuple[object, ...]:
     """Return the settings that give the first learning rates of parameter groups, and what lowers them."""
     training = spec.training
-    chosen = training.lr_scheduler_type, training.learning_rate, training.optimizer
-    return *chosen, spec.model.freeze_module_prefix, spec.data.eval
+    chosen = training.lr_scheduler_type, training.learning_rate, training.optimizer, training.groups
+    return *chosen, training.layer_decay, spec.model.freeze_module_prefix, spec.data.eval
 
 
 def check_adapter_kept(job: Job, manifest: Manifest, spec: AnyJobSpec) -> list[Problem]:

@@ -30,12 +30,17 @@ from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import build_mesh, local_device
 from train_loop.plan import plan_job
 from train_loop.run_dir import Manifest, RunDir
-from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec import SCHEDULE_FREE, JobSpec, ScalingSpec
 from train_loop.state import TrainState
 from train_loop.system.exit import leave
 
 States = dict[str, dict[str, Tensor]]
 """Tensors of optimizers by parameter, then by the name of the state."""
+_WITHOUT_FILE = {
+    "adamw_8bit": "are not plain tensors",
+    SCHEDULE_FREE: "belong to other weights than those of the model, which are averages",
+}
+"""Optimizers whose states a file does not have, with the reason."""
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -124,9 +129,9 @@ def load_state(run_dir: RunDir, step: int) -> tuple[TrainState, TrainingState]:
     Raises UserError, CheckpointError.
     """
     spec, manifest, sharded = _open(run_dir, step)
-    if spec.training.optimizer == "adamw_8bit":
+    if (why := _WITHOUT_FILE.get(spec.training.optimizer)) is not None:
         raise UserError(
-            "the states of adamw_8bit are not plain tensors; write the model alone, without --with optimizer"
+            f"the states of {spec.training.optimizer} {why}; write the model alone, without --with optimizer"
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scaler = GradScaler(device, enabled=spec.model.dtype == "fp16")

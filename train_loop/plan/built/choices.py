@@ -64,7 +64,10 @@ def _chunk_tokens(spec: JobSpec, plan: Plan) -> int | None:
 
 
 def _groups(spec: JobSpec, plan: Plan) -> list[dict[str, Any]]:
+    """Return the parameter groups; before a model has been built, one for each optimizer."""
     training, shape = spec.training, plan.shape
+    if shape.counts is not None and shape.counts.groups:
+        return [*shape.counts.groups]
     plain = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if training.optimizer != "muon":
         return [{"optimizer": training.optimizer, **plain, "parameters": shape.trained}]

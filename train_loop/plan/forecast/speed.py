@@ -25,7 +25,7 @@ from train_loop.plan.forecast.work import (
 from train_loop.plan.mesh import Axis
 from train_loop.plan.plan import Plan
 from train_loop.plan.shape import WITHOUT_ATTENTION
-from train_loop.spec import JobSpec
+from train_loop.spec import SCHEDULE_FREE, JobSpec
 
 _FLASH, _MASKED = (0.2, 0.7), (0.12, 0.45)
 """Part of the peak that attention kernels reach: older ones to FlashAttention 3, and those with a mask."""
@@ -81,6 +81,10 @@ def why_no_forecast(spec: JobSpec, plan: Plan, device: Device) -> str | None:
             "fp32 products in TF32 or bf16 (matmul_precision) have no measured run",
         ),
         (spec.training.optimizer == "muon", "the work of muon's orthogonal updates is not counted"),
+        (
+            (optimizer := spec.training.optimizer) in ("lion", SCHEDULE_FREE),
+            f"no measured run of {optimizer} supports an interval yet",
+        ),
         (device.peak(dtype) is None, f"{device.title} has no kernels in {dtype}; choose fp16 or fp32"),
         (
             device.network is None and plan.mesh.world > device.domain,

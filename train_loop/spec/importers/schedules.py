@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from train_loop.spec.importers.draft import Draft, Drop, put
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.values import number
-from train_loop.spec.optimizer import OPTIMIZER_OPTIONS
+from train_loop.spec.optimizer import OPTIMIZER_OPTIONS, SCHEDULE_FREE
 from train_loop.spec.schedule import PLATEAU
 
 
@@ -28,6 +28,9 @@ def read_warmup(draft: Draft, steps: str, ratio: str) -> None:
 def drop_unused(draft: Draft) -> None:
     """Remove options that the chosen schedule and optimizer do not read, which the spec refuses."""
     training = {**draft.assumed.get("training", {}), **draft.given.get("training", {})}
+    if training.get("optimizer") == SCHEDULE_FREE:
+        _without_schedule(draft, str(training.get("lr_scheduler_type")), warms=bool(training.get("warmup_steps")))
+        return
     schedule = training.get("lr_scheduler_type")
     if schedule in ("constant", PLATEAU) and training.get("warmup_steps"):
         _remove(draft, "warmup_steps", f"the schedule {schedule} has no warm-up")
@@ -35,6 +38,16 @@ def drop_unused(draft: Draft) -> None:
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if used is not None and name not in used and name in training:
             _remove(draft, name, f"{training['optimizer']} does not read it")
+
+
+def _without_schedule(draft: Draft, given: str, *, warms: bool) -> None:
+    """Replace a schedule by the constant rate of schedule-free optimizers, whose warm-up is part of their rule."""
+    target, schedule = "training.lr_scheduler_type", "constant_with_warmup" if warms else "constant"
+    put(draft.given, target, schedule)
+    put(draft.given, "training.lr_scheduler_kwargs", {})
+    reason = "averages of the weights replace the schedule"
+    new = {"outcome": Outcome.TRANSLATED, "written": schedule, "reason": reason, "changes_numbers": given != "constant"}
+    draft.rows = [row.model_copy(update=new) if row.target == target else row for row in draft.rows]
 
 
 def _remove(draft: Draft, name: str, reason: str) -> None:

@@ -20,7 +20,8 @@ _OPTIMIZERS = {
     "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "sgd": "sgd",
     "adafactor": "adafactor", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit",
     "adamw_torch_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw",
-    "adamw_torch_xla": "adamw", "adamw_torch_npu_fused": "adamw",
+    "adamw_torch_xla": "adamw", "adamw_torch_npu_fused": "adamw", "adam": "adam", "lion": "lion",
+    "lion_32bit": "lion", "paged_lion_32bit": "lion", "schedule_free_adamw": "schedule_free_adamw",
 }  # fmt: skip
 _IMAGES = re.compile("vis(?:ion|ual)")
 _MOST_CHARACTERS = 4096

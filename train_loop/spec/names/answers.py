@@ -20,20 +20,30 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
     rewritten = (f"{section}.{name}" for section, name in REWRITTEN)
     name, fields = place[-1][:LONGEST], [*dict.fromkeys((*field_paths(model), *rewritten))]
     known = normalised(name)
-    elsewhere = [path for path in fields if path.rpartition(".")[2] == known]
+    elsewhere = _outermost([path for path in fields if path.rpartition(".")[2] == known])
     if known in TO_COME and not elsewhere:
         return f"{'.'.join(place)} is not supported yet; remove it"
+    beside = {path.rpartition(".")[2]: path for path in fields if path.rpartition(".")[0] == ".".join(place[:-1])}
     if (other := NAMES.get(known)) is not None:
-        return other.answer
+        # A part may have a field of its own with the same meaning, such as learning_rate of a group.
+        own = [leaf for path in other.fields if (leaf := path.rpartition(".")[2]) in beside]
+        return f"{_UNKNOWN}; use {' and '.join(own)}" if len(place) > 2 and own else other.answer
     if elsewhere:
         return f"{_UNKNOWN} here; did you mean {' or '.join(elsewhere[:3])}?"
-    beside = {path.rpartition(".")[2]: path for path in fields if path.rpartition(".")[0] == ".".join(place[:-1])}
     if near := difflib.get_close_matches(known, beside, n=1, cutoff=0.7):
         return f"{_UNKNOWN}; did you mean {near[0]}?"
     leaves = {path.rpartition(".")[2]: path for path in fields}
     if near := difflib.get_close_matches(known, [*leaves, *FIELDS], n=1, cutoff=0.8):
         return f"{_UNKNOWN}; did you mean {leaves.get(near[0]) or FIELDS[near[0]]}?"
     return f"{_UNKNOWN}; check its spelling against GET /openapi.json, or remove it"
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Return the paths without those below the part of another, such as that of a group beside that of the run."""
+    parts = [f"{path.rpartition('.')[0]}." for path in paths]
+    return [
+        path for path, own in zip(paths, parts, strict=True) if not any(own != p and own.startswith(p) for p in parts)
+    ]
 
 
 @cache

@@ -30,7 +30,9 @@ SPELLINGS = DTYPES | {"warmup_stable_decay": "wsd"}
 
 _NEAR = DTYPES | _spelled(
     {
-        "adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused",
+        "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused",
+        "lion": "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit lion_pytorch",
+        "schedule_free_adamw": "adamw_schedulefree adamw_schedule_free adamwschedulefree schedulefree schedule_free",
         "adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit",
         "constant_with_warmup": "warmup",
         "sdpa": "eager",

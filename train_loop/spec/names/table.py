@@ -42,7 +42,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: meaning for meaning, names in table.items() for name in names.split()}
 
 
-TO_COME = _by_name({"": "add_tokens kernels images balance shard_vision groups profile"}).keys()
+TO_COME = _by_name({"": "add_tokens kernels images balance shard_vision profile"}).keys()
 """Names of fields to come."""
 
 _ABSENT = _by_name(
@@ -90,6 +90,13 @@ FIELDS = _by_name(
         "training.logging_steps": "logging_strategy log_interval",
         "training.optimizer": "optim optimizer_type",
         "training.learning_rate": "lr peak_lr max_lr",
+        "training.groups": "param_groups parameter_groups optimizer_groups optimizer_grouped_parameters params_groups",
+        "training.groups; a group of lora_B has lr_scale": "loraplus_lr_ratio lora_plus_lr_ratio",
+        "training.groups; a group of embeddings has learning_rate": "lr_embed embedding_lr embedding_learning_rate "
+        "embed_lr loraplus_lr_embedding lora_plus_lr_embedding",
+        "training.groups; a group of the head has learning_rate": "lr_head head_lr head_learning_rate",
+        "training.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay layerwise_learning_rate_decay "
+        "layer_lr_decay lr_layer_decay lr_layerwise_decay",
         "training.weight_decay": "wd",
         "training.lr_scheduler_type": "scheduler lr_scheduler lr_decay_style",
         "training.lr_scheduler_kwargs": "scheduler_kwargs",

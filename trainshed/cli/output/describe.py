@@ -26,12 +26,7 @@ def show_built(built: Line, *, tree: bool) -> None:
     show_text("")
     show_units(built["units"])
     show_text("")
-    names = ("optimizer", "lr", "weight_decay", "parameters")
-    groups: Any = built["optimizer_groups"]
-    show_table(
-        names,
-        ([f"{group[name]:,}" if name == "parameters" else str(group[name]) for name in names] for group in groups),
-    )
+    show_groups(built["optimizer_groups"])
     if tree:
         show_tree(str(built["tree"]))
 
@@ -54,6 +49,18 @@ def show_units(units: Any) -> None:
             for one in rows
         ),
     )
+
+
+def show_groups(groups: Any) -> None:
+    """Print parameter groups, one per row; `groups` are the mappings of an event or of a plan."""
+    rows: list[Mapping[str, Any]] = list(groups)
+    wanted = ("optimizer", "name", "lr", "weight_decay", "beta1", "beta2", "tensors", "parameters")
+    names = [name for name in wanted if any(name in row for row in rows)]
+    show_table(names, ([_cell(row.get(name, "")) for name in names] for row in rows))
+
+
+def _cell(value: str | float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else value
 
 
 def show_tree(tree: str) -> None:

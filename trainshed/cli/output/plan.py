@@ -4,6 +4,7 @@ import json
 
 from service.api.schemas import MeshOut, PlanOut
 from train_loop.plan import MeshPlan
+from trainshed.cli.output.describe import show_groups
 from trainshed.cli.output.outlook import show_outlook
 from trainshed.cli.output.printing import show_facts, show_text
 
@@ -29,9 +30,7 @@ def show_plan(plan: PlanOut) -> None:
             "attention": plan.choices.attention,
             "checkpointing": plan.choices.checkpointing,
             "loss": _loss(plan),
-            "optimizer": " and ".join(
-                f"{one['optimizer']} ({one['parameters']:,})" for one in plan.choices.optimizer_groups
-            ),
+            "optimizer": _optimizers(plan),
             "backend": f"{plan.choices.backend}, {plan.choices.cores:g} CPU each",
             "active parameters": None if plan.active_parameters is None else f"{plan.active_parameters:,}",
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
@@ -41,6 +40,10 @@ def show_plan(plan: PlanOut) -> None:
             "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
+    if any("name" in group for group in plan.choices.optimizer_groups):
+        show_text("")
+        show_groups(plan.choices.optimizer_groups)
+        show_text("")
     for one in plan.spellings:
         became = ", ".join(f"{field}: {json.dumps(value)}" for field, value in one.became.items())
         show_text(f"read as: {one.field}: {json.dumps(one.written)} -> {became}")
@@ -48,6 +51,15 @@ def show_plan(plan: PlanOut) -> None:
         show_outlook(plan, plan.outlook)
     for warning in plan.warnings:
         show_text(f"warning: {warning}")
+
+
+def _optimizers(plan: PlanOut) -> str:
+    """Return each optimizer with the number of its parameters."""
+    counts = dict[str, int]()
+    for group in plan.choices.optimizer_groups:
+        name = str(group["optimizer"])
+        counts[name] = counts.get(name, 0) + int(group["parameters"])
+    return " and ".join(f"{name} ({count:,})" for name, count in counts.items())
 
 
 def mesh_facts(mesh: MeshOut | MeshPlan) -> dict[str, str | None]:

@@ -74,6 +74,8 @@ def test_describe_groups_returns_size_and_rate() -> None:
         "optimizer": "AdamW",
         "lr": 0.25,
         "weight_decay": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.999,
         "tensors": 9,
         "parameters": 2 * (2 * 32 + 2 * 8) + 32,
     }
@@ -137,13 +139,17 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "master"), drawn(list(product(CONFIGS, ["adamw", "sgd", "muon"], ["fp32", "bf16"])), 8)
+    ("name", "optimizer", "master"),
+    drawn(list(product(CONFIGS, ["adamw", "adam", "sgd", "muon", "lion", "schedule_free_adamw"], ["fp32", "bf16"])), 9),
 )
 def test_planned_bytes_equal_those_of_a_real_step(name: str, optimizer: str, master: str) -> None:
     config = CONFIGS[name]
     frozen = ["transformer.h.0"] if config is GPT2 else ["model.layers.0"]
     model_spec = {"config": config, "master_dtype": master, "freeze_module_prefix": frozen}
-    job = spec(model=model_spec, training={"optimizer": optimizer})
+    if optimizer == "schedule_free_adamw":
+        # Its average needs fp32.
+        model_spec["master_dtype"] = "fp32"
+    job = spec(model=model_spec, training={"optimizer": optimizer, "lr_scheduler_type": "constant"})
     shape, problems = check_model(job, may_read())
     assert shape is not None, problems
     planned = {term.name: term.bytes for term in plan_job(job, shape).memory}
@@ -190,7 +196,15 @@ class LargestCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("reproducible", ["same_size", "any_size"])
 @pytest.mark.parametrize(
-    "training", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "sgd", "weight_decay": 0.1}], ids=str
+    "training",
+    [
+        {"optimizer": "adamw"},
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "weight_decay": 0.1},
+        {"optimizer": "lion", "weight_decay": 0.1},
+        {"optimizer": "schedule_free_adamw", "lr_scheduler_type": "constant", "weight_decay": 0.1},
+    ],
+    ids=str,
 )
 def test_planned_bytes_hold_the_copies_of_a_real_update(training: dict[str, Any], reproducible: str) -> None:
     config = TINY | {"num_hidden_layers": 8}

@@ -197,8 +197,8 @@ def test_unknown_sink_names_are_rejected(text: str) -> None:
 
 def test_only_numbers_become_scalars() -> None:
     line: dict[str, Any] = {"seq": 7, "time": 5.5, "attempt": 2, "step": 3, "loss": 1, "lr": 1e-4, "mfu": None}
-    line |= {"eval_loss": 2.5, "samples": [1, 2], "flag": True, "word": "x"}
-    scalars = {"train/loss": 1.0, "train/lr": 1e-4, "eval/loss": 2.5}
+    line |= {"eval_loss": 2.5, "samples": [1, 2], "flag": True, "word": "x", "lr_groups": [1e-4, 2e-3]}
+    scalars = {"train/loss": 1.0, "train/lr": 1e-4, "eval/loss": 2.5, "train/lr_0": 1e-4, "train/lr_1": 2e-3}
     assert points([line, {"event": "no step"}]) == [Point(attempt=2, step=3, time=5.5, scalars=scalars)]
 
 

@@ -80,7 +80,7 @@ def test_resolved_spec_validates() -> None:
     [
         ({"training": {"max_stepz": 4}}, "'max_stepz' was unexpected"),
         ({"training": {"max_steps": 0}}, "0 is not valid"),
-        ({"training": {"optimizer": "adam"}}, "'adam' is not one of"),
+        ({"training": {"optimizer": "adagrad"}}, "'adagrad' is not one of"),
         ({"training": {"learning_rate": None}}, "None is not of type 'number'"),
         ({"data": {"sequence_length": 1}}, "1 is less than the minimum of 2"),
         ({"scaling": {"num_workers": 5000}}, "5000 is not valid"),

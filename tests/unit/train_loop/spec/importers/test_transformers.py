@@ -92,6 +92,16 @@ def test_defaults_are_written_and_marked_where_they_differ() -> None:
         ({"activation_checkpointing": True}, "model.gradient_checkpointing", "full"),
         ({"torch_compile": True}, "model.compile", True),
         ({"optim": "adamw_torch_fused"}, "training.optimizer", "adamw"),
+        ({"optim": "lion_32bit"}, "training.optimizer", "lion"),
+        ({"optim": "lion_32bit"}, "training.adam_beta2", 0.999),
+        ({"optim": "lion_32bit", "adam_epsilon": 1e-6}, "training.adam_epsilon", 1e-8),
+        ({"optim": "schedule_free_adamw"}, "training.lr_scheduler_type", "constant"),
+        (
+            {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 10},
+            "training.lr_scheduler_type",
+            "constant_with_warmup",
+        ),
+        ({"optim": "schedule_free_adamw", "warmup_steps": 10}, "training.warmup_steps", 10),
         ({"optim": "adafactor", "adam_beta2": 0.95}, "training.optimizer", "adafactor"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "training.lr_scheduler_type", "wsd"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, "training.warmup_steps", 0),
@@ -159,7 +169,7 @@ def test_fraction_of_the_run_is_a_warmup(field: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"optim": "lion_32bit"},
+        {"optim": "galore_adamw"},
         {"lr_scheduler_type": "greedy"},
         {"neftune_noise_alpha": 5.0},
         {"train_sampling_strategy": "group_by_length"},
