@@ -17,7 +17,7 @@ from tests.support.builders.small_runs import LENGTH, events, lines
 from tests.support.builders.small_runs import STEPS as SHORT
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.ranks import ranks_of_any_number
-from tests.support.ranks.torchrun import load_checkpoint, write_tokens
+from tests.support.ranks.torchrun import load_checkpoint, load_tensors, write_tokens
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset
 from train_loop.data.stream.local import StreamPlan, local_stream
@@ -25,6 +25,8 @@ from train_loop.loop.batch import micro_batches
 from train_loop.loop.build import build_run
 from train_loop.loop.session import Session
 from train_loop.loop.step import train_step
+from train_loop.model.folder import model_shape
+from train_loop.plan import plan_job
 from train_loop.run_dir import ExportWish, Parent, RunDir
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import StepTimer
@@ -145,6 +147,14 @@ def test_checkpoint_has_the_averages_as_its_model(free: Path) -> None:
         z = saved["optimizer"]["state"][name]["z"]
         torch.testing.assert_close(0.1 * z + 0.9 * saved["model"][name], y, rtol=1e-5, atol=1e-6)
         assert not torch.equal(saved["model"][name], y), name
+
+
+def test_plan_counts_the_bytes_of_the_averages(free: Path) -> None:
+    job = RunDir(free).spec().run
+    tensors = load_tensors(free, SHORT)
+    assert {name.split("/")[1] for name in tensors} == {"model", "trained", "optimizer"}
+    saved = sum(tensor.nbytes for tensor in tensors.values() if tensor.ndim)
+    assert plan_job(job, model_shape(job.model)).checkpoint_bytes == pytest.approx(saved, rel=0.01)
 
 
 def test_evaluation_uses_the_averages(free: Path) -> None:
