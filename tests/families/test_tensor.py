@@ -36,11 +36,11 @@ from train_loop.spec import JobSpec, parse
 KINDS = ("qwen3", "llama", "phi3", "gemma3_text", "olmo2")
 FAMILIES = sorted(PROVEN) if os.environ.get("MORE") else KINDS
 NO_SHARDS = ("strategy", "sharding_strategy", "NO_SHARD")
-RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
+RECOMPUTED, OFFLOADED, SELECTED = (("model", "gradient_checkpointing", way) for way in ("full", "offload", "selective"))
 TILED, GATHERED = (("strategy", *one) for one in (("apply_tiled_mlp", True), ("reshard_after_forward", False)))
 ENDS = ("strategy", "wrap_policy", {"wrap_embeddings": True, "wrap_lm_output": True})
 MESHES = (
-    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(GATHERED, ENDS)),
+    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(GATHERED, ENDS, SELECTED)),
     Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(NO_SHARDS, RECOMPUTED)),
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(OFFLOADED, TILED)),
 )

@@ -30,10 +30,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "compiled": ("qwen3", {"compile": True}, {}),
     "compiled flex": ("qwen3", {"compile": True, "attn_implementation": "flex_attention"}, {}),
     "recomputed": ("qwen3", {"gradient_checkpointing": "full"}, {}),
+    "selective": ("qwen3", {"gradient_checkpointing": "selective"}, {}),
+    "selective flex": ("qwen3", {"gradient_checkpointing": "selective", "attn_implementation": "flex_attention"}, {}),
+    "compiled selective": ("qwen3", {"gradient_checkpointing": "selective", "compile": True}, {}),
+    "compiled budget": ("qwen3", {"gradient_checkpointing": {"budget": 0.5}, "compile": True}, {}),
     "two micro-batches": ("qwen3", {}, {"per_device_train_batch_size": 3}),
     "chunked": ("qwen3", {}, {"chunked_loss": True}),
     "eager experts": ("experts", {"experts_implementation": "eager"}, {}),
     "recomputed experts": ("experts", {"gradient_checkpointing": "full"}, {}),
+    "selective experts": ("experts", {"gradient_checkpointing": "selective"}, {}),
 }
 Results = dict[str, tuple[float, Gradients]]
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from train_loop.data.files import open_file, report_damage
 from train_loop.data.prepare.sources import list_files
 from train_loop.errors import DataError
-from train_loop.spec import SCHEDULE_FREE, JobSpec, parse
+from train_loop.spec import SCHEDULE_FREE, BudgetSpec, JobSpec, parse
 
 ROWS, BATCH, STEPS, EVERY = 24, 8, 4, 2
 """Rows, rows of a step, optimizer steps of a run, and steps between its checkpoints."""
@@ -42,7 +42,9 @@ def toy_job(spec: JobSpec, mesh: ToyMesh, rows: Path) -> JobSpec:
         "name": "toy",
         "code": spec.code.model_dump(mode="json"),
         "model": {"dtype": "fp32"}
-        | spec.model.model_dump(mode="json", include={"gradient_checkpointing", "freeze_module_prefix"}),
+        | spec.model.model_dump(mode="json", include={"gradient_checkpointing", "freeze_module_prefix"})
+        # Toy jobs are not compiled.
+        | ({"gradient_checkpointing": "none"} if isinstance(spec.model.gradient_checkpointing, BudgetSpec) else {}),
         "data": {"train": {"path": str(rows)}, "columns": {"own": [*spec.data.columns_of(spec.data.sources[0]).own]}},
         "training": training.model_dump(mode="json", include=_TRAINING, exclude_none=True)
         | ({"optimizer": "adamw"} if training.optimizer == "adamw_8bit" else {})

@@ -25,7 +25,7 @@ def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
         dtypes=dtypes_of(run.spec, has_experts=anatomy.experts is not None),
         attention=anatomy.family.attention_kernel(anatomy.model),
         loss_chunk_tokens=_chunk_tokens(run.objective),
-        checkpointing=run.spec.model.gradient_checkpointing,
+        checkpointing=str(run.spec.model.gradient_checkpointing),
         parameters=sum(p.numel() for p in run.state.model.parameters()),
         trained_parameters=sum(p.numel() for p in run.state.model.parameters() if p.requires_grad),
         optimizer_groups=describe_groups(run.state.optimizers),

@@ -22,7 +22,7 @@ from train_loop.model.freeze import freeze
 from train_loop.model.lora.adapters import inject_adapters
 from train_loop.parallel.layers import apply_checkpointing, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.units import find_units, repeated_layers
-from train_loop.spec import JobSpec
+from train_loop.spec import BudgetSpec, JobSpec
 
 
 class FakeCall(NamedTuple):
@@ -47,8 +47,10 @@ def fake_call(anatomy: Anatomy, spec: JobSpec, batch: Any, *, recompute: bool) -
             model.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
         if spec.strategy.apply_tiled_mlp:
             apply_tiled_mlp(tiled_mlps(anatomy, layers), tiles=spec.strategy.tiled_num_shards)
-        if recompute and spec.model.gradient_checkpointing != "none":
-            apply_checkpointing(layers, offload=False, pin_memory=False)
+        how = spec.model.gradient_checkpointing
+        if recompute and how != "none" and not isinstance(how, BudgetSpec):
+            # Inputs of layers count apart.
+            apply_checkpointing(layers, "full" if how == "offload" else how)
         yield FakeCall(model, units, tree_map_only(Tensor, fake.from_tensor, batch))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _TOPK, _MAX = torch.ops.aten.topk.default, torch.ops.aten.max.dim
 """Operations by which routers choose; each returns values and their places."""
@@ -69,7 +69,8 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Repeat(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Take the values at the kept places, in the order in which they were kept.
 
-    It acts below autograd, so that gradients are those of the same operations.
+    It acts below autograd, so that gradients are those of the same operations. Other modes do not see it: selective
+    checkpointing rejects operations that the forward pass did not have.
     """
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
@@ -77,11 +78,16 @@ class _Repeat(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places = iter(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TOPK:
-            places, dim = next(self._places).long(), args[2] if len(args) > 2 else -1
-            return args[0].gather(dim, places), places
-        if func is _MAX:
-            places, dim, keeps = next(self._places).long(), args[1], len(args) > 2 and args[2]
-            values = args[0].gather(dim, places if keeps else places.unsqueeze(dim))
-            return values if keeps else values.squeeze(dim), places
-        return func(*args, **(kwargs or {}))
+        if func not in (_TOPK, _MAX):
+            return func(*args, **(kwargs or {}))
+        with _disable_current_modes():
+            return self._topk(*args) if func is _TOPK else self._max(*args)
+
+    def _topk(self, scores: Tensor, _: int, dim: int = -1, *__: bool) -> tuple[Tensor, Tensor]:
+        places = next(self._places).long()
+        return scores.gather(dim, places), places
+
+    def _max(self, scores: Tensor, dim: int, keeps: bool = False) -> tuple[Tensor, Tensor]:
+        places = next(self._places).long()
+        values = scores.gather(dim, places if keeps else places.unsqueeze(dim))
+        return values if keeps else values.squeeze(dim), places

@@ -5,16 +5,28 @@ FSDP's hooks, also those of units inside the layer, therefore stay outside of al
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.kept import KeptResults
 from train_loop.parallel.choices import KeptChoices
+from train_loop.spec import Checkpointing, EverySpec
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Return the contexts of a layer's forward pass and of its recomputation."""
 
 
 def tiled_mlps(anatomy: Anatomy, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -74,22 +86,83 @@ def apply_tiled_mlp(mlps: Sequence[nn.Module], *, tiles: int) -> None:
 def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, x: Tensor) -> Tensor:
     """Compute [..., H] → [..., H] and recompute each tile in backward; there may be fewer rows than tiles."""
     parts = x.flatten(0, -2).chunk(tiles)
-    outputs = [checkpoint(forward, part, use_reentrant=False) for part in parts]
+    # In compiled graphs, the compiler chooses what tiles keep.
+    compute = forward if torch.compiler.is_compiling() else functools.partial(_TILE.compute, forward)
+    outputs = [checkpoint(compute, part, use_reentrant=False) for part in parts]
     return torch.cat(outputs).view(*x.shape[:-1], -1)
 
 
+class _Tile:
+    """The tile that computes, of which nothing is kept."""
+
+    computes = False
+    """True while a tile's forward pass runs."""
+
+    def compute(self, forward: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+        self.computes = True
+        try:
+            return forward(part)
+        finally:
+            self.computes = False
+
+
+_TILE = _Tile()
+
+
 def apply_checkpointing(
-    layers: Sequence[nn.Module], *, offload: bool, pin_memory: bool, routers: Sequence[nn.Module] = ()
+    layers: Sequence[nn.Module], how: Checkpointing, *, pin_memory: bool = False, routers: Sequence[nn.Module] = ()
 ) -> None:
     """Keep only the input of each layer for backward, which recomputes the rest (Chen et al., 2016).
 
-    `offload` stores the inputs in (pinned) host memory. FSDP gathers the parameters once for recomputation and
-    backward. The choices of `routers` are kept, too.
+    `offload` stores the inputs in (pinned) host memory. `{every: n}` recomputes the first of each n layers: the last
+    layers, with which backward begins, are then rarely recomputed beside all kept activations. `selective` also keeps
+    results of attention and matrix products. FSDP gathers the parameters once for recomputation and backward. The
+    choices of `routers` are kept, too.
     """
-    contexts = KeptChoices(routers).contexts if routers else noop_context_fn
-    for layer in layers:
+    contexts: Contexts = KeptChoices(routers).contexts if routers else noop_context_fn
+    if how == "selective":
+        contexts = functools.partial(_selective, contexts)
+    for layer in layers[:: how.every] if isinstance(how, EverySpec) else layers:
         forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-        layer.forward = functools.partial(_offloaded, forward, pin_memory) if offload else forward
+        layer.forward = functools.partial(_offloaded, forward, pin_memory) if how == "offload" else forward
+
+
+def _selective(inner: Contexts) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts in which a layer keeps results, with other contexts inside of them."""
+    outside: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    outside = create_selective_checkpoint_contexts(_Selection())  # type: ignore[no-untyped-call]
+    if inner is noop_context_fn:
+        # torch.compile knows these contexts.
+        return outside
+    first, again = zip(outside, inner(), strict=True)
+    return _Both(*first), _Both(*again)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, which may be entered several times."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts, self._entered = (outer, inner), ExitStack()
+
+    def __enter__(self) -> None:
+        for one in self._contexts:
+            self._entered.enter_context(one)
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+
+class _Selection(KeptResults):
+    """The policy of `selective` for one forward pass of a layer; nothing inside of tiles is kept."""
+
+    def __call__(self, context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+        keeps = not _TILE.computes and self.keeps(operation, inputs, named, context.op_output)
+        if self.changed:
+            raise ModelError(
+                f"gradient_checkpointing=selective keeps results of matrix products, and {operation.name()} of a layer "
+                "changes one in place; choose full or {every: 2}"
+            )
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offloaded(forward: Callable[..., Any], pin_memory: bool, *inputs: Any, **options: Any) -> Any:
@@ -99,7 +172,18 @@ def _offloaded(forward: Callable[..., Any], pin_memory: bool, *inputs: Any, **op
         return forward(*inputs, **options)
 
 
-def apply_compile(layers: Sequence[nn.Module]) -> None:
-    """Compile the inside of each layer's call."""
+def apply_compile(layers: Sequence[nn.Module], *, budget: float | None = None) -> None:
+    """Compile the inside of each layer's call.
+
+    With a `budget`, the compiler keeps this share of the activations, and recomputes the cheapest others
+    (torch._functorch.config.activation_memory_budget).
+    """
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)
+        compiled = torch.compile(layer.forward)
+        layer.forward = compiled if budget is None else functools.partial(_within_budget, compiled, budget)
+
+
+def _within_budget(forward: Callable[..., Any], budget: float, *inputs: Any, **named: Any) -> Any:
+    # Compilation happens in a call, and other models of the process may have other budgets.
+    with functorch_config.patch(activation_memory_budget=budget):
+        return forward(*inputs, **named)

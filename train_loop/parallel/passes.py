@@ -16,7 +16,7 @@ from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, ti
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import check_precision, expert_units, innermost, repeated_layers, wrapped_layers
 from train_loop.plan import MeshPlan, needs_units
-from train_loop.spec import JobSpec
+from train_loop.spec import BudgetSpec, JobSpec
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -134,16 +134,16 @@ class Recompute:
     """Backward recomputes the activations of each layer."""
 
     def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
-        """Return whether the spec asks for activation checkpointing."""
-        return spec.model.gradient_checkpointing != "none"
+        """Return whether the spec asks for activation checkpointing, and not the compiler by a budget."""
+        how = spec.model.gradient_checkpointing
+        return how != "none" and not isinstance(how, BudgetSpec)
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
-        """Checkpoint each layer; its routers choose the same experts twice."""
+        """Checkpoint the layers; their routers choose the same experts twice."""
         layers, experts = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy), built.anatomy.experts
-        offload = built.spec.model.gradient_checkpointing == "offload"
         routers = () if experts is None else experts.routers
         pin = built.spec.strategy.pin_memory and mesh.device.type == "cuda"
-        apply_checkpointing(layers, offload=offload, pin_memory=pin, routers=routers)
+        apply_checkpointing(layers, built.spec.model.gradient_checkpointing, pin_memory=pin, routers=routers)
 
 
 class Compile:
@@ -156,7 +156,9 @@ class Compile:
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Compile each unit that contains no other."""
         layers = innermost(wrapped_layers(built.anatomy, built.spec.strategy.wrap_policy))
-        apply_compile(layers or [built.anatomy.model])
+        how = built.spec.model.gradient_checkpointing
+        budget = how.budget if isinstance(how, BudgetSpec) else None
+        apply_compile(layers or [built.anatomy.model], budget=budget)
 
 
 class Shard:

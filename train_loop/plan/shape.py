@@ -146,9 +146,11 @@ class KeptBytes:
     layer: int
     """All that the layer keeps which keeps most; with tiles, of its MLPs one tile."""
     layers: int
-    """All that the layers keep together; with tiles, of their MLPs one tile."""
+    """All that the layers keep together, with inputs; with tiles, of their MLPs one tile."""
     outside: int
     """All that the model keeps outside of its layers and logits."""
+    selected: int = 0
+    """Matrix products of all layers whose results `selective` keeps."""
 
 
 @dataclass(frozen=True)

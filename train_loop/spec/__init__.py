@@ -12,7 +12,7 @@ from train_loop.spec.kinds.infer import InferJobSpec
 from train_loop.spec.kinds.model import CheckpointSource
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
-from train_loop.spec.model import ALL_LINEAR, LoraSpec, ModelSpec
+from train_loop.spec.model import ALL_LINEAR, BudgetSpec, Checkpointing, EverySpec, LoraSpec, ModelSpec
 from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
 from train_loop.spec.optimizer import SCHEDULE_FREE, OptimizerSpec, ParameterGroupSpec
 from train_loop.spec.parse import (
@@ -47,12 +47,15 @@ __all__ = [
     "SCHEDULE_FREE",
     "SCHEMA_ID",
     "AnyJobSpec",
+    "BudgetSpec",
     "CheckpointSource",
     "CheckpointSpec",
+    "Checkpointing",
     "CodeSpec",
     "ColumnsSpec",
     "DataSpec",
     "EmbeddingSpec",
+    "EverySpec",
     "FailureSpec",
     "GenerationSpec",
     "InferJobSpec",

@@ -1,10 +1,11 @@
 """`model:` the model to train."""
 
+import json
 import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import to_json
 
 from train_loop.spec.base import SpecModel, check_folder, is_default, only
@@ -16,6 +17,43 @@ _HUB = re.compile(r"(?:https?://[^/]+/|hf://)?([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9]
 Dtype = Literal["bf16", "fp16", "fp32"]
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 _ModuleName = Annotated[str, StringConstraints(min_length=1)]
+
+
+class EverySpec(SpecModel):
+    """Recomputation of some layers."""
+
+    every: int = Field(ge=1, description="the first of each group of this many layers is recomputed; 1 equals full")
+
+    def __str__(self) -> str:
+        return f"{{every: {self.every}}}"
+
+
+class BudgetSpec(SpecModel):
+    """Recomputation by the memory budget of torch.compile."""
+
+    budget: float = Field(
+        ge=0,
+        le=1,
+        description="share of a layer's activations that torch.compile keeps, from 0 (inputs only, as full) to 1 "
+        "(its default)",
+    )
+
+    def __str__(self) -> str:
+        return f"{{budget: {self.budget:g}}}"
+
+
+def _kind_of_checkpointing(value: Any) -> str:
+    if isinstance(value, EverySpec) or (isinstance(value, dict) and "every" in value):
+        return "EverySpec"
+    return "BudgetSpec" if isinstance(value, BudgetSpec | dict) else "str"
+
+
+Checkpointing = Annotated[
+    Annotated[Literal["none", "full", "offload", "selective"], Tag("str")]
+    | Annotated[EverySpec, Tag("EverySpec")]
+    | Annotated[BudgetSpec, Tag("BudgetSpec")],
+    Discriminator(_kind_of_checkpointing),
+]
 
 
 class LoraSpec(SpecModel):
@@ -148,10 +186,11 @@ class ModelSpec(SpecModel):
         description="step by which each optimizer step moves the biases that routers add to scores to choose experts "
         "(e_score_correction_bias) towards equal loads; null: they stay",
     )
-    gradient_checkpointing: Literal["none", "full", "offload"] = Field(
+    gradient_checkpointing: Checkpointing = Field(
         default="full",
         description="full: recompute each layer in the backward pass; offload: also keep its input in host memory; "
-        "none: keep all activations",
+        "{every: n}: recompute one of n layers; selective: keep results of attention and of every second matrix "
+        "product; {budget: 0..1}: let torch.compile choose; none: keep all activations",
     )
     freeze_module_prefix: tuple[str, ...] = Field(
         default=(), description="prefixes of module names whose parameters are not trained"
@@ -168,6 +207,28 @@ class ModelSpec(SpecModel):
     compile: bool = Field(
         default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _is_a_word_or_one_number(cls, value: Any) -> Any:
+        if isinstance(value, str | EverySpec | BudgetSpec) or (
+            isinstance(value, dict) and len(value) == 1 and value.keys() <= {"every", "budget"}
+        ):
+            return value
+        shown = json.dumps(value, default=str)
+        raise ValueError(
+            f"invalid gradient_checkpointing {shown:.100}; expected none, full, offload, selective, {{every: n}} or "
+            "{budget: 0..1}"
+        )
+
+    @model_validator(mode="after")
+    def _budget_is_of_the_compiler(self) -> "ModelSpec":
+        if isinstance(self.gradient_checkpointing, BudgetSpec) and not self.compile:
+            raise ValueError(
+                f"gradient_checkpointing={self.gradient_checkpointing} is a memory budget of torch.compile, and "
+                "compile is false; set compile: true, or choose selective or {every: 2}"
+            )
+        return self
 
     @property
     def has_source(self) -> bool:

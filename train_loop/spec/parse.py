@@ -106,6 +106,9 @@ def override(spec: S, patch: Mapping[str, Any]) -> S:
         raise SpecError([*form.problems])
     patch = form.values
     base = spec.model_dump(mode="json")
+    if isinstance(patch.get("model"), dict) and "gradient_checkpointing" in patch["model"]:
+        # {every: n} and {budget: x} replace each other.
+        base["model"].pop("gradient_checkpointing")
     model, strategy = patch.get("model"), patch.get("strategy")
     # The two fields are one quantity: a patch that changes one of them need not name the other.
     if isinstance(model, dict) and "dtype" in model:
@@ -167,7 +170,8 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
         step
         for step in loc
         if not re.fullmatch(
-            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|float|bool|source|list|\w+HeadSpec|\w+Range", str(step)
+            r"(str|int|float|bool|tuple|constrained)\W.*|str|int|float|bool|source|list|\w+HeadSpec|EverySpec|BudgetSpec|\w+Range",
+            str(step),
         )
     ]
 

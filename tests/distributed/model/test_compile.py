@@ -14,25 +14,37 @@ from train_loop.telemetry.compile import CompileWatch
 
 Result = tuple[float, Gradients]
 FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}
-STRATEGIES: dict[str, dict[str, Any]] = {"Ulysses, finer units": {"ulysses_size": 2, "wrap_policy": FINER}}
+Parts = dict[str, dict[str, Any]]
+CASES: dict[str, Parts] = {
+    "Ulysses, finer units": {"strategy": {"ulysses_size": 2, "wrap_policy": FINER}},
+    "selective": {"model": {"gradient_checkpointing": "selective"}},
+    "budget": {"model": {"gradient_checkpointing": {"budget": 0.3}}},
+}
 if os.environ.get("MORE"):
-    STRATEGIES |= {
-        "Ulysses": {"ulysses_size": 2},
-        "finer units": {"wrap_policy": FINER},
-        "offload": {"offload_policy": True},
+    CASES |= {
+        "Ulysses": {"strategy": {"ulysses_size": 2}},
+        "finer units": {"strategy": {"wrap_policy": FINER}},
+        "offload": {"strategy": {"offload_policy": True}},
+        "selective, Ulysses": {
+            "model": {"gradient_checkpointing": "selective"},
+            "strategy": {"ulysses_size": 2, "apply_tiled_mlp": True},
+        },
+        "every second": {"model": {"gradient_checkpointing": {"every": 2}}},
     }
 
 
 def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:
-    """Return an eager and a compiled step of two ranks with the compile reports, for each strategy."""
+    """Return an eager and a compiled step of two ranks with the compile reports, for each case."""
     rows, found = random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), {}
-    for name, strategy in STRATEGIES.items():
+    for name, parts in CASES.items():
+        strategy = parts.get("strategy", {})
         watch, results = CompileWatch(), []
         for translate in (False, True):
             torch._dynamo.reset()
             counters.clear()
             job = spec(
-                model={"config": TINY, "gradient_checkpointing": "full", "compile": translate},
+                model={"config": TINY, "gradient_checkpointing": "full", "compile": translate}
+                | (parts.get("model", {}) if translate else {}),
                 training={"per_device_train_batch_size": 4 if "ulysses_size" in strategy else 2},
                 strategy=strategy,
                 scaling={"num_workers": 2},
@@ -48,17 +60,17 @@ def found() -> dict[str, tuple[list[Result], dict[str, Any]]]:
     return result
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_compiled_layers_compute_the_same(found: Any, strategy: str) -> None:
-    (expected_loss, expected), (loss, gradients) = found[strategy][0]
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_compute_the_same(found: Any, case: str) -> None:
+    (expected_loss, expected), (loss, gradients) = found[case][0]
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, value in expected.items():
         assert (gradients[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_graph_without_breaks_serves_all_layers(found: Any, strategy: str) -> None:
-    assert found[strategy][1] == {"graphs": 1, "graph_breaks": {}}
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_without_breaks_serves_all_layers(found: Any, case: str) -> None:
+    assert found[case][1] == {"graphs": 1, "graph_breaks": {}}
 
 
 def test_function_over_the_recompile_limit_is_reported() -> None:

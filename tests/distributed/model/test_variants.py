@@ -50,6 +50,13 @@ BIT_EQUAL: dict[str, Parts] = {
     "units by size": {"strategy": {"wrap_policy": {"min_num_params": 1000}}},
     "large units": {"strategy": {"wrap_policy": {"min_num_params": 9000}}},
     "output dtype": {"strategy": {"output_dtype": "fp32"}},
+    "every second layer": {"model": {"gradient_checkpointing": {"every": 2}}},
+    "selective": {"model": {"gradient_checkpointing": "selective"}},
+    "each layer": {"model": {"gradient_checkpointing": {"every": 1}}},
+    "selective, offloaded": {
+        "model": {"gradient_checkpointing": "selective"},
+        "strategy": {"offload_policy": True, "reshard_after_forward": True},
+    },
 }
 EQUAL: dict[str, Parts] = {
     "tiles": {"strategy": {"apply_tiled_mlp": True}},
@@ -69,6 +76,14 @@ EQUAL: dict[str, Parts] = {
     "exchanged once": {"strategy": {"gradient_sync": "last"}},
     "exchanged once, chunked": {"training": {"chunked_loss": True}, "strategy": {"gradient_sync": "last"}},
     "exchanged once, hybrid": {"strategy": {"gradient_sync": "last", "fsdp_size": 2}},
+    "selective tiles": {
+        "model": {"gradient_checkpointing": "selective"},
+        "strategy": {"apply_tiled_mlp": True},
+    },
+    "selective, chunked head": {
+        "model": {"gradient_checkpointing": "selective"},
+        "training": {"chunked_loss": True},
+    },
 }
 LAYERS: Parts = {"strategy": {"wrap_policy": {"wrap_embeddings": False, "wrap_lm_output": False}}}
 """A model whose embeddings and head are in the root unit, with which variants are compared."""

@@ -19,7 +19,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy, is_norm, modules_of
 from train_loop.model.families.family import Examination, ExportFacts, Family, SettingCheck
 from train_loop.run_dir import write_durably
-from train_loop.spec import JobSpec, ModelSpec
+from train_loop.spec import BudgetSpec, JobSpec, ModelSpec
 
 _RULES_OF_MODULES = ("reset_parameters", "_reset_parameters")
 """Methods that initialise a module, by the convention of torch.nn."""
@@ -74,10 +74,11 @@ class OwnModels(Family):
         def check() -> None:
             policy = spec.strategy.wrap_policy
             named = anatomy.layers or policy.transformer_layer_cls_to_wrap or policy.min_num_params is not None
-            if spec.model.gradient_checkpointing == "offload" and not named:
+            how = spec.model.gradient_checkpointing
+            if how not in ("none", "full") and not isinstance(how, BudgetSpec) and not named:
                 raise ModelError(
-                    f"gradient_checkpointing=offload keeps inputs of layers, and {self.source} has none; choose full, "
-                    "or name layers in strategy.wrap_policy or _no_split_modules"
+                    f"gradient_checkpointing={how} needs layers, and {self.source} has none; choose full, or name "
+                    "layers in strategy.wrap_policy or _no_split_modules"
                 )
 
         settings = [SettingCheck("/model/gradient_checkpointing", check)]

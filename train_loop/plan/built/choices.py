@@ -20,7 +20,7 @@ class Choices:
     loss_chunk_tokens: int | None
     """Tokens of a chunk of logits; None if they are computed at once."""
     checkpointing: str
-    """Activation checkpointing."""
+    """Activation checkpointing, as a spec has it."""
     optimizer_groups: tuple[Mapping[str, Any], ...]
     cores: float
     """CPU cores of a rank."""
@@ -35,7 +35,7 @@ def planned_choices(spec: JobSpec, plan: Plan) -> Choices:
         dtypes=dtypes_of(spec, has_experts=plan.shape.active is not None),
         attention=None if spec.code is not None else spec.model.attn_implementation,
         loss_chunk_tokens=_chunk_tokens(spec, plan),
-        checkpointing=spec.model.gradient_checkpointing,
+        checkpointing=str(spec.model.gradient_checkpointing),
         optimizer_groups=tuple(_groups(spec, plan)),
         cores=spec.scaling.resources_per_worker.get("CPU", 0.0),
         backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -28,7 +28,9 @@ def accept_spellings(schema: dict[str, Any]) -> dict[str, Any]:
     parts = schema["$defs"]
     for name, properties in _ADDED.items():
         parts[name]["properties"] |= properties
-    checkpointing = parts["ModelSpec"]["properties"]["gradient_checkpointing"]
+    (checkpointing,) = (
+        one for one in parts["ModelSpec"]["properties"]["gradient_checkpointing"]["oneOf"] if "enum" in one
+    )
     checkpointing["enum"] = [*checkpointing["enum"], True, False]
     sharding = parts["StrategySpec"]["properties"]["sharding_strategy"]
     sharding["enum"] = [*SHARDING, *(name.lstrip("_").lower() for name in SHARDING), *range(1, len(SHARDING) + 1)]

@@ -36,7 +36,6 @@ _NEAR = DTYPES | _spelled(
         "adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit",
         "constant_with_warmup": "warmup",
         "sdpa": "eager",
-        "full": "selective",
         "jsonl": "json ndjson",
         "text": "txt",
         "truncate": "truncate_right",

@@ -127,8 +127,11 @@ FIELDS = _by_name(
         "mixedprecision mixedprecisionpolicy fsdp_mixed_precision_policy",
         "model.attn_implementation": "use_flash_attention_2 flash_attn flash_attention attn_impl",
         "model.compile": "torch_compile torch_compile_backend torch_compile_mode use_torch_compile dynamo_config",
-        "model.gradient_checkpointing": "activation_checkpointing gradient_checkpointing_kwargs recompute "
-        "fsdp_activation_checkpointing use_reentrant enable_gradient_checkpointing",
+        "model.gradient_checkpointing": "activation_checkpoint activation_checkpointing gradient_checkpointing_kwargs "
+        "fsdp_activation_checkpointing use_reentrant enable_gradient_checkpointing recompute recompute_granularity",
+        "model.gradient_checkpointing; selective, or {every: n}": "selective_ac_option selective_ac_op_list",
+        "model.gradient_checkpointing; {every: n}": "ac_freq",
+        "model.gradient_checkpointing; {budget: 0..1}": "activation_memory_budget memory_budget",
         "model.freeze_module_prefix": "freeze freeze_modules",
         "model.adapter": "adapters adapter_path adapter_name_or_path adapter_model_name_or_path lora_model_dir "
         "lora_path lora_adapter_path",

@@ -70,7 +70,7 @@ def test_sizes_are_those_of_a_real_call(tmp_path: Path, name: str, recompute: st
     assert found.flops == counter.get_total_flops()
     if recompute == "full":
         blocks = [one for one in model.modules() if type(one).__name__ in getattr(model, "_no_split_modules", ())]
-        apply_checkpointing(blocks, offload=False, pin_memory=False)
+        apply_checkpointing(blocks, "full")
     # The gradients of an earlier micro-batch exist, as in most steps.
     tracker = MemTracker()
     tracker.track_external(model)

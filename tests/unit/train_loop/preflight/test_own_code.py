@@ -159,11 +159,13 @@ def test_errors_of_the_code_are_problems_of_its_field(
         raise AssertionError(problems[pointer])
 
 
-def test_offload_without_layers_is_refused(tmp_path: Path) -> None:
-    raw = own_spec(tmp_path, model={"gradient_checkpointing": "offload"})
-    assert check(raw, tmp_path)[2]["/model/gradient_checkpointing"].endswith(
-        "in strategy.wrap_policy or _no_split_modules"
-    )
+@pytest.mark.parametrize("how", ["offload", "selective", {"every": 2}])
+def test_recomputation_without_layers_is_refused(tmp_path: Path, how: Any) -> None:
+    raw = own_spec(tmp_path, model={"gradient_checkpointing": how})
+    shown = "{every: 2}" if isinstance(how, dict) else how
+    found = check(raw, tmp_path)[2]["/model/gradient_checkpointing"]
+    assert found.startswith(f"gradient_checkpointing={shown} needs layers, and ")
+    assert found.endswith("in strategy.wrap_policy or _no_split_modules")
 
 
 LAYERS = """

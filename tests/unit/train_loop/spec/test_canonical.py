@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from tests.support.builders.specs import raw_spec
-from train_loop.spec import SpecError, dump, job_schema, load, override, parse, parse_text, spellings
+from train_loop.spec import (
+    BudgetSpec,
+    Checkpointing,
+    EverySpec,
+    SpecError,
+    dump,
+    job_schema,
+    load,
+    override,
+    parse,
+    parse_text,
+    spellings,
+)
 from train_loop.spec.names.spellings import DTYPES, SHARDING
 
 VALID = Draft202012Validator(job_schema())
@@ -150,11 +162,57 @@ def test_fraction_of_warmup_is_that_of_transformers(steps: int, fraction: float)
         ({"gradient_checkpointing": True}, "full"),
         ({"gradient_checkpointing": False}, "none"),
         ({"gradient_checkpointing": False, "disable_gradient_checkpointing": True}, "none"),
+        ({"gradient_checkpointing": "selective", "disable_gradient_checkpointing": False}, "selective"),
+        ({"gradient_checkpointing": {"every": "2"}}, EverySpec(every=2)),
+        ({"gradient_checkpointing": {"budget": ".5"}, "compile": True}, BudgetSpec(budget=0.5)),
     ],
 )
-def test_checkpointing_is_named_as_in_roll_and_transformers(model: dict[str, Any], became: str) -> None:
-    assert parse(raw_spec(model=model)).model.gradient_checkpointing == became
-    assert VALID.is_valid(raw_spec(model=model))
+def test_checkpointing_is_named_as_in_roll_and_transformers(model: dict[str, Any], became: Checkpointing) -> None:
+    job = parse(raw_spec(model=model))
+    assert job.model.gradient_checkpointing == became
+    assert load(dump(job)) == job
+
+
+@pytest.mark.parametrize("written", [True, False, "full", "selective", {"every": 1}, {"budget": 0}])
+def test_schema_has_each_kind_of_checkpointing(written: Any) -> None:
+    assert VALID.is_valid(raw_spec(model={"gradient_checkpointing": written}))
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        *(
+            (
+                value,
+                f"invalid gradient_checkpointing {shown}; expected none, full, offload, selective, {{every: n}} or "
+                "{budget: 0..1}",
+            )
+            for value, shown in (({}, "{}"), (2, "2"), (None, "null"), ({"evry": 2}, '{"evry": 2}'))
+        ),
+        (
+            "selectiv",
+            "input should be 'none', 'full', 'offload' or 'selective'; the value is \"selectiv\"; did you mean "
+            "selective?",
+        ),
+        ({"every": 0}, "input should be greater than or equal to 1; the value is 0"),
+        ({"budget": 1.5}, "input should be less than or equal to 1; the value is 1.5"),
+        (
+            {"budget": 0.5},
+            "gradient_checkpointing={budget: 0.5} is a memory budget of torch.compile, and compile is false; set "
+            "compile: true, or choose selective or {every: 2}",
+        ),
+    ],
+)
+def test_invalid_checkpointing_names_rule_and_remedy(written: Any, message: str) -> None:
+    assert [*refused(model={"gradient_checkpointing": written}).values()] == [message]
+    assert VALID.is_valid(raw_spec(model={"gradient_checkpointing": written})) is (written == {"budget": 0.5})
+
+
+def test_number_of_checkpointing_replaces_another_one() -> None:
+    job = parse(raw_spec(model={"gradient_checkpointing": {"every": 2}}))
+    changed = override(job, {"model": {"gradient_checkpointing": {"budget": 0.5}, "compile": True}})
+    assert changed.model.gradient_checkpointing == BudgetSpec(budget=0.5)
+    assert override(changed, {"model": {"compile": True}}) == changed
 
 
 def test_contradicting_checkpointing_names_both_fields() -> None:

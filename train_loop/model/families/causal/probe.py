@@ -28,7 +28,7 @@ from train_loop.model.families.causal.separation import (
     position_limit,
 )
 from train_loop.model.families.family import HEAD_BIAS, AttentionUse
-from train_loop.model.families.kept import count_kept
+from train_loop.model.families.kept import ChangedResults, count_kept
 from train_loop.model.lora.adapters import leave_out_parameters
 from train_loop.plan import KeptBytes
 from train_loop.spec import JobSpec
@@ -60,6 +60,8 @@ class ModelProbe:
     """Steps from the output embeddings to the logits, such as a scale; None if they are not known."""
     positions: PositionLimits
     separation: Separation
+    changes_results: bool = False
+    """True if layers change results in place that `selective` keeps."""
 
 
 def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_length: int | None = None) -> ModelProbe:
@@ -77,9 +79,9 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
     # Only a model of embeddings has no head.
     hook = None if head is None else head.register_forward_hook(lambda _, __, out: after.follow(out))
     columns, arguments = _call(model, _LENGTH)
-    tables = TableWatch(columns["position_ids"])
+    tables, changes = TableWatch(columns["position_ids"]), ChangedResults(copied.layers)
     try:
-        with torch.no_grad(), tables, after, attention_replaced(model, watch):
+        with torch.no_grad(), changes, tables, after, attention_replaced(model, watch):
             logits = anatomy.family.call(model, columns, arguments)
         steps = after.steps(logits)
     except Exception as error:  # errors of a forward pass have no common class
@@ -102,6 +104,7 @@ def probe(anatomy: Anatomy, dtype: torch.dtype = torch.float32, *, sequence_leng
         after_head=steps,
         positions=PositionLimits(min(limits, default=None), dynamic, getattr(config, "keep_window_size", None)),
         separation=separation,
+        changes_results=changes.found,
     )
 
 
@@ -282,6 +285,15 @@ def check_attention(seen: ModelProbe, spec: JobSpec) -> None:
                 "heads or be a multiple of them; choose a smaller one"
             )
     check_slices(seen.separation, spec, seen.model)
+
+
+def check_recomputation(seen: ModelProbe, spec: JobSpec) -> None:
+    """Raise ModelError for kept results of a model whose layers change them in place."""
+    if spec.model.gradient_checkpointing == "selective" and seen.changes_results:
+        raise ModelError(
+            f"gradient_checkpointing=selective keeps results of matrix products, and layers of {seen.model} change "
+            "some of them in place; choose full or {every: 2}"
+        )
 
 
 def check_head(seen: ModelProbe, spec: JobSpec) -> None:
