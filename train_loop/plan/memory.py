@@ -1,6 +1,7 @@
 """Memory estimate in bytes per worker, each term with its formula."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,7 +9,7 @@ from train_loop.plan.batch import plan_batch
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import KeptBytes, ModelShape, UnitSizes
 from train_loop.plan.tree import ReductionTree
-from train_loop.spec import SCHEDULE_FREE, JobSpec
+from train_loop.spec import SCHEDULE_FREE, BudgetSpec, Checkpointing, EverySpec, JobSpec
 
 Place = Literal["device", "host"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -23,6 +24,8 @@ FROZEN = "frozen_parameters"
 """Name of the memory term of frozen weights below adapters."""
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
+_PARTS = ("layers", "inputs", "layer", "selected")
+"""Parts of a model's activations, as fields of `KeptBytes`."""
 _ESTIMATED = ("adapted_experts", "activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
 
 
@@ -117,11 +120,13 @@ def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place)
         return _measured(spec, shape, mesh, beside=beside)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
+    logits = _logits(spec, shape, tokens)
+    terms = _activations(spec, shape, tokens=tokens, compute=compute, logits=logits.bytes, beside=beside)
     return (
         *_adapted_experts(spec, shape, compute),
-        *_in_own_dtypes(_activations(spec, shape, tokens=tokens, compute=compute, beside=beside), spec, shape),
+        *_in_own_dtypes(terms, spec, shape),
         *_masks_and_scores(spec, shape, mesh, compute=compute),
-        _logits(spec, shape, tokens),
+        logits,
     )
 
 
@@ -130,7 +135,8 @@ def _adapted_experts(spec: JobSpec, shape: ModelShape, compute: int) -> Iterator
     lora, counts = spec.model.lora, shape.counts
     if lora is None or not lora.target_parameters or counts is None:
         return
-    kept = shape.layers if spec.model.gradient_checkpointing == "none" else 1
+    share = recomputed_share(spec.model.gradient_checkpointing, shape.layers)
+    kept = max(1, math.ceil((1 - share) * shape.layers))
     formula = f"{compute} bytes x experts of a layer x ({kept} layers with their adapters + a gradient)"
     yield MemoryTerm("adapted_experts", compute * counts.experts * (kept + 1), formula)
 
@@ -139,7 +145,7 @@ def _in_own_dtypes(terms: tuple[MemoryTerm, ...], spec: JobSpec, shape: ModelSha
     """Return the activations of layers of which some have a dtype of their own."""
     if shape.counts is None or (own := shape.counts.compute) is None:
         return terms
-    wide = own.layers if spec.model.gradient_checkpointing == "none" else own.layer
+    wide = own.layer if spec.model.gradient_checkpointing in ("full", "offload") else own.layers
     factor = wide / DTYPE_BYTES[spec.strategy.param_dtype]
     return tuple(
         replace(term, bytes=int(factor * term.bytes), formula=f"{factor:.4g} for precision x {term.formula}")
@@ -328,7 +334,8 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
     if not shape.whole_scores:
         return (MemoryTerm("attention_mask", _mask(spec), formula),)
     squares = spec.sequences_per_device * spec.data.sequence_length**2
-    layers = shape.layers if spec.model.gradient_checkpointing == "none" else 1
+    share = recomputed_share(spec.model.gradient_checkpointing, shape.layers)
+    layers = max(1, math.ceil((1 - share) * shape.layers))
     scores = (4 + 2 * compute) * layers * squares * -(-shape.heads // mesh.sp)
     return (
         MemoryTerm("attention_mask", 4 * squares, "4 bytes x sequences x sequence_length^2"),
@@ -341,48 +348,98 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
 
 
 def _activations(
-    spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, beside: Place
+    spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, logits: int, beside: Place
 ) -> tuple[MemoryTerm, ...]:
     """Estimate the activations that layers keep for backward, and those of the layer that computes."""
-    # Inputs and outputs of norms, q, k, v and attention output; three MLP tensors, of which one tile exists at a time.
-    states, parts = shape.hidden, spec.strategy.token_parts
-    kept = 4 * states // parts + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    parts, states = spec.strategy.token_parts, shape.hidden // spec.strategy.token_parts
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
-    wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
-    own = "H" if parts == 1 else f"H / {parts}"
-    layer = f"4{own} + 2(heads + kv_heads)head_dim"
-    mlp = "3F" if tiles == 1 else f"3F / {tiles} tiles"
-    # The formula leaves out tensors that are small compared with logits of a vocabulary.
+    attention, whole, compiled = query if not shape.whole_scores else 0, tiles == 1, spec.model.compile
+    # Bytes of norms for each of H: their inputs and outputs. Without a compiler, inputs are in fp32, and normed values
+    # are kept, too. Bytes of q, k, v and the output of attention, and of MLP tensors, of which one tile exists at a
+    # time: results of gate, up, and their product; without a compiler also the activation.
+    of_norms = 4 * compute if compiled else 2 * (4 + 2 * compute)
+    of_heads = 2 * compute + (4 + compute if shape.qk_norm and not compiled else 0)
+    of_mlp = (3 if compiled else 4) * compute
+    kept, wide = of_norms * shape.hidden // parts + of_heads * (query + key), of_mlp * shape.intermediate
     # A layer with experts has few of its config's sizes, and ranks that share layers may gather heads and MLPs.
-    counted = shape.labels is not None or shape.active is not None or spec.strategy.tp_size > 1
-    least = 0 if counted else _OTHER_LAYER * compute * (kept + wide // tiles)
+    counted = shape.labels is not None or shape.active is not None or spec.strategy.tp_size > 1 or not compiled
+    least = 0 if counted else _OTHER_LAYER * (kept + wide // tiles)
     if shape.kept is not None and shape.kept.layer > least:
-        return _counted(spec, shape.kept, tokens=tokens, beside=beside)
-    if spec.model.gradient_checkpointing == "none":
-        # Backward recomputes each tile, so that no layer keeps wide tensors.
-        size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
-        sizes = f"({layer} + {mlp}) x layers" if tiles == 1 else f"(({layer}) x layers + {mlp})"
-        return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)
-    recomputed = compute * tokens * (kept + wide // tiles)
-    saved, inputs = compute * tokens * shape.layers * states // parts, f"{each} x {own} x layers"
-    formula = f"{each} x ({layer} + {mlp}) of the current layer"
-    if spec.model.gradient_checkpointing == "full":
-        return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
-    return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
+        sizes = replace(shape.kept, selected=shape.kept.selected + compute * shape.layers * attention)
+        words = {part: f"{getattr(sizes, part)} bytes x tokens, as counted in a call of its layers" for part in _PARTS}
+    else:
+        # Backward recomputes each tile, so that no layer keeps wide tensors, and `selective` keeps none of them.
+        sizes = KeptBytes(
+            inputs=compute * shape.layers * states,
+            layer=kept + wide // tiles,
+            layers=(kept + wide) * shape.layers if whole else kept * shape.layers + wide // tiles,
+            outside=0,
+            # Products of q, v, gate and down.
+            selected=compute * shape.layers * (query + key + attention + (shape.intermediate + states if whole else 0)),
+        )
+        own = "H" if parts == 1 else f"H / {parts}"
+        layer = f"{of_norms}{own} + {of_heads}(heads + kv_heads)head_dim"
+        mlp = f"{of_mlp}F" if whole else f"{of_mlp}F / {tiles} tiles"
+        words = {
+            "layers": f"({layer} + {mlp}) x layers bytes x tokens"
+            if whole
+            else f"(({layer}) x layers + {mlp}) bytes x tokens",
+            "inputs": f"{compute}{own} x layers bytes x tokens",
+            "layer": f"({layer} + {mlp}) bytes x tokens of the current layer",
+            "selected": f"{compute}((2heads + kv_heads)head_dim{f' + F + {own}' if whole else ''}) x layers bytes x "
+            "tokens",
+        }
+    return _terms(spec, shape, sizes, words, tokens=tokens, logits=logits, beside=beside)
 
 
-def _counted(spec: JobSpec, kept: KeptBytes, *, tokens: int, beside: Place) -> tuple[MemoryTerm, ...]:
-    """Estimate the activations of layers that have other parts, as counted in a call with the spec's tiles."""
-    counted = "bytes x tokens, as counted in a call of its layers"
-    once, inputs = kept.layer + kept.outside, kept.inputs
-    if spec.model.gradient_checkpointing == "none":
-        once, inputs = kept.layers + kept.outside, 0
-    if spec.model.gradient_checkpointing in ("none", "full"):
-        return (MemoryTerm("activations", tokens * (once + inputs), f"{once + inputs} {counted}"),)
-    return (
-        MemoryTerm("activations", tokens * once, f"{once} {counted}"),
-        MemoryTerm("offloaded_activations", tokens * inputs, f"{inputs} {counted}", beside),
-    )
+def _terms(
+    spec: JobSpec,
+    shape: ModelShape,
+    sizes: KeptBytes,
+    words: Mapping[str, str],
+    *,
+    tokens: int,
+    logits: int,
+    beside: Place,
+) -> tuple[MemoryTerm, ...]:
+    """Return the terms of activations: the parts of what layers keep, of which `words` has the formulas.
+
+    Logits are free again when backward recomputes a layer.
+    """
+    how, layers = spec.model.gradient_checkpointing, shape.layers
+    factors, current = _factors(how, layers)
+    size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
+    # The current layer contains what it has kept before.
+    before = sizes.selected / max(layers, 1) if how == "selective" else 0
+    size += max(0.0, current * tokens * (sizes.layer - before) - logits)
+    formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]
+    if current:
+        share = "" if current == 1 else f"{current:.3g} x "
+        formula.append(f"{share}{words['layer']}, beyond the logits")
+    found = MemoryTerm("activations", round(size), " + ".join(formula))
+    if how != "offload":
+        return (found,)
+    return found, MemoryTerm("offloaded_activations", tokens * sizes.inputs, words["inputs"], beside)
+
+
+def _factors(how: Checkpointing, layers: int) -> tuple[dict[str, float], float]:
+    """Return the shares of parts of a model's activations that are kept, and of a layer that backward recomputes."""
+    if how in ("none", "offload"):
+        return ({"layers": 1.0}, 0.0) if how == "none" else ({}, 1.0)
+    if how in ("full", "selective"):
+        return {"inputs": 1.0} | ({"selected": 1.0} if how == "selective" else {}), 1.0
+    share = recomputed_share(how, layers)
+    # Backward begins with the last layer. If it is recomputed, all other layers still have their activations.
+    last = layers % how.every == 1 or how.every == 1 if isinstance(how, EverySpec) else share
+    return {"layers": 1 - share, "inputs": share}, float(last)
+
+
+def recomputed_share(how: Checkpointing, layers: int) -> float:
+    """Return the share of the layers that backward recomputes, with `selective` in part; at most, with a budget."""
+    if isinstance(how, EverySpec):
+        return -(-layers // how.every) / max(layers, 1)
+    return 1 - how.budget if isinstance(how, BudgetSpec) else float(how != "none")
 
 
 def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:

@@ -280,7 +280,8 @@ def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
         return ()
     if spec.code is not None:
         return _warnings_of_code(shape)
-    if shape.active is not None and (shape.kept is not None or shape.is_measured):
+    counted = shape.active is not None or not spec.model.compile
+    if (counted and shape.kept is not None) or (shape.active is not None and shape.is_measured):
         # Counted in a call of the model, as the formula says.
         return ()
     if shape.is_measured:

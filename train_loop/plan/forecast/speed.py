@@ -18,14 +18,14 @@ from train_loop.plan.forecast.work import (
     host_bytes,
     matrix_flops,
     memory_bytes,
-    recomputed,
+    repeated,
     state_bytes,
     update_bytes,
 )
 from train_loop.plan.mesh import Axis
 from train_loop.plan.plan import Plan
 from train_loop.plan.shape import WITHOUT_ATTENTION
-from train_loop.spec import SCHEDULE_FREE, JobSpec
+from train_loop.spec import SCHEDULE_FREE, BudgetSpec, JobSpec
 
 _FLASH, _MASKED = (0.2, 0.7), (0.12, 0.45)
 """Part of the peak that attention kernels reach: older ones to FlashAttention 3, and those with a mask."""
@@ -120,7 +120,7 @@ def _micro_batch(spec: JobSpec, plan: Plan, device: Device) -> dict[str, Range]:
         "matrix_products": Range(products, products).over(peak, device.efficiency),
         "attention": Range(attention.least, attention.most).over(peak, (slow[0], _FLASH[1])),
         "memory_traffic": memory_bytes(spec, plan).over(device.bandwidth, _MEMORY),
-        "kernel_starts": _LAYER_SECONDS.times(plan.shape.layers * (3 + recomputed(spec))),
+        "kernel_starts": _LAYER_SECONDS.times(plan.shape.layers * (3 + repeated(spec, plan.shape).rest)),
         "exchange_of_parameters": _sum(_on_link(one, device) for one in sent if one.hidden),
         "exchange_of_activations": _sum(_on_link(one, device) for one in sent if not one.hidden),
         "host_transfer": host_bytes(spec, plan).over(device.host_link, _to_host(spec)),
@@ -201,6 +201,8 @@ def _assumptions(spec: JobSpec, plan: Plan, device: Device) -> Iterator[str]:
         )
     if spec.strategy.offload_policy or spec.model.gradient_checkpointing == "offload":
         yield f"GPU and host exchange {_percent(_to_host(spec))} of {device.host_link / 1e9:g} GB/s"
+    if isinstance(spec.model.gradient_checkpointing, BudgetSpec):
+        yield f"torch.compile repeats {1 - spec.model.gradient_checkpointing.budget:.0%} of each layer's forward pass"
     if spec.strategy.offload_policy is True:
         rate = _host_rate(spec).times(1e-9)
         yield f"the optimizer on the host reads and writes {rate.least:g} to {rate.most:g} GB/s a worker"

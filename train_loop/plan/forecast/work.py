@@ -5,7 +5,7 @@ Each amount is a range, from the fastest to the slowest kernels with the same re
 
 from typing import NamedTuple
 
-from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes, trained_bytes
+from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes, recomputed_share, trained_bytes
 from train_loop.plan.mesh import Axis
 from train_loop.plan.plan import Plan
 from train_loop.plan.shape import ModelShape
@@ -66,9 +66,23 @@ def tokens_of(spec: JobSpec, plan: Plan) -> int:
     return spec.sequences_per_device * spec.data.sequence_length // plan.mesh.sp
 
 
-def recomputed(spec: JobSpec) -> int:
-    """Return the forward passes of each layer that backward repeats."""
-    return int(spec.model.gradient_checkpointing != "none")
+class Repeated(NamedTuple):
+    """The share of a forward pass that backward repeats, by kind of work."""
+
+    products: float
+    attention: float
+    rest: float
+
+
+def repeated(spec: JobSpec, shape: ModelShape) -> Repeated:
+    """Return the share of the layers' forward pass that backward repeats; at most, with a memory budget."""
+    how = spec.model.gradient_checkpointing
+    share = recomputed_share(how, shape.layers)
+    if how != "selective":
+        return Repeated(share, share, share)
+    # Products of k, o and up.
+    again = shape.hidden * ((shape.heads + shape.kv_heads) * shape.head_dim + shape.intermediate)
+    return Repeated(min(1.0, again / max(shape.layer_parameters, 1)), 0.0, 1.0)
 
 
 def matrix_flops(spec: JobSpec, plan: Plan) -> float:
@@ -79,14 +93,14 @@ def matrix_flops(spec: JobSpec, plan: Plan) -> float:
     shape = _of_worker(plan)
     layers, head = shape.parameters - shape.embedding_parameters, shape.outputs * shape.hidden
     passes = 2 + shape.trained / shape.parameters
-    return 2.0 * tokens_of(spec, plan) * (layers * (passes + recomputed(spec)) + head * passes)
+    return 2.0 * tokens_of(spec, plan) * (layers * (passes + repeated(spec, shape).products) + head * passes)
 
 
 def attention_flops(spec: JobSpec, plan: Plan) -> AttentionWork:
     """Return the FLOPs of attention in a micro-batch, by the kernels that the spec may get."""
     shape = _of_worker(plan)
     square = 4.0 * spec.data.sequence_length * shape.heads * shape.head_dim * shape.layers * tokens_of(spec, plan)
-    passes = _FLASH_PASSES + recomputed(spec)
+    passes = _FLASH_PASSES + repeated(spec, shape).attention
     causal, full, kind = square / 2 * passes, square * passes, spec.model.attn_implementation
     if not spec.data.packing:
         return AttentionWork(causal, causal, masked=False)
@@ -100,7 +114,7 @@ def attention_flops(spec: JobSpec, plan: Plan) -> AttentionWork:
 def memory_bytes(spec: JobSpec, plan: Plan) -> Range:
     """Return the bytes that operations other than products read and write in a micro-batch."""
     shape, tokens = _of_worker(plan), tokens_of(spec, plan)
-    value, passes = DTYPE_BYTES[spec.strategy.param_dtype], 3 + recomputed(spec)
+    value, passes = DTYPE_BYTES[spec.strategy.param_dtype], 3 + repeated(spec, shape).rest
     wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     sizes = (shape.hidden, wide, shape.intermediate)
     fused, separate = (sum(a * b for a, b in zip(one, sizes, strict=True)) for one in (_FUSED, _SEPARATE))
@@ -140,7 +154,7 @@ def exchanges(spec: JobSpec, plan: Plan) -> tuple[Exchange, ...]:
     value, reduced = DTYPE_BYTES[spec.strategy.param_dtype], DTYPE_BYTES[spec.strategy.reduce_dtype]
     # Micro-batches share the one exchange of their gradients.
     gradients = reduced * shape.trained / (plan.batch.accumulation if spec.strategy.gradient_sync == "last" else 1)
-    passes = 2 + recomputed(spec)
+    passes = 2 + repeated(spec, shape).rest
     sizes = {
         "fsdp": value * _gathers(spec) * shape.parameters + gradients,
         # An all-reduce sends each value twice.

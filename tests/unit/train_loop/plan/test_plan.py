@@ -276,13 +276,61 @@ def test_one_mlp_tile_is_counted(mode: str) -> None:
     whole, tiled = (
         next(term.bytes for term in plan.memory if term.name == "activations")
         for plan in (
-            a_plan(model={"gradient_checkpointing": mode}, strategy={"apply_tiled_mlp": tiles, "tiled_num_shards": 4})
+            a_plan(
+                model={"gradient_checkpointing": mode, "config": TINY | {"vocab_size": 8}},
+                strategy={"apply_tiled_mlp": tiles, "tiled_num_shards": 4},
+            )
             for tiles in (False, True)
         )
     )
-    wide = 4 * 32 * 3 * TINY["intermediate_size"]
+    wide = 4 * 32 * 4 * TINY["intermediate_size"]
     layers = TINY["num_hidden_layers"] if mode == "none" else 1
     assert whole - tiled == wide * layers - wide // 4
+
+
+def activations(layers: int, how: Any, **config: int) -> Any:
+    """Return the term of activations of a model with some layers."""
+    plan = a_plan(model={"gradient_checkpointing": how, "config": TINY | {"num_hidden_layers": layers, **config}})
+    return next(term for term in plan.memory if term.name == "activations")
+
+
+def test_layers_count_what_transformers_keeps() -> None:
+    tokens, heads = 32, (TINY["num_attention_heads"] + TINY["num_key_value_heads"]) * TINY["head_dim"]
+    norms, mlp = 2 * (4 + 2 * 4) * TINY["hidden_size"], 4 * 4 * TINY["intermediate_size"]
+    # Keys and queries are normed, too.
+    assert activations(1, "none").bytes == tokens * (norms + (2 * 4 + 8) * heads + mlp)
+    compiled = a_plan(model={"gradient_checkpointing": "none", "compile": True})
+    (term,) = (one for one in compiled.memory if one.name == "activations")
+    assert term.bytes == 2 * tokens * 4 * (4 * TINY["hidden_size"] + 2 * heads + 3 * TINY["intermediate_size"])
+
+
+def test_recomputation_of_some_layers_counts_both_kinds() -> None:
+    layer, inputs = activations(1, "none").bytes, 4 * 32 * TINY["hidden_size"]
+    # The logits are larger than what a layer computes again.
+    assert activations(6, "full").bytes == activations(6, {"every": 1}).bytes == 6 * inputs
+    assert activations(6, {"every": 2}).bytes == 3 * layer + 3 * inputs
+    assert activations(7, {"every": 3}).bytes == 4 * layer + 3 * inputs
+    assert activations(6, {"every": 9}).bytes == 5 * layer + inputs
+    assert activations(6, {"every": 2}).formula.startswith("0.5 x (24H + ")
+
+
+def test_layer_that_is_recomputed_counts_beyond_the_logits() -> None:
+    few = {"vocab_size": 8}
+    layer, inputs, logits = activations(1, "none", **few).bytes, 4 * 32 * TINY["hidden_size"], 12 * 32 * 8
+    assert activations(6, "full", **few).bytes == 6 * inputs + layer - logits
+    # Without the last layer, which is plain, backward has freed one before.
+    assert activations(6, {"every": 2}, **few).bytes == 3 * layer + 3 * inputs
+    assert activations(7, {"every": 3}, **few).bytes == 4 * layer + 3 * inputs + layer - logits
+
+
+def test_selective_counts_its_results() -> None:
+    tokens, layer, logits = 32, activations(1, "none", vocab_size=8).bytes, 12 * 32 * 8
+    heads, kv = TINY["num_attention_heads"] * TINY["head_dim"], TINY["num_key_value_heads"] * TINY["head_dim"]
+    kept = 4 * tokens * (2 * heads + kv + TINY["intermediate_size"] + TINY["hidden_size"])
+    found = [activations(6, how, vocab_size=8).bytes for how in ("full", "selective", "none")]
+    # The current layer contains what it has kept before.
+    assert found[1] == 6 * (kept + 4 * tokens * TINY["hidden_size"]) + layer - kept - logits
+    assert found == sorted(found)
 
 
 def test_attention_without_a_mask_counts_no_mask() -> None:

@@ -41,14 +41,10 @@ def planned(**step: Any) -> tuple[JobSpec, Plan]:
 
 
 def interval(step: dict[str, Any]) -> Range:
-    """Return the forecast in tokens per second and GPU; of both kinds of recomputation if a part is recomputed."""
-    kinds = ["full", "none"] if step["recompute"] == "selective" else [step["recompute"]]
-    found = []
-    for kind in kinds:
-        speed = throughput_on(*planned(**step | {"recompute": kind}), device_named(step["device"]))
-        assert speed is not None
-        found.append(speed.tokens_per_second.times(1 / step["gpus"]))
-    return Range(min(one.least for one in found), max(one.most for one in found))
+    """Return the forecast in tokens per second and GPU."""
+    speed = throughput_on(*planned(**step), device_named(step["device"]))
+    assert speed is not None
+    return speed.tokens_per_second.times(1 / step["gpus"])
 
 
 def name(step: dict[str, Any]) -> str:
@@ -69,6 +65,29 @@ def test_intervals_are_not_all_on_one_side_of_the_measurements() -> None:
         places.append((step["tokens"] - found.least) / (found.most - found.least))
     middle = sorted(places)[len(places) // 2]
     assert 0.2 < middle < 0.8, places
+
+
+@pytest.mark.parametrize("more", [{}, {"compile": True, "packing": True, "strategy": {"ulysses_size": 2}}])
+def test_time_of_a_step_grows_with_what_backward_repeats(more: dict[str, Any]) -> None:
+    kinds = ("none", {"every": 4}, "selective", {"every": 2}, "full")
+    step = {"model": "llama-3-8b", "gpus": 8, "length": 8192, "rows": 1, "strategy": {}} | more
+    found = [throughput_on(*planned(**step | {"recompute": how}), device_named("h100-80g")) for how in kinds]
+    least = [one.tokens_per_second.least for one in found if one is not None]
+    assert len(least) == len(kinds)
+    assert least == sorted(least, reverse=True)
+    assert least[0] < 1.4 * least[-1]
+
+
+def test_budget_is_between_a_plain_step_and_full_recomputation() -> None:
+    step = {"model": "llama-3-8b", "gpus": 8, "length": 8192, "rows": 1, "compile": True}
+    jobs = [planned(**step | {"recompute": how}) for how in ("none", {"budget": 0.5}, "full")]
+    found = [throughput_on(*job, device_named("h100-80g")) for job in jobs]
+    least = [one.tokens_per_second.least for one in found if one is not None]
+    assert least[0] > least[1] > least[2]
+    assert found[1] is not None
+    assert "torch.compile repeats 50% of each layer's forward pass" in found[1].assumptions
+    sizes = [plan.memory_bytes for _, plan in jobs]
+    assert sizes[0] > sizes[1] > sizes[2]
 
 
 LLAMA = {"model": "llama-2-70b", "gpus": 8, "length": 4096, "rows": 1, "recompute": "full"}
