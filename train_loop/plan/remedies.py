@@ -54,7 +54,11 @@ def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
         (strategy.gradient_sync == "last", "strategy.gradient_sync: every"),
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"{spec.batch_field}: {size // 2}{' at the same global_batch_size' if trains else ''}"),
-        (trains and checkpointing == "none", "model.gradient_checkpointing: full"),
+        (
+            trains and checkpointing == "none",
+            f"model.gradient_checkpointing: {'selective, or full, which saves more' if spec.code is None else 'full'}",
+        ),
+        (trains and checkpointing not in ("none", "full", "offload"), "model.gradient_checkpointing: full"),
         (may_split_states(spec), "strategy.sequence_parallel: true"),
         (not strategy.apply_tiled_mlp and not by_size and shape.can_tile, "strategy.apply_tiled_mlp: true"),
         (strategy.shards > 1, "strategy.fsdp_size: 0"),

@@ -15,7 +15,7 @@ from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.remedies import may_split_states
 from train_loop.plan.savings import Patch, describe_patch, merge_patches
 from train_loop.plan.shape import ModelShape
-from train_loop.spec import MOST_WORKERS, JobSpec, SpecError, override
+from train_loop.spec import MOST_WORKERS, Checkpointing, JobSpec, SpecError, override
 
 _TOGETHER = 3
 """Maximum number of changes that a suggestion combines."""
@@ -130,8 +130,7 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
     ]
     yield from (Choice((patch,)) for helps, patch in simple if helps)
-    recompute = [mode for mode in ("full", "offload") if model.gradient_checkpointing not in (mode, "offload")]
-    if recompute:
+    if recompute := _stronger(model.gradient_checkpointing, has_layers=spec.code is None):
         yield Choice(tuple({"model": {"gradient_checkpointing": mode}} for mode in recompute))
     if strategy.offload_policy is not True:
         levels: list[bool | str] = [True] if strategy.offload_policy else ["optimizer", True]
@@ -143,3 +142,11 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         yield Choice(({"model": {"master_dtype": "bf16"}},), changes_results=True)
     more = [world * by for by in doubles if world * by <= MOST_WORKERS]
     yield Choice(tuple({"scaling": {"num_workers": one}, "training": kept} for one in more))
+
+
+def _stronger(how: Checkpointing, *, has_layers: bool) -> list[str]:
+    """Return the kinds of recomputation that save more memory than a given one, the mildest first."""
+    kinds = ["selective", "full", "offload"] if has_layers else ["full", "offload"]
+    if how == "none":
+        return kinds
+    return kinds[kinds.index(how) + 1 :] if how in kinds else ["full", "offload"]

@@ -124,7 +124,9 @@ def test_killed_rank_is_reported_if_the_model_is_unreadable(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("parts", "place", "first"),
     [
-        ({"model": {"gradient_checkpointing": "none"}}, "device", "model.gradient_checkpointing: full"),
+        ({"model": {"gradient_checkpointing": "none"}}, "device", "model.gradient_checkpointing: selective, or full"),
+        ({"model": {"gradient_checkpointing": "selective"}}, "device", "model.gradient_checkpointing: full"),
+        ({"model": {"gradient_checkpointing": {"every": 2}}}, "device", "model.gradient_checkpointing: full"),
         ({"training": {"per_device_train_batch_size": 4}}, "device", "training.per_device_train_batch_size: 2 at"),
         ({"strategy": {"sharding_strategy": "NO_SHARD"}}, "device", "strategy.sharding_strategy: FULL_SHARD"),
         (

@@ -102,6 +102,7 @@ def test_cheapest_suggestion_costs_the_least_throughput() -> None:
     assert [str(one) for one in found[:1]] == [
         "training.per_device_train_batch_size: 2 and training.global_batch_size: 32"
     ]
+    assert "model.gradient_checkpointing: selective" in map(str, found), "full is slower, and not needed"
     speeds = [
         one.throughput.typical for one in found if one.throughput and not one.changes_results and one.workers == 4
     ]
