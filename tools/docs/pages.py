@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.docs import cli, devices, errors, events, metrics, models, names, rest, sdk, settings, spec
+from tools.docs import cli, devices, errors, events, gpus, metrics, models, names, rest, sdk, settings, spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,6 +16,7 @@ def generate() -> dict[str, str]:
         "reference/devices.md": devices.page(),
         "reference/errors.md": errors.page(),
         "reference/events.md": events.page(),
+        "reference/gpus.md": gpus.page(),
         "reference/metrics.md": metrics.page(),
         "reference/models.md": models.page(),
         "reference/names.md": names.page(),

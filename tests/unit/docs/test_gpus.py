@@ -1,0 +1,42 @@
+"""The table of GPUs that models need: its numbers are the plan's."""
+
+import pytest
+
+from tools.docs.gpus import DEVICES, LENGTH, METHODS, MODELS, WORKERS, fewest, page
+from train_loop.plan import device_named, fit_on, plan_job, read_shape
+from train_loop.spec import parse
+
+SIZES = {"0.6B": 0.596, "1.7B": 1.72, "32B": 32.8, "1B": 1.24, "8B": 8.1, "70B": 70.6}
+"""Billions of parameters by the models' cards."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_configs_have_the_published_numbers_of_parameters(model: str) -> None:
+    size = model.split()[-1]
+    expected = SIZES.get(size, float(size.removesuffix("B")))
+    assert read_shape(MODELS[model]).parameters / 1e9 == pytest.approx(expected, rel=0.08)
+
+
+def test_model_does_not_fit_fewer_gpus() -> None:
+    config, device = MODELS["Llama 3.1 8B"], device_named("a100-80g")
+    found = {}
+    for workers in WORKERS[:3]:
+        scaling = {"num_workers": workers, "resources_per_worker": {"CPU": 8, "GPU": 1}}
+        raw = {
+            "name": "a",
+            "model": {"config": config, "attn_implementation": "flex_attention"},
+            "data": {"train": {"path": "/a"}, "columns": {"input_ids": "ids"}, "sequence_length": LENGTH},
+            "training": {"learning_rate": 1e-5},
+            "scaling": scaling,
+        }
+        job = parse(raw)
+        found[workers] = fit_on(job, plan_job(job, read_shape(config)), device).verdict == "fits"
+    assert found == {1: False, 2: True, 4: True}
+    assert fewest(config, "a100-80g", {}).startswith("2 (")
+
+
+def test_page_has_each_model_with_each_method() -> None:
+    text = page()
+    for model in MODELS:
+        assert text.count(f"| {model} |") == len(METHODS) + 1
+    assert text.count(f"| {device_named(DEVICES[0]).title}, ") == len(METHODS)
