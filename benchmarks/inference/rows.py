@@ -1,19 +1,21 @@
-"""Rows/s of inference: Trainshed, plain loops of transformers and Ray Data's `map_batches`, on one process each.
+"""Rows/s of inference: Trainshed, plain loops of transformers and Ray Data's `map_batches`, with one thread each.
 
-`python -m benchmarks.inference.rows [--rounds N] [--quick] [--note TEXT]`. Every run is a separate start with one
-thread. Its rate counts all rows from the first batch to the durable results. What comes before, such as imports and
-weights, are its seconds of start, which count from the start of the process. One loop reads rows in the order of the
-file; the other sorts all of them by length before it begins, and shares the start of the first. Programs whose results
-differ from the loop's have an error in their row.
+`python -m benchmarks.inference.rows [--rounds N] [--quick] [--note TEXT]`. Trainshed and the loops share each start:
+after each shard of the job, a loop computes the same rows in the order of the file, and one by length. Ratios to loops
+are those of each shard. A rate counts all rows from the first batch to the written results, per second of wall clock
+and of CPU time. What comes before, such as imports and weights, are a program's seconds of start, measured in starts
+of their own. Programs whose results differ have an error in their row.
 """
 
 import functools
+import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -30,13 +32,13 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.inference.work import GENERATE, LOGPROBS, Work
-from benchmarks.launch import ProgramError, run_for_json, run_module
+from benchmarks.launch import ProgramError, run_for_json
 from benchmarks.workload import SMALL, TOY
 from train_loop.data.read_results import read_rows
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import RunDir
 
 OURS, LOOP, RAY = "Trainshed", "transformers in a loop", "Ray Data `map_batches`"
-SORTED = "transformers in a loop, rows sorted by length"
+SORTED = "transformers in a loop, rows of each shard by length"
 _TOLERANCE = 1e-3
 """Largest relative difference of the sums of results."""
 
@@ -49,96 +51,95 @@ def main() -> None:
     small = {"config": TOY, "rows": 12, "longest": 24, "batch": 4, "new_tokens": 6, "per_shard": 8}
     sizes = small if arguments.quick else {"config": SMALL}
     works = [Work(output=output, **sizes) for output in (LOGPROBS, GENERATE)]
-    samples = list[Sample]()
+    samples = dict[str, list[Sample]]()
     for work in works:
         with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-", ignore_cleanup_errors=True) as root:
             work.write(Path(root, "work"))
-            found = with_sorted(interleave(programs(Path(root)), arguments.rounds), work.rows)
-        samples += [replace(one, variant=f"{work.output}: {one.variant}") for one in found]
+            samples[work.output] = interleave(programs(Path(root)), arguments.rounds)
     write_result(
         "inference",
         settings={work.output: work.model_dump() for work in works}
         | {"rounds": arguments.rounds, "quick": arguments.quick, "note": arguments.note},
-        data=samples,
-        table=table(samples),
+        data=[asdict(one) | {"output": output} for output, found in samples.items() for one in found],
+        table=table(samples, works),
         folder=arguments.results,
     )
 
 
 def programs(root: Path) -> dict[str, functools.partial[Measured]]:
-    """Return the compared programs; each call is one start."""
+    """Return the programs; each call is one start. That of the loop has no rate of its own."""
     return {
-        LOOP: functools.partial(one_run, root, "benchmarks.peers.hf_infer"),
-        OURS: functools.partial(one_run, root, None),
-        RAY: functools.partial(one_run, root, "benchmarks.peers.ray_infer"),
+        OURS: functools.partial(one_run, root, ours),
+        LOOP: functools.partial(one_run, root, functools.partial(peer, "benchmarks.peers.hf_infer")),
+        RAY: functools.partial(one_run, root, functools.partial(peer, "benchmarks.peers.ray_infer")),
     }
 
 
-def one_run(root: Path, module: str | None) -> Measured:
-    """Return the rows/s of one program. Raises ProgramError, also if its results differ from the first program's."""
+def one_run(root: Path, program: Callable[[Work, Path, Path], dict[str, Any]]) -> Measured:
+    """Return the rows/s of one program, and all that it reports. Raises ProgramError."""
     work = Work.model_validate_json((root / "work" / "work.json").read_bytes())
     launched, load = time.time(), os.getloadavg()
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
-        if module is None:
-            found = ours(work, root / "work", Path(here))
-        else:
-            found = run_for_json(module, root / "work", here=Path(here))
-    reference = root / "sum"
-    if not reference.exists():
-        reference.write_text(repr(found["sum"]))
-    expected = float(reference.read_text())
-    if not abs(found["sum"] - expected) <= _TOLERANCE * abs(expected):
-        raise ProgramError(f"the sum of its results is {found['sum']}; expected {expected}")
+        found = program(work, root / "work", Path(here))
     more = {"start_seconds": found["began"] - launched, "load_average": load}
-    return Measured(work.rows / found["seconds"], found | more)
+    return Measured(work.rows / found.get("seconds", math.inf), found | more)
 
 
-def with_sorted(samples: Sequence[Sample], rows: int) -> list[Sample]:
-    """Return samples with those of the sorted loop, which shares each start of the other loop."""
-    found = list[Sample]()
-    for one in samples:
-        found.append(one)
-        if one.variant == LOOP:
-            value = None if one.error else rows / one.raw["sorted_seconds"]
-            found.append(replace(one, variant=SORTED, value=value, raw={"shares_start": True}))
+def peer(module: str, work: Work, folder: Path, here: Path) -> dict[str, Any]:
+    """Run another program."""
+    found: dict[str, Any] = run_for_json(module, folder, here=here)
     return found
 
 
-def ours(work: Work, folder: Path, here: Path) -> dict[str, float]:
-    """Run a job without the service on one rank; return its seconds, and the sum of its results."""
+def ours(work: Work, folder: Path, here: Path) -> dict[str, Any]:
+    """Run a job without the service on one rank, in turns with the loops. Raises ProgramError if results differ."""
     file, run_dir = here / "spec.yaml", RunDir(here / "run")
     file.write_text(yaml.safe_dump(work.spec(folder)))
-    run_module("train_loop.run", file, "--run-dir", run_dir.root, log=here / "log", ranks=1)
-    attempt = run_dir.attempt(1)
-    times = {line["event"]: line["time"] for line in read_lines(attempt.events)}
-    first = next(iter(read_lines(attempt.metrics)))
-    # A line has the seconds of a row of its batch, and the number of rows so far.
-    began = first["time"] - first["step_seconds"] * first["step"]
+    found: dict[str, Any] = run_for_json("benchmarks.inference.own_run", folder, file, run_dir.root, here=here)
     column = "logprobs" if work.output == LOGPROBS else "generated_tokens"
-    total = sum(float(sum(row[column])) for row in read_rows(run_dir))
-    return {"began": began, "seconds": times["work_ended"] - began, "sum": total}
+    total, expected = sum(float(sum(row[column])) for row in read_rows(run_dir)), found["sum_of_loop"]
+    if not abs(total - expected) <= _TOLERANCE * abs(expected):
+        raise ProgramError(f"the sum of its results is {total}; that of the loop is {expected}")
+    return found | {"sum": total, "seconds": sum(turn["seconds"] for turn in found["turns"]["ours"])}
 
 
-def table(samples: Sequence[Sample]) -> str:
+def shards_of(samples: Sequence[Sample], work: Work, clock: str) -> list[Sample]:
+    """Return the rows/s of each shard as a sample, by a clock; Ray Data has the same rate for all shards of a round.
+
+    Programs that failed keep their errors.
+    """
+    found = [one for one in samples if one.error]
+    for mine in samples:
+        if mine.error or mine.variant != OURS:
+            continue
+        theirs = [one for one in samples if one.variant == RAY and one.round == mine.round and not one.error]
+        for number in range(len(mine.raw["turns"]["ours"])):
+            rows = min(work.per_shard, work.rows - number * work.per_shard)
+            place = mine.round * 1000 + number
+            for name, variant in (("ours", OURS), ("loop", LOOP), ("sorted", SORTED)):
+                found.append(Sample(variant, place, rows / mine.raw["turns"][name][number][clock]))
+            found += [Sample(RAY, place, work.rows / one.raw[clock]) for one in theirs]
+    return found
+
+
+def table(samples: Mapping[str, Sequence[Sample]], works: Sequence[Work]) -> str:
     """Return a Markdown table of rows/s by output, with Trainshed's ratio to each program."""
     records = []
-    for output in (LOGPROBS, GENERATE):
-        of_output = [
-            replace(one, variant=one.variant.removeprefix(f"{output}: "))
-            for one in samples
-            if one.variant.startswith(f"{output}: ")
-        ]
-        ratios = ratios_of(OURS, of_output)
-        starts = {row.variant: row for row in compare(taken(of_output, "start_seconds"), LOOP)}
+    for work in works:
+        mine = samples[work.output]
+        by_wall, by_cpu = shards_of(mine, work, "seconds"), shards_of(mine, work, "cpu_seconds")
+        starts = {row.variant: row.median for row in compare(taken(mine, "start_seconds"), LOOP)}
+        ratios, of_cpu = ratios_of(OURS, by_wall), ratios_of(OURS, by_cpu)
         records += [
             {
-                "output": output,
+                "output": work.output,
                 "program": row.variant,
                 "rows/s, median": row.error if row.median is None else f"{row.median:.2f}",
                 "Trainshed's ÷ its, median [95 % interval]": ratios.get(row.variant),
-                "start, s, median": None if starts[row.variant].median is None else f"{starts[row.variant].median:.1f}",
+                "the same per CPU second": of_cpu.get(row.variant),
+                "start, s, median": f"{start:.1f}" if (start := starts.get(row.variant)) else None,
             }
-            for row in compare(of_output, LOOP)
+            for row in compare(by_wall, LOOP)
         ]
     return markdown_table(records)
 

@@ -20,11 +20,11 @@ class Work(BaseModel):
 
     output: str
     config: dict[str, Any]
-    rows: int = 192
+    rows: int = 128
     longest: int = 256
     batch: int = 8
-    new_tokens: int = 32
-    per_shard: int = 64
+    new_tokens: int = 16
+    per_shard: int = 32
 
     def write(self, folder: Path) -> None:
         """Write a model, rows of uneven lengths, and this workload."""

@@ -1,14 +1,13 @@
 """A plain loop of transformers over rows of tokens: `-m benchmarks.peers.hf_infer OUT FOLDER`.
 
-It writes results to a Parquet file. Rows are padded to the longest of their batch. A first pass takes them in the order
-of the file, and a second one by length.
+Rows are padded to the longest of their batch. As a program it only loads the model and computes the first batch:
+`benchmarks.inference.own_run` computes all rows in turns with Trainshed.
 """
 
 import json
 import sys
 import time
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pyarrow as pa
@@ -22,25 +21,23 @@ from benchmarks.inference.work import LOGPROBS, Work
 
 
 def main() -> None:
-    """Compute the results of all rows, in both orders."""
+    """Write when the first batch began."""
     out, folder = map(Path, sys.argv[1:])
     work = Work.model_validate_json((folder / "work.json").read_bytes())
     model = load(folder)
     rows = pq.read_table(folder / "rows.parquet")["ids"].to_pylist()
     began = time.time()
-    seconds, total = one_pass(model, rows, work, out.with_name("results.parquet"))
-    ordered = sorted(rows, key=len, reverse=True)
-    sorted_seconds, _ = one_pass(model, ordered, work, out.with_name("ordered.parquet"))
-    out.write_text(json.dumps({"began": began, "seconds": seconds, "sum": total, "sorted_seconds": sorted_seconds}))
+    compute(model, rows[: work.batch], work)
+    out.write_text(json.dumps({"began": began}))
 
 
-def one_pass(model: Any, rows: list[list[int]], work: Work, file: Path) -> tuple[float, float]:
-    """Write the results of all rows. Return the seconds, and the sum of the results."""
-    began, results = perf_counter(), list[list[float]]()
+def compute_all(model: Any, rows: list[list[int]], work: Work, file: Path) -> float:
+    """Write the results of all rows, and return their sum."""
+    results = list[list[float]]()
     for start in range(0, len(rows), work.batch):
         results += compute(model, rows[start : start + work.batch], work)
     pq.write_table(pa.table({"ids": rows, "results": results}), file)
-    return perf_counter() - began, sum(float(sum(one)) for one in results)
+    return sum(float(sum(one)) for one in results)
 
 
 def load(folder: Path) -> Any:

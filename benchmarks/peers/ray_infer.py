@@ -1,6 +1,6 @@
 """Batch inference by Ray Data's `map_batches` with one actor: `-m benchmarks.peers.ray_infer OUT FOLDER`.
 
-The time runs from the actor's first batch to the end of `write_parquet`.
+The time runs from the actor's first batch to the end of `write_parquet`. CPU time is that of the actor alone.
 """
 
 import json
@@ -22,14 +22,17 @@ class Predictor:
 
     def __init__(self, folder: str, first: str) -> None:
         self._work = Work.model_validate_json(Path(folder, "work.json").read_bytes())
-        self._model, self._first = load(Path(folder)), Path(first)
+        self._model, self._first, self._cpu = load(Path(folder)), Path(first), Path(f"{first}-cpu")
+        self._began = time.process_time()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the results of a batch with its rows."""
         if not self._first.exists():
             self._first.write_text(repr(time.time()))
         rows = [row.tolist() for row in batch["ids"]]
-        return {"ids": rows, "results": compute(self._model, rows, self._work)}
+        results = compute(self._model, rows, self._work)
+        self._cpu.write_text(repr(time.process_time() - self._began))
+        return {"ids": rows, "results": results}
 
 
 def main() -> None:
@@ -44,8 +47,13 @@ def main() -> None:
     found.write_parquet(str(results))
     began = float(first.read_text())
     seconds = time.time() - began
+    cpu = float(Path(f"{first}-cpu").read_text())
     values = pq.read_table(results)["results"].to_pylist()
-    out.write_text(json.dumps({"began": began, "seconds": seconds, "sum": sum(float(sum(one)) for one in values)}))
+    out.write_text(
+        json.dumps(
+            {"began": began, "seconds": seconds, "cpu_seconds": cpu, "sum": sum(float(sum(one)) for one in values)}
+        )
+    )
 
 
 if __name__ == "__main__":
