@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,10 @@ def _starts(documents: NDArray[Any], length: int) -> NDArray[Any]:
 
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
     """Yield rows of Parquet files that are read without preparation."""
-    for file, row in _places(part, local):
-        yield _cells(part, _table(file.file, _columns_of(part)), row)
+    for file, rows in groupby(_places(part, local), key=itemgetter(0)):
+        table = _table(file.file, _columns_of(part))
+        for _, row in rows:
+            yield _cells(part, table, row)
 
 
 def _columns_of(part: Part) -> tuple[str, ...]:
