@@ -107,7 +107,7 @@ def peft_config(lora: LoraSpec, targets: Targets, *, prefix: str = "") -> Any:
 
 def peft_name(name: str) -> str:
     """Return the name of a trained weight in peft's files, from its name in a model with adapters."""
-    if f".{_MAGNITUDE}.{ADAPTER}." in name:
+    if f".{MAGNITUDE}.{ADAPTER}." in name:
         name = name.removesuffix(".weight")
     holder, _, leaf = name.rpartition(f".{ADAPTER}")
     return f"base_model.model.{holder + leaf if holder else name}"
