@@ -10,14 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, events, lines, numbers, run
-from tests.support.builders.specs import spec
 from tests.support.ranks.adapters import frozen_weights
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.checkpoint.digest import digest_step
-from train_loop.checkpoint.export.huggingface import refuse_adapters
-from train_loop.errors import UserError
 from train_loop.loop.build import Run, build_run
 from train_loop.run_dir import Parent, RunDir
 
@@ -100,8 +97,6 @@ def test_checkpoint_has_only_what_is_trained(call_ranks: CallRanks, home: Path) 
     assert manifest.base.path == str(home / "base")
     assert "peft" in manifest.versions
     assert full.manifests()[6].base is None
-    with pytest.raises(UserError, match=r"the run trains adapters \(model.lora\), whose export is not supported yet"):
-        refuse_adapters(spec(model={"lora": {}}))
 
 
 def test_clone_continues_the_adapters_and_changed_base_is_refused(call_ranks: CallRanks, home: Path) -> None:

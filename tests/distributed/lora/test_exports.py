@@ -58,7 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_adapters(home: Path, name: str, base: Path | None, lora: dict[str, Any]) -> None:
     """Train on the existing ranks, with the spec in the run directory."""
     model = ({"path": str(base), "config": None} if base else {}) | {"lora": lora, "dtype": "fp32"}
-    training = {"learning_rate": 1e-2, "ema_decay": 0.5}
+    training: dict[str, Any] = {"learning_rate": 1e-2, "ema_decay": 0.5}
     if dist.get_rank() == 0:
         parts: dict[str, Any] = {"model": model, "training": training}
         RunDir(home / name).write_spec(job_of(home / "d.parquet", dist.get_world_size(), **parts))

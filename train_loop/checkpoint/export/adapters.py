@@ -145,7 +145,8 @@ class MergedTensors:
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor."""
-        return self._adapted.plain.model.state_dict(keep_vars=True)[name].shape
+        tensor: Tensor = self._adapted.plain.model.state_dict(keep_vars=True)[name]
+        return tensor.shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a saved buffer, or that of merged weights."""

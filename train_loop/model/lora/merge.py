@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,9 @@ def merged_layer(model: nn.Module, layer: str, read: Callable[[str], Tensor]) ->
     for leaf, parameter in made.named_parameters():
         parameter.data = read(f"{layer}.{leaf}").to(torch.float32, copy=True)
     with torch.no_grad():
-        for module in made.modules():
-            if hasattr(module, "lora_A"):
-                module.merge()
+        layers: list[Any] = [module for module in made.modules() if hasattr(module, "lora_A")]
+        for one in layers:
+            one.merge()
     return by_plain_name(model, _frozen(layer, made).items())
 
 
