@@ -258,7 +258,10 @@ class JobSpec(SpecModel):
     @classmethod
     def _average_keeps_small_moves(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:
         model = info.data.get("model")
-        if training.optimizer == SCHEDULE_FREE and model is not None and model.master_dtype != "fp32":
+        # Adapters are fp32, whatever the frozen weights are.
+        if model is None or model.lora is not None or model.adapter is not None:
+            return training
+        if training.optimizer == SCHEDULE_FREE and model.master_dtype != "fp32":
             raise ValueError(
                 f"optimizer={SCHEDULE_FREE} moves its average by 1 / steps, which model.master_dtype="
                 f"{model.master_dtype} rounds away; choose master_dtype: fp32"

@@ -17,7 +17,7 @@ from train_loop.model.build import drawn_weights
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_folder
 from train_loop.model.load import Joined, Stored, match_folder, weight_files
-from train_loop.model.lora.adapters import by_plain_name, inject_adapters, peft_config, peft_name
+from train_loop.model.lora.adapters import by_plain_name, check_peft_reads, inject_adapters, peft_config, peft_name
 from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.model.lora.merge import layers_with_adapters, merged_layer
 from train_loop.model.lora.targets import Targets, find_targets
@@ -49,7 +49,7 @@ class Adapted:
         return {name: peft_name(name) for name, p in self.anatomy.model.named_parameters() if p.requires_grad}
 
     def write_config(self, folder: Path) -> None:
-        """Write adapter_config.json for `PeftModel.from_pretrained`."""
+        """Write adapter_config.json for peft. Raises ModelError if peft would read it otherwise."""
         config = peft_config(self.lora, self.targets)
         config.target_modules = {*self._short_targets}
         config.modules_to_save = [*self.targets.saved] or None
@@ -58,6 +58,7 @@ class Adapted:
         layers = [self.anatomy.model.get_submodule(name) for name in self.targets.modules]
         config.fan_in_fan_out = bool(layers) and all(getattr(layer, "fan_in_fan_out", False) for layer in layers)
         config.inference_mode = True
+        check_peft_reads(config, self.plain.model)
         config.save_pretrained(str(folder))
 
     @property

@@ -7,6 +7,7 @@ calls: `q_proj` gets `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` 
 wrapper of a second tensor is around that of the first. Adapters and modules to save are fp32, whatever the model is.
 """
 
+import copy
 import hashlib
 import math
 import warnings
@@ -103,6 +104,23 @@ def peft_config(lora: LoraSpec, targets: Targets, *, prefix: str = "") -> Any:
         use_dora=lora.use_dora,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
     )
+
+
+def check_peft_reads(config: Any, model: nn.Module) -> None:
+    """Raise ModelError if peft would read the targets of a config as other modules of a model.
+
+    peft takes some names of dense layers for those of experts in older versions of transformers.
+    """
+    _peft()
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: PLC0415
+
+    read = copy.deepcopy(config)
+    convert_peft_config_for_transformers(read, model, None)
+    if lost := sorted({*config.target_modules} - {*read.target_modules}):
+        raise ModelError(
+            f"peft takes {', '.join(lost[:3])} of {type(model).__name__} for experts; export with form merged, or "
+            "train adapters on other modules"
+        )
 
 
 def peft_name(name: str) -> str:
