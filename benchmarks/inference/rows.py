@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def programs(root: Path) -> dict[str, functools.partial[Measured]]:
-    """Return the programs; each call is one start. That of the loop has no rate of its own."""
+    """Return the programs; each call is one start. That of the loop has no own rate."""
     return {
         OURS: functools.partial(one_run, root, ours),
         LOOP: functools.partial(one_run, root, functools.partial(peer, "benchmarks.peers.hf_infer")),

@@ -57,7 +57,7 @@ def plan_groups(anatomy: Anatomy, training: TrainingSpec) -> list[Described]:
 
 
 def _by_optimizer(anatomy: Anatomy, training: TrainingSpec) -> dict[str, list[ParameterGroup]]:
-    """Return the groups of each optimizer, by its name in a spec, without those that are empty."""
+    """Return the groups of each optimizer, by its name in a spec, without empty ones."""
     groups = parameter_groups(anatomy, training)
     if training.optimizer != "muon":
         return {training.optimizer: groups}

@@ -96,7 +96,7 @@ def _numbers(model: nn.Module, groups: tuple[ParameterGroupSpec, ...]) -> Mappin
             found |= dict.fromkeys(matched, number)
     for number in set(range(len(groups))) - {found[one] for one in trained if one in found}:
         raise ModelError(
-            f"groups.{number} has no parameter, because later groups match all of its own; move it to the end, or "
+            f"groups.{number} has no parameter, because later groups match all of them; move it to the end, or "
             "remove it"
         )
     return found

@@ -42,7 +42,7 @@ class Pass(Protocol):
 
 
 class Adapters:
-    """Low-rank adapters beside frozen weights (LoRA)."""
+    """Low-rank adapters of frozen weights (LoRA)."""
 
     def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
         """Return whether the spec asks for adapters."""

@@ -102,7 +102,7 @@ def _parameters(spec: JobSpec, shard: int, trained: int, home: Place) -> Iterato
 
 
 def averaged_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> int:
-    """Return the bytes of the averaged weights that a checkpoint has beside the trained ones; 0 without such averages.
+    """Return the bytes of the averaged weights that a checkpoint has besides the trained ones; 0 without such averages.
 
     They exist only while a checkpoint is saved or the model is evaluated, when gradients do not.
     """
@@ -410,7 +410,7 @@ def _terms(
     how, layers = spec.model.gradient_checkpointing, shape.layers
     factors, current = _factors(how, layers)
     size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
-    # The current layer contains what it has kept before.
+    # The current layer contains its kept results.
     before = sizes.selected / max(layers, 1) if how == "selective" else 0
     size += max(0.0, current * tokens * (sizes.layer - before) - logits)
     formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]

@@ -34,7 +34,7 @@ class Plan:
     tree: ReductionTree | None = None
     """The order of sums of an `any_size` job; None for other jobs."""
     averaged: int = 0
-    """Bytes per worker of averaged weights, which checkpoints have beside those that are trained."""
+    """Bytes per worker of averaged weights, which checkpoints have besides the trained ones."""
 
     @property
     def memory_bytes(self) -> int:

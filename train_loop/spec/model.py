@@ -75,7 +75,7 @@ class LoraSpec(SpecModel):
         "experts.gate_up_proj",
     )
     modules_to_save: tuple[_ModuleName, ...] = Field(
-        default=(), description="modules that are trained whole beside the adapters, by name or its last parts"
+        default=(), description="modules that are trained whole, with the adapters, by name or its last parts"
     )
     use_rslora: bool = Field(default=False, description="scale adapters by alpha / sqrt(r)")
     use_dora: bool = Field(default=False, description="also train the magnitude of each output of a target (DoRA)")
@@ -111,11 +111,11 @@ class LoraSpec(SpecModel):
     def _adapts_something(self) -> "LoraSpec":
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
-                "target_modules and target_parameters are both empty, so there are no adapters; name one, or choose "
+                "target_modules and target_parameters are both empty, which leaves no adapters; name one, or choose "
                 "target_modules: all-linear"
             )
         if self.layers == ():
-            raise ValueError("layers names no layer, so there are no adapters; name one, or remove layers")
+            raise ValueError("layers names no layer, which leaves no adapters; name one, or remove layers")
         return self
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ParameterGroupSpec(SpecModel):
-    """Parameters with settings of their own; null means the setting that they have without the group."""
+    """Parameters with their own settings; null means the setting that they have without the group."""
 
     params: tuple[ModulePattern, ...] = Field(
         min_length=1,
@@ -83,7 +83,7 @@ class OptimizerSpec(SpecModel):
         default=(),
         exclude_if=is_default(()),
         max_length=64,
-        description="groups of parameters with settings of their own",
+        description="groups of parameters with their own settings",
     )
     layer_decay: float | None = Field(
         default=None,
@@ -91,7 +91,7 @@ class OptimizerSpec(SpecModel):
         lt=1,
         exclude_if=is_default(None),
         description="factor of the learning rate from one layer to the one before: layer i of L has learning_rate x "
-        "layer_decay^(L - i), what the model lists before its layers layer_decay^(L + 1), and the head 1",
+        "layer_decay^(L - i), parts that the model lists before its layers layer_decay^(L + 1), and the head 1",
     )
 
     @model_validator(mode="after")

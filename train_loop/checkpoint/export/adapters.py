@@ -112,7 +112,7 @@ def open_adapters(
     The frozen weights must be those to which the adapters belong.
     """
     assert spec.model.lora is not None, "the caller has checked"
-    # A call of the model needs what it finds out.
+    # It also prepares the model for calls.
     plain.family.examine(plain, spec)
     anatomy, lora = plain.family.anatomy(copy.deepcopy(plain.model)), spec.model.lora
     targets = find_targets(plain, lora)

@@ -207,7 +207,7 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
 
 
 def _of_adapters(adapted: Adapted, wish: ExportWish, tokenizer: Path | None) -> Source:
-    """Return what an export in either form writes."""
+    """Return the tensors that an export in either form writes."""
     if wish.form == "adapter":
         saved = adapted.saved
         names = {name: adapted.places[name] for name in adapted.trained}

@@ -1,4 +1,4 @@
-"""What the README of an export of adapters tells: its base, how it is loaded, what merging has changed."""
+"""The README of an export of adapters: its base, how to load it, and how merging changes outputs."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _ROOM = 1.5
 
 _ADAPTER = """# Adapters of step {step}
 
-LoRA with r={lora.r} and alpha={lora.alpha:g}, trained beside {base}. peft loads it:
+LoRA with r={lora.r} and alpha={lora.alpha:g}, trained on {base}. peft loads it:
 
 ```python
 from peft import PeftModel

@@ -19,7 +19,7 @@ from train_loop.system.retry import patiently
 
 
 def load_weights_of_job(spec: InferJobSpec, sharded: ShardedModel, access: RunAccess) -> InferJobSpec:
-    """Read the weights of `model.job` into a sharded model, or those of adapters beside its own. A collective call.
+    """Read the weights of `model.job` into a sharded model, or those of its adapters. A collective call.
 
     Returns the spec with the tokens that end answers, unless it names them. Raises UserError, CheckpointError.
     """

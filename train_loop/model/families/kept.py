@@ -1,4 +1,4 @@
-"""What a model keeps for its backward pass: the results that `selective` keeps, and bytes in a call on meta."""
+"""Results that a model keeps for its backward pass: those of `selective`, and their bytes in a call on meta."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

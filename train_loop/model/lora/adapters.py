@@ -78,7 +78,7 @@ def inject_adapters(anatomy: Anatomy, lora: LoraSpec) -> None:
     around = nn.Module()
     around.model = model
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it does for Conv1D
+        warnings.simplefilter("ignore")  # about Conv1D
         peft.inject_adapter_in_model(peft_config(lora, targets, prefix="model."), around, ADAPTER)
     renamed = {
         name: before[id(module)] for name, module in model.named_modules() if before.get(id(module), name) != name

@@ -20,7 +20,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model"
 """Stem of the names of files with the weights of adapters."""
 PREFIX = "base_model.model."
-"""What peft puts before the names of a model."""
+"""Prefix of a model's names in peft."""
 _FIELDS = {
     "r": "r",
     "alpha": "lora_alpha",
@@ -103,7 +103,7 @@ def other_base(model: ModelSpec) -> str | None:
 
 
 def read_adapter(folder: Path) -> AdapterFolder:
-    """Return the adapters in a folder, without their values. Raises ModelError for what is not supported, DataError."""
+    """Return the adapters in a folder, without their values. Raises ModelError for unsupported settings, DataError."""
     config, tensors = _read_config(folder), _read_tensors(folder)
     kind = config.get("peft_type")
     if kind != "LORA":

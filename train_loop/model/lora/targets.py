@@ -18,7 +18,7 @@ _ADAPTABLE = (nn.Linear, Conv1D)
 
 
 class Targets(NamedTuple):
-    """What a model's adapters change, and what is trained beside them, by full names."""
+    """Parts of a model with adapters, and parts that are trained whole, by full names."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]

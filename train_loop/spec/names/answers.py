@@ -25,7 +25,7 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
         return f"{'.'.join(place)} is not supported yet; remove it"
     beside = {path.rpartition(".")[2]: path for path in fields if path.rpartition(".")[0] == ".".join(place[:-1])}
     if (other := NAMES.get(known)) is not None:
-        # A part may have a field of its own with the same meaning, such as learning_rate of a group.
+        # A part may have its own field with the same meaning, such as learning_rate of a group.
         own = [leaf for path in other.fields if (leaf := path.rpartition(".")[2]) in beside]
         return f"{_UNKNOWN}; use {' and '.join(own)}" if len(place) > 2 and own else other.answer
     if elsewhere:
@@ -39,7 +39,7 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those below the part of another, such as that of a group beside that of the run."""
+    """Return the paths without those below the part of another, such as that of a group below that of the run."""
     parts = [f"{path.rpartition('.')[0]}." for path in paths]
     return [
         path for path, own in zip(paths, parts, strict=True) if not any(own != p and own.startswith(p) for p in parts)

@@ -145,7 +145,7 @@ def test_groups_of_plan_are_those_of_the_run() -> None:
             {"groups": [{"params": ["*"], "lr_scale": 2.0}, {"params": ["*.weight"], "lr_scale": 3.0}]},
             (),
             "/training/groups",
-            "groups.0 has no parameter, because later groups match all of its own; move it to the end, or remove it",
+            "groups.0 has no parameter, because later groups match all of them; move it to the end, or remove it",
         ),
         (
             {"groups": [{"params": ["model.layers.0.mlp"], "lr_scale": 2.0}]},

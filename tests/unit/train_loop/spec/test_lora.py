@@ -31,8 +31,8 @@ def test_empty_mapping_adapts_all_linear_layers() -> None:
     ("lora", "field", "message"),
     [
         ({"target_modules": "q_proj"}, "/target_modules", "q_proj is not a list; write [q_proj], or all-linear"),
-        ({"target_modules": []}, "", "target_modules and target_parameters are both empty, so there are no adapters; "),
-        ({"layers": []}, "", "layers names no layer, so there are no adapters; name one, or remove layers"),
+        ({"target_modules": []}, "", "target_modules and target_parameters are both empty, which leaves no adapters; "),
+        ({"layers": []}, "", "layers names no layer, which leaves no adapters; name one, or remove layers"),
         (EXPERTS | {"dropout": 0.1}, "", "dropout=0.1 needs the inputs of adapters, and those of target_parameters "),
         ({"init": "pissa"}, "/init", '"pissa" is not supported yet; choose "kaiming" or "gaussian"'),
         (EXPERTS | {"use_dora": True}, "", "use_dora is for linear layers, and peft has none for target_parameters; "),
