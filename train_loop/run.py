@@ -77,7 +77,7 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        spec = with_shards_per_host(_with_adapter(spec, RunDir.at(arguments.run_dir)))
+        spec = with_shards_per_host(resolve_adapter(spec, RunDir.at(arguments.run_dir)))
         spec = spec.at(world) if spec.scaling.elastic else spec
         run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
     except USER_ERRORS as error:
@@ -107,7 +107,7 @@ def with_shards_per_host(spec: AnyJobSpec) -> AnyJobSpec:
     return spec.model_copy(update={"strategy": shards})
 
 
-def _with_adapter(spec: AnyJobSpec, run_dir: RunDir) -> AnyJobSpec:
+def resolve_adapter(spec: AnyJobSpec, run_dir: RunDir) -> AnyJobSpec:
     """Return a spec with the settings of the adapters that it names; those of a resumed run are in its directory."""
     if spec.model.adapter is None:
         return spec

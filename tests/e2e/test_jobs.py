@@ -28,7 +28,6 @@ from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.searches import drawn
 from tests.support.builders.sinks import shown
 from tests.support.builders.specs import TINY
-from tests.support.builders.turns import turns
 from tests.support.faults.memory import memory_group
 from tests.support.mixture import ROWS, loss_of_export, mixture_job
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
@@ -36,6 +35,7 @@ from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from tests.support.servers.live import LiveService
 from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.text_heads import TEXT_HEADS
+from tests.support.turns import turns
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.data.read_results import read_rows

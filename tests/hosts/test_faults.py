@@ -18,10 +18,10 @@ import yaml
 from service.api.schemas import FindingOut, JobOut
 from service.domain.doctor.finding import Verdict
 from service.domain.jobs.job import JobState
-from tests.support.builders.turns import turns
 from tests.support.hosts.host_cluster import HostCluster, host_cluster
 from tests.support.hosts.hosts import Host
 from tests.support.hosts.jobs import host_job
+from tests.support.turns import turns
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)

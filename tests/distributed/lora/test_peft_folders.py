@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.builders.any_size import GPT2
 from tests.support.builders.folders import write_model
-from tests.support.builders.peft_folders import peft_logits, write_adapters, write_parts
 from tests.support.builders.small_runs import LENGTH, STEPS, lines, numbers, run
 from tests.support.builders.specs import infer_spec, spec
 from tests.support.ranks.adapters import Step, adapter_step
 from tests.support.ranks.gradients import random_rows
+from tests.support.ranks.peft_folders import peft_logits, write_adapters, write_parts
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train

@@ -26,7 +26,8 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
     beside = {path.rpartition(".")[2]: path for path in fields if path.rpartition(".")[0] == ".".join(place[:-1])}
     if (other := NAMES.get(known)) is not None:
         # A part may have its own field with the same meaning, such as learning_rate of a group.
-        own = [leaf for path in other.fields if (leaf := path.rpartition(".")[2]) in beside]
+        leaves = {path: path.rpartition(".")[2] for path in other.fields}
+        own = [leaf for path, leaf in leaves.items() if beside.get(leaf, path) != path]
         return f"{_UNKNOWN}; use {' and '.join(own)}" if len(place) > 2 and own else other.answer
     if elsewhere:
         return f"{_UNKNOWN} here; did you mean {' or '.join(elsewhere[:3])}?"

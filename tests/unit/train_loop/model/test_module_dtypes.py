@@ -193,4 +193,7 @@ def test_plan_counts_the_bytes_of_other_dtypes() -> None:
     assert layers["gathered_parameters"] > plain["gathered_parameters"]
     # A logit is computed in fp32, copied for the loss, and has a gradient.
     assert head["logits"] == plain["logits"] * 12 // 10
-    assert head["activations"] == plain["activations"]
+    # A layer that backward recomputes takes the place of logits.
+    assert sum(head[name] for name in ("activations", "logits")) == sum(
+        plain[name] for name in ("activations", "logits")
+    )
