@@ -24,6 +24,8 @@ FROZEN = "frozen_parameters"
 """Name of the memory term of frozen weights below adapters."""
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
+_WITH_GRADIENTS = 1.35
+"""Bytes of a layer in backward, with gradients of its results, relative to those that it keeps: measured at toy size."""
 _PARTS = ("layers", "inputs", "layer", "selected")
 """Parts of a model's activations, as fields of `KeptBytes`."""
 _ESTIMATED = ("adapted_experts", "activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
@@ -121,11 +123,14 @@ def _forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     logits = _logits(spec, shape, tokens)
-    terms = _activations(spec, shape, tokens=tokens, compute=compute, logits=logits.bytes, beside=beside)
+    masks = _masks_and_scores(spec, shape, mesh, compute=compute)
+    # Scores belong to the layer that backward recomputes, too.
+    hidden = max(0, logits.bytes - sum(term.bytes for term in masks if term.name == "attention_scores"))
+    terms = _activations(spec, shape, tokens=tokens, compute=compute, logits=hidden, beside=beside)
     return (
         *_adapted_experts(spec, shape, compute),
         *_in_own_dtypes(terms, spec, shape),
-        *_masks_and_scores(spec, shape, mesh, compute=compute),
+        *masks,
         logits,
     )
 
@@ -412,7 +417,7 @@ def _terms(
     size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
     # The current layer contains its kept results.
     before = sizes.selected / max(layers, 1) if how == "selective" else 0
-    size += max(0.0, current * tokens * (sizes.layer - before) - logits)
+    size += max(0.0, current * tokens * (_WITH_GRADIENTS * sizes.layer - before) - logits)
     formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]
     if current:
         share = "" if current == 1 else f"{current:.3g} x "
