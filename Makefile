@@ -38,7 +38,7 @@ FAST = -n 4 $(BY_FILE) \
 # Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
 WAITING = $(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))))
 # The short ones are last.
-COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed/optim distributed/infer distributed/memory distributed/lora distributed benchmarks,\
+COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed/optim distributed/infer distributed/memory distributed/lora distributed/numbers distributed benchmarks,\
 	$(sort $(wildcard tests/$(room)/test_*.py)))
 # One file compares times of ranks, so it runs alone.
 TIMED := tests/distributed/test_observe.py

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +60,8 @@ class TrainState:
     """Biases of routers that balance experts; None if they stay."""
     base: BaseWeights | None = None
     """The frozen weights below adapters, which checkpoints do not contain; None without adapters."""
+    update_scales: Callable[[], None] | None = None
+    """Computes the scales of weights that are gathered in float8; None if there are none."""
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0
@@ -98,6 +100,8 @@ class TrainState:
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             optimizer.step()
             scheduler.step()
+        if self.update_scales is not None:
+            self.update_scales()
         if self.ema is not None:
             self.ema.update()
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from service.api.schemas import (
     ChoicesOut,
     DeviceOut,
+    Float8Out,
     MemoryOut,
     MemoryTermOut,
     MeshOut,
@@ -22,6 +23,7 @@ from service.use_cases.jobs.planning import PlanView
 from train_loop.plan import (
     DEVICE_SOURCES,
     Device,
+    Float8Linears,
     Outlook,
     Plan,
     Range,
@@ -90,6 +92,15 @@ def _choices(spec: AnyJobSpec, plan: Plan) -> ChoicesOut:
         optimizer_groups=[dict(group) for group in found.optimizer_groups] if spec.trains else [],
         cores=found.cores,
         backend=found.backend,
+        float8=_float8(found.float8),
+    )
+
+
+def _float8(found: Float8Linears | None) -> Float8Out | None:
+    if found is None:
+        return None
+    return Float8Out.model_validate(
+        {"scaling": found.scaling, "linears": len(found.names), "left_out": [*found.left_out]}
     )
 
 

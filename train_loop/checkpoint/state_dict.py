@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train_loop.data.order import Order
+from train_loop.model.float8 import forget_scales
+from train_loop.model.parts import memory_of
 from train_loop.optim import averaged
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import Fence, Manifest
@@ -45,6 +48,8 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
             for value in values.values():
                 value.copy_(torch.zeros_like(value))
     schedulers = {str(i): scheduler.state_dict() for i, scheduler in enumerate(state.schedulers)}
+    # A weight that is gathered in float8 is saved as a plain tensor of the master dtype, as without it.
+    model = {name: memory_of(value) if isinstance(value, Tensor) else value for name, value in model.items()}
     average = {"ema": state.ema.averages} if state.ema is not None else {}
     scaler = state.scaler.state_dict()
     values = {"model": model, "optimizer": optimizer, "scheduler": schedulers, "scaler": scaler} | average
@@ -72,6 +77,7 @@ def put_back(state: TrainState, values: dict[str, Any]) -> None:
     state.scaler.load_state_dict(values["scaler"])
     if state.ema is not None:
         state.ema.load(values["ema"])
+    forget_scales(state.model.parameters())
 
 
 def draft_manifest(

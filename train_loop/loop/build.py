@@ -1,6 +1,7 @@
 """Assembly of a training run: builds model, data order, optimizers and objective from a spec and a session."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.amp import GradScaler
@@ -23,11 +24,23 @@ from train_loop.loop.reduction import Reduction, build_reduction
 from train_loop.loop.session import Session
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.float8 import update_scales
 from train_loop.model.folder import model_shape
 from train_loop.optim import Ema, ExpertBalance, Place, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.plan import START, End, Origin, Plan, chunk_rows, plan_end, plan_job, plan_samples, plan_steps
+from train_loop.plan import (
+    START,
+    End,
+    Float8Linears,
+    Origin,
+    Plan,
+    chunk_rows,
+    plan_end,
+    plan_job,
+    plan_samples,
+    plan_steps,
+)
 from train_loop.run_dir import Manifest, Parent, storage_failed
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -64,6 +77,8 @@ class Run:
     """Data for evaluation; None without eval data."""
     origins: Origins = AT_START
     """States from which this run starts."""
+    float8: Float8Linears | None = None
+    """Linear modules that compute in float8; None without `strategy.float8`."""
 
     @property
     def done(self) -> bool:
@@ -134,6 +149,7 @@ def build_run(
         compile_watch=CompileWatch() if spec.model.compile else None,
         evaluation_data=evaluation,
         origins=Origins(newest, parent, optimizer_state),
+        float8=sharded.float8,
     )
 
 
@@ -246,7 +262,8 @@ def build_state(anatomy: Anatomy, spec: JobSpec, mesh: Mesh, *, steps: int) -> T
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
     scaler = GradScaler(mesh.device.type, init_scale=_initial_scale(spec, mesh), enabled=spec.model.dtype == "fp16")
     average = Ema(anatomy.model, training.ema_decay) if training.ema_decay is not None else None
-    return TrainState(anatomy.model, optimizers, schedulers, scaler, average)
+    scales = partial(update_scales, anatomy.model) if spec.strategy.float8 == "tensorwise" else None
+    return TrainState(anatomy.model, optimizers, schedulers, scaler, average, update_scales=scales)
 
 
 def _initial_scale(spec: JobSpec, mesh: Mesh) -> float:

@@ -31,6 +31,7 @@ def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
         optimizer_groups=describe_groups(run.state.optimizers),
         cores=torch.get_num_threads(),
         backend=dist.get_backend() if run.mesh.device.type == "cpu" else dist.get_backend_config(),
+        float8=_float8(run),
         tree=found.tree,
     )
 
@@ -45,3 +46,15 @@ def _ranks_by_host(workers: list[dict[str, Any]]) -> dict[str, list[int]]:
 def _chunk_tokens(objective: Objective) -> int | None:
     inner = objective.inner if isinstance(objective, RoutedLoss) else objective
     return inner.chunk_rows if isinstance(inner, TokenLoss) else None
+
+
+def _float8(run: Run) -> dict[str, Any] | None:
+    if (found := run.float8) is None:
+        return None
+    emulated = run.mesh.device.type != "cuda"
+    return {
+        "scaling": found.scaling,
+        "linears": len(found.names),
+        "left_out": [*found.left_out],
+        "emulated": emulated,
+    }

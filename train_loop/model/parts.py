@@ -31,6 +31,7 @@ class _Span(NamedTuple):
 
 def own_parts(tensor: Tensor) -> list[Part]:
     """Return this rank's parts of a tensor; a tensor that is not sharded has one."""
+    tensor = memory_of(tensor)
     if not isinstance(tensor, DTensor):
         return [Part(tensor.detach(), tuple(slice(0, size) for size in tensor.shape))]
     own = tensor.to_local().detach()
@@ -42,6 +43,15 @@ def own_parts(tensor: Tensor) -> list[Part]:
     assert sizes == own.shape, f"a rank's part of {list(tensor.shape)} is {list(own.shape)}, and not {list(sizes)}"
     places = product(*(_in_order(dim) for dim in spans))
     return [Part(own[tuple(local for local, _ in place)], tuple(whole for _, whole in place)) for place in places]
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plain one in the same memory: a weight that is gathered in float8 is inside of another."""
+    if not isinstance(tensor, DTensor):
+        return getattr(tensor, "_tensor", tensor)
+    own = tensor.to_local()
+    inner = memory_of(own)
+    return tensor if inner is own else DTensor(inner.detach(), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def is_split(tensor: DTensor) -> bool:

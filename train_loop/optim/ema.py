@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from train_loop.model.float8 import forget_scales
+from train_loop.model.parts import memory_of
 from train_loop.optim.by_mesh import by_mesh
 
 
@@ -18,7 +20,7 @@ class Ema:
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.averages: dict[str, Tensor] = {
-            name: weight.detach().to(torch.float32, copy=True) for name, weight in self._weights.items()
+            name: memory_of(weight).detach().to(torch.float32, copy=True) for name, weight in self._weights.items()
         }
 
     def update(self) -> None:
@@ -57,6 +59,7 @@ class Ema:
             own.copy_(average)
             if average.dtype == own.dtype:
                 average.copy_(kept.pop(name))
+        forget_scales(self._weights.values())
         try:
             yield
         finally:
@@ -68,3 +71,4 @@ class Ema:
                     mean = own.clone()
                     own.copy_(average)
                     average.copy_(mean)
+            forget_scales(self._weights.values())

@@ -13,6 +13,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
+from train_loop.model.float8 import float8_linears
 from train_loop.model.freeze import freeze
 from train_loop.model.load import WeightSource, give_weights, weight_files
 from train_loop.model.lora.adapters import draw_adapters, lora_checks
@@ -22,6 +23,8 @@ from train_loop.model.lora.stored import fill_adapters
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize
 from train_loop.parallel.shard import place_buffers
+from train_loop.parallel.units import repeated_layers
+from train_loop.plan import Float8Linears
 from train_loop.run_dir import BaseWeights
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
@@ -41,6 +44,8 @@ class ShardedModel(NamedTuple):
     """The ranks that share its layers; None if each has whole ones."""
     base: BaseWeights | None = None
     """The frozen weights below adapters; None without adapters."""
+    float8: Float8Linears | None = None
+    """Linear modules that compute in float8; None without `strategy.float8`."""
 
     @property
     def model(self) -> nn.Module:
@@ -62,6 +67,7 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
     family.choose_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = family.anatomy(copy.deepcopy(model))
+    float8 = _float8(anatomy, spec)
     timer = parallelize(anatomy, mesh, spec, found.attention)
     home = torch.device("cpu") if spec.strategy.offload_policy is True else mesh.device
     # Values of the adapters in a checkpoint come later.
@@ -81,7 +87,14 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
         base = BaseWeights(path=spec.model.path, sha256=base_sha256(weight_files(spec.model), drawn))
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()
-    return ShardedModel(anatomy, timer, found.after_head, unused, sharers, base)
+    return ShardedModel(anatomy, timer, found.after_head, unused, sharers, base, float8)
+
+
+def _float8(anatomy: Anatomy, spec: JobSpec) -> Float8Linears | None:
+    """Return the linear modules that will compute in float8. Raises ModelError if there are none of those asked for."""
+    if spec.strategy.float8 is None:
+        return None
+    return float8_linears(anatomy, repeated_layers(anatomy, spec.strategy.wrap_policy), spec)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
+from train_loop.model.float8 import convert_linears, float8_linears
 from train_loop.model.lora.adapters import inject_adapters
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
@@ -65,6 +66,20 @@ class Positions:
         """Change the model's rotary embeddings."""
         anatomy = built.anatomy
         anatomy.family.fit_positions(anatomy.model, part=mesh.sequence_rank, parts=mesh.plan.sp)
+
+
+class Float8:
+    """Linear modules of the layers compute in float8."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for float8."""
+        return spec.strategy.float8 is not None
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Replace the modules. Raises UserError where they cannot compute."""
+        anatomy, layers = built.anatomy, repeated_layers(built.anatomy, built.spec.strategy.wrap_policy)
+        found = float8_linears(anatomy, layers, built.spec)
+        convert_linears(anatomy, found.names, built.spec, shards=mesh.plan.fsdp, device=mesh.device)
 
 
 class Layers:
@@ -199,11 +214,13 @@ class Timing:
 # Adapters are part of the model for all other passes. Changes of a layer's parameters or inputs come next. Then each
 # pass wraps the results of the passes before it:
 # recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
-# a layer is gathered once. `Layers` and `Experts` come before `Sequence`, which counts the heads of a rank, and before
+# a layer is gathered once. `Float8` replaces modules, and so comes before all that holds on to their calls or to their
+# parameters. `Layers` and `Experts` come before `Sequence`, which counts the heads of a rank, and before
 # `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and come last.
 PASSES: tuple[Pass, ...] = (
     Adapters(),
     Positions(),
+    Float8(),
     Layers(),
     Experts(),
     Sequence(),

@@ -14,7 +14,7 @@ from train_loop.plan.batch import (
     plan_steps,
 )
 from train_loop.plan.built.choices import Choices, dtypes_of, planned_choices
-from train_loop.plan.built.units import UnitGroup, UnitTree
+from train_loop.plan.built.units import Float8Linears, UnitGroup, UnitTree
 from train_loop.plan.data_facts import LargestRead, Preview, SampleCount
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.fit import (
@@ -100,6 +100,7 @@ __all__ = [
     "Device",
     "DeviceFit",
     "End",
+    "Float8Linears",
     "KeptBytes",
     "LargestRead",
     "MemoryTerm",

@@ -276,6 +276,20 @@ def _stop_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
 
 
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
+    return *_of_memory(spec, shape), *_of_float8(spec)
+
+
+def _of_float8(spec: JobSpec) -> tuple[str, ...]:
+    chosen = spec.strategy.float8
+    if chosen is None or spec.scaling.resources_per_worker.get("GPU"):
+        return ()
+    return (
+        f"float8={chosen} is emulated on CPUs: operands are rounded to float8 and multiplied in fp32, which takes more "
+        "time than without float8",
+    )
+
+
+def _of_memory(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
     if shape.known:
         return ()
     if spec.code is not None:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from train_loop.plan.built.units import UnitTree
+from train_loop.plan.built.units import Float8Linears, UnitTree
 from train_loop.spec import ALL_LINEAR, LoraSpec, WrapPolicySpec
 
 # Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
@@ -208,6 +208,8 @@ class ModelShape:
     """Whether MLPs of the model can compute in tiles; None if the model has not been built."""
     built: UnitTree | None = None
     """FSDP units and module tree; None if the model has not been built."""
+    float8: Float8Linears | None = None
+    """Linear modules that compute in float8; None without `strategy.float8`, and if the model has not been built."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":

@@ -34,6 +34,7 @@ from train_loop.model.build import check_rules
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import Examination, Family
+from train_loop.model.float8 import float8_linears
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
@@ -189,6 +190,7 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
         whole_scores=found.whole_scores,
         kept=kept,
         tiles=_can_tile(anatomy, repeated, spec),
+        float8=float8_linears(anatomy, repeated, spec) if spec.strategy.float8 is not None else None,
     )
     is_called = found.sees_whole_rows or spec.model.label_head is not None
     call = measure_text_call(spec, whole, found) if is_called else None
@@ -245,6 +247,8 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
             lambda: plan_groups(anatomy, spec.training),
         ),
     ]
+    if strategy.float8 is not None:
+        checks.append(("/strategy/float8", lambda: float8_linears(anatomy, repeated_layers(anatomy, policy), spec)))
     if strategy.apply_tiled_mlp:
         checks.append(("/strategy/apply_tiled_mlp", lambda: tiled_mlps(anatomy, repeated_layers(anatomy, policy))))
     return _failed(checks)

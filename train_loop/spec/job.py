@@ -11,7 +11,7 @@ from train_loop.spec.data import Chats, DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.model_parallel import expert_faults, lora_faults, tensor_faults
+from train_loop.spec.model_parallel import expert_faults, float8_faults, lora_faults, tensor_faults
 from train_loop.spec.optimizer import SCHEDULE_FREE
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
@@ -153,10 +153,10 @@ class JobSpec(SpecModel):
     def at_any_size(self) -> "JobSpec":
         """Return the spec without the fields that may change on resume.
 
-        These are the fields of its size, if the global batch does not depend on it, and whether embeddings and head
-        are FSDP units, whose default has changed.
+        These are the fields of its size, if the global batch does not depend on it, float8, and whether embeddings and
+        head are FSDP units, whose default has changed.
         """
-        strategy = self.strategy.with_any_ends
+        strategy = self.strategy.with_any_ends.model_copy(update={"float8": None})
         if not self.resizable:
             return self.model_copy(update={"strategy": strategy})
         if self.training.reproducible == "any_size":
@@ -328,6 +328,7 @@ class JobSpec(SpecModel):
             f"tp_size={strategy.tp_size}": strategy.tp_size > 1,
             f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
             "strategy.precision": bool(strategy.precision),
+            f"float8={strategy.float8}, with scales that depend on the tokens of a rank,": strategy.float8 is not None,
             f"gradient_sync={strategy.gradient_sync}": strategy.gradient_sync == "last",
             "offload_policy=optimizer": strategy.offload_policy == "optimizer",
             "ignored_params": bool(strategy.ignored_params),
@@ -381,9 +382,9 @@ class JobSpec(SpecModel):
     @field_validator("strategy")
     @classmethod
     def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        job = info.data
-        if faults := [*tensor_faults(strategy, job), *expert_faults(strategy, job), *lora_faults(strategy, job)]:
-            raise SpecError(faults)
+        rules = (tensor_faults, expert_faults, lora_faults, float8_faults)
+        if found := [fault for rule in rules for fault in rule(strategy, info.data)]:
+            raise SpecError(found)
         return strategy
 
     @field_validator("strategy")

@@ -1,9 +1,11 @@
-"""Settings that do not go with tensor parallelism (`tp_size`), expert parallelism (`ep_size`) or adapters (`lora`)."""
+"""Settings that do not go with tensor parallelism (`tp_size`), expert parallelism (`ep_size`), adapters or `float8`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from train_loop.spec.base import Problem
+from train_loop.spec.model import BudgetSpec
+from train_loop.spec.optimizer import SCHEDULE_FREE
 from train_loop.spec.strategy import StrategySpec
 
 
@@ -137,6 +139,48 @@ def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Prob
     for pointer, (chosen, setting, reason) in settings.items():
         if chosen:
             yield Problem(pointer, f"{setting} {reason} with model.{name}; change it, or remove {name}")
+
+
+def float8_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the settings of a job that are not proven with linear layers in float8; `job` has its valid parts."""
+    if strategy.float8 is None:
+        return
+    model, training, reshard = job.get("model"), job.get("training"), strategy.reshard_after_forward
+    gathers = strategy.float8 == "tensorwise"
+    settings = {
+        "own code (code)": ("/strategy/float8", job.get("code") is not None),
+        f"tp_size={strategy.tp_size}": ("/strategy/tp_size", strategy.tp_size > 1),
+        "strategy.precision": ("/strategy/precision", bool(strategy.precision)),
+        "ignored_params": ("/strategy/ignored_params", bool(strategy.ignored_params)),
+        f"offload_policy={_text(strategy.offload_policy)}": (
+            "/strategy/offload_policy",
+            strategy.offload_policy is not False and gathers,
+        ),
+        f"reshard_after_forward={reshard}": ("/strategy/reshard_after_forward", _is_group(reshard) and gathers),
+    }
+    if model is not None:
+        settings |= {
+            "model.dtype=fp16": ("/model/dtype", model.dtype == "fp16"),
+            "model.lora": ("/model/lora", model.lora is not None and model.adapter is None),
+            "model.adapter": ("/model/adapter", model.adapter is not None),
+            f"model.gradient_checkpointing={model.gradient_checkpointing}": (
+                "/model/gradient_checkpointing",
+                model.gradient_checkpointing == "selective" or isinstance(model.gradient_checkpointing, BudgetSpec),
+            ),
+        }
+    if training is not None:
+        settings[f"training.optimizer={training.optimizer}"] = (
+            "/training/optimizer",
+            gathers and training.optimizer in ("muon", "adafactor", "adamw_8bit", "lion", SCHEDULE_FREE),
+        )
+    for setting, (pointer, chosen) in settings.items():
+        if chosen:
+            fault = f"{setting} is not proven with float8={strategy.float8}"
+            yield Problem(pointer, f"{fault}; change it, or remove float8")
+
+
+def _text(value: bool | str) -> str:
+    return str(value).lower()
 
 
 def _is_group(reshard: bool | int | None) -> bool:

@@ -124,6 +124,13 @@ class StrategySpec(SpecModel):
     norm_dtype: Literal["fp32"] | None = Field(
         default=None, description="fp32: norms keep fp32 weights and compute in fp32"
     )
+    float8: Literal["rowwise", "tensorwise"] | None = Field(
+        default=None,
+        exclude_if=is_default(None),
+        description="compute the linear layers inside of decoder layers in float8, by torchao, on GPUs of compute "
+        "capability 8.9 or later: tensorwise: one scale for a tensor, and weights are gathered in float8; rowwise: one "
+        "for each row, which is more exact, and weights are gathered in the compute dtype; CPUs emulate it slowly",
+    )
     precision: dict[ModulePattern, Dtype] = Field(
         default={},
         exclude_if=is_default({}),

@@ -38,7 +38,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "micro_batch_proven": "the first step with the chosen micro-batch had enough memory",
         "model_built": "what was chosen for the run: FSDP units by class (count, parameters and bytes of one), mesh, "
         "ranks by host, dtypes, attention, chunks of the loss, checkpointing, all and trained parameters, optimizer "
-        "groups, cores, backend, and the module tree",
+        "groups, cores, backend, linear layers in float8 (null without), and the module tree",
         "training_started": "the first step follows; mesh, batch, hosts and the step that the run resumes from",
         "expert_patch_not_needed": "apply_expert_patch changes nothing, for the stated reason",
         "compiled": "torch.compile has compiled, recompiled or split a graph",

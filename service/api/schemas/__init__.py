@@ -44,6 +44,7 @@ from service.api.schemas.nodes import NodeFailure, NodeOut, NodesOut
 from service.api.schemas.plan import (
     ChoicesOut,
     DeviceOut,
+    Float8Out,
     MemoryOut,
     MemoryTermOut,
     MeshOut,
@@ -79,6 +80,7 @@ __all__ = [
     "ExportOut",
     "FindingOut",
     "Findings",
+    "Float8Out",
     "Health",
     "InferJobSpec",
     "JobOut",

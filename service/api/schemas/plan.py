@@ -115,6 +115,14 @@ class UnitOut(BaseModel):
     dtype: str = Field(description="dtype in which the unit computes")
 
 
+class Float8Out(BaseModel):
+    """Linear modules that compute in float8."""
+
+    scaling: Literal["rowwise", "tensorwise"]
+    linears: int = Field(description="number of them")
+    left_out: list[str] = Field(description="names of those that keep their dtype: a size is no multiple of 16")
+
+
 class ChoicesOut(BaseModel):
     """Choices for the run, as its event `model_built` says it, too; workers decide about `auto`."""
 
@@ -130,6 +138,7 @@ class ChoicesOut(BaseModel):
     optimizer_groups: list[dict[str, str | float | int]]
     cores: float = Field(description="CPUs of a worker")
     backend: str
+    float8: Float8Out | None = Field(default=None, description="null without strategy.float8")
 
 
 class OutlookOut(BaseModel):

@@ -3,6 +3,7 @@
 Own code trains nearly the weights of its plain PyTorch loop with torchao's optimizer.
 """
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,7 +31,13 @@ pytest.importorskip("torchao", reason="torchao is an optional dependency, which 
 CONFIG = TINY | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
+def compile_seldom() -> None:
+    """Let torchao's step run without torch.compile, which takes minutes here, unless MORE is set."""
+    torch._dynamo.config.disable = not os.environ.get("MORE")
+
+
 def train_run(folder: Path, name: str) -> None:
+    compile_seldom()
     job = spec(
         model={"config": CONFIG, "dtype": "fp32"},
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
@@ -68,6 +75,7 @@ def own_job(folder: Path) -> dict[str, Any]:
 
 
 def train_own(folder: Path) -> None:
+    compile_seldom()
     tempfile.tempdir = str(folder)
     train_once(parse(own_job(folder)), folder / "run", folder)
 

@@ -186,12 +186,12 @@ def _open(run_dir: RunDir, step: int) -> _Opened:
 
 
 def _at_this_size(spec: JobSpec) -> JobSpec:
-    """Return the spec for one FSDP group over all ranks; its batch sizes are irrelevant here."""
+    """Return the spec for one FSDP group over all ranks; its batch sizes and float8 are irrelevant here."""
     world = dist.get_world_size()
     return spec.model_copy(
         update={
             "scaling": ScalingSpec(num_workers=world),
-            "strategy": spec.strategy.over_all_workers,
+            "strategy": spec.strategy.over_all_workers.model_copy(update={"float8": None}),
             "training": spec.training.model_copy(
                 update={
                     "global_batch_size": world,

@@ -155,6 +155,18 @@ def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
 
+def plain_linears(anatomy: Anatomy, layers: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Return the linear modules inside of layers in module order, without those of experts and routers.
+
+    Subclasses are left out: they may use their weight without a call, as attention of `nn.MultiheadAttention` does.
+    """
+    experts = anatomy.experts
+    routed = () if experts is None else (*experts.modules, *experts.routers)
+    inside = {part for module in routed for part in module.modules()}
+    found = (one for layer in layers for one in layer.modules() if type(one) is nn.Linear and one not in inside)
+    return list(dict.fromkeys(found))
+
+
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a normalisation layer with parameters of its own."""
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from train_loop.plan.built.units import Float8Linears
 from train_loop.plan.memory import chunk_rows
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
@@ -26,6 +27,8 @@ class Choices:
     """CPU cores of a rank."""
     backend: str
     """Backends of torch.distributed."""
+    float8: Float8Linears | None
+    """Linear modules that compute in float8; None without `strategy.float8`."""
 
 
 def planned_choices(spec: JobSpec, plan: Plan) -> Choices:
@@ -39,6 +42,7 @@ def planned_choices(spec: JobSpec, plan: Plan) -> Choices:
         optimizer_groups=tuple(_groups(spec, plan)),
         cores=spec.scaling.resources_per_worker.get("CPU", 0.0),
         backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        float8=plan.shape.float8,
     )
 
 

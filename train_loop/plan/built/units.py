@@ -1,4 +1,4 @@
-"""The FSDP units of a model, by class."""
+"""The FSDP units of a model by class, and its linear modules that compute in float8."""
 
 from dataclasses import dataclass
 
@@ -25,3 +25,14 @@ class UnitTree:
     units: tuple[UnitGroup, ...]
     tree: str
     """Modules, one a line; the names of units begin with FSDP."""
+
+
+@dataclass(frozen=True)
+class Float8Linears:
+    """Linear modules in a model's layers that compute in float8."""
+
+    scaling: str
+    """`tensorwise` or `rowwise`: the values that share a scale."""
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Linear modules that keep their dtype, because a size is no multiple of 16."""

@@ -48,8 +48,8 @@ _RULES: dict[str, Rule] = {
     "mpirun_config": _HOSTS,
     "ipex_config.*": unneeded("torch computes without IPEX"),
     "ipex_config": unneeded("torch computes without IPEX"),
-    "fp8_config.*": Drop("layers compute in bf16", numbers=True),
-    "fp8_config": Drop("layers compute in bf16", numbers=True),
+    "fp8_config.*": Drop("layers compute in bf16 unless strategy.float8 is set", numbers=True),
+    "fp8_config": Drop("layers compute in bf16 unless strategy.float8 is set", numbers=True),
     "fsdp_config": unneeded("FSDP2's own defaults"),
     "tp_config.tp_size": Take("strategy.tp_size", number),
     "tp_config": unneeded("off"),
@@ -117,7 +117,7 @@ def _precision(draft: Draft, *, is_sharded: bool) -> None:
     if not draft.has("mixed_precision"):
         draft.assume("mixed_precision", "model.dtype", chosen, tool=TOOL)
         return
-    reason = {"no": "no mixed precision", "fp8": "layers compute in bf16"}.get(name, "")
+    reason = {"no": "no mixed precision", "fp8": "layers compute in bf16 unless strategy.float8 is set"}.get(name, "")
     draft.write("mixed_precision", "model.dtype", chosen, reason=reason, numbers=name == "fp8")
     if is_sharded and chosen != "fp32":
         reason = "Accelerate also reduces gradients in this dtype; fp32 is more exact"

@@ -57,7 +57,6 @@ _ABSENT = _by_name(
         "noise on embeddings (NEFTune)": "neftune_noise_alpha",
         "grouping of samples by length; data.packing wastes no padding": "group_by_length length_column_name",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
-        "float8 (strategy.float8)": "float8 fp8",
         "code that comes with a model (trust_remote_code)": "trust_remote_code",
         "another dimension than the first of sharded tensors": "shard_placement_fn",
         "early stopping; checkpoint.keep_best keeps the best checkpoint": "early_stopping early_stopping_patience",
@@ -123,6 +122,8 @@ FIELDS = _by_name(
         "training.ema_decay": "ema",
         "data.seed": "data_seed",
         "model.dtype": "bf16 fp16 torch_dtype mixed_precision autocast amp",
+        "strategy.float8": "fp8 use_fp8 enable_fp8 fp8_config fp8_recipe float8_recipe float8_recipe_name "
+        "enable_float8 enable_float8_linear float8_config",
         "model.dtype, strategy.reduce_dtype and strategy.output_dtype": "mp_policy "
         "mixedprecision mixedprecisionpolicy fsdp_mixed_precision_policy",
         "model.attn_implementation": "use_flash_attention_2 flash_attn flash_attention attn_impl",

@@ -22,6 +22,7 @@ def show_built(built: Line, *, tree: bool) -> None:
             "cores of a rank": built["cores"],
             "backend": built["backend"],
         }
+        | _float8(built.get("float8"))
     )
     show_text("")
     show_units(built["units"])
@@ -37,6 +38,15 @@ def _parameters(built: Line) -> str | None:
     if not isinstance(every, int) or not isinstance(trained, int):
         return None
     return f"{every:,}" if trained == every else f"{every:,}, of which {trained:,} are trained"
+
+
+def _float8(found: Any) -> dict[str, str]:
+    """Return the linear layers in float8, as facts; none without them."""
+    if not found:
+        return {}
+    kept = f"; not {', '.join(found['left_out'])}" if found["left_out"] else ""
+    how = ", emulated" if found["emulated"] else ""
+    return {"float8": f"{found['linears']} linear layers, {found['scaling']}{how}{kept}"}
 
 
 def show_units(units: Any) -> None:
