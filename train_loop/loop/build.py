@@ -26,6 +26,7 @@ from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.float8 import update_scales
 from train_loop.model.folder import model_shape
+from train_loop.model.quantize import count_values
 from train_loop.optim import Ema, ExpertBalance, Place, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.build import ShardedModel, build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
@@ -185,9 +186,9 @@ def count_flops(anatomy: Anatomy, *, sequence_length: int, dtype: str, device: s
     experts = anatomy.experts
     idle = 0 if experts is None else experts.idle
     trains_experts = experts is not None and any(p.requires_grad for one in experts.modules for p in one.parameters())
-    frozen = sum(p.numel() for p in anatomy.model.parameters() if not p.requires_grad)
+    frozen = count_values(anatomy.model, frozen=True)
     return Flops(
-        parameters=sum(parameter.numel() for parameter in anatomy.model.parameters()) - idle,
+        parameters=count_values(anatomy.model) - idle,
         frozen=max(frozen - (0 if trains_experts else idle), 0),
         layers=anatomy.depth,
         attention_width=anatomy.attention_width,

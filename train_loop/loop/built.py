@@ -9,6 +9,7 @@ from train_loop.loop.build import Run
 from train_loop.loop.objectives.objective import Objective
 from train_loop.loop.objectives.routed import RoutedLoss
 from train_loop.loop.objectives.token_cross_entropy import TokenLoss
+from train_loop.model.quantize import count_values
 from train_loop.optim import describe_groups
 from train_loop.parallel.unit_tree import unit_tree
 from train_loop.plan import dtypes_of
@@ -26,7 +27,7 @@ def record_built(run: Run, workers: list[dict[str, Any]]) -> None:
         attention=anatomy.family.attention_kernel(anatomy.model),
         loss_chunk_tokens=_chunk_tokens(run.objective),
         checkpointing=str(run.spec.model.gradient_checkpointing),
-        parameters=sum(p.numel() for p in run.state.model.parameters()),
+        parameters=count_values(run.state.model),
         trained_parameters=sum(p.numel() for p in run.state.model.parameters() if p.requires_grad),
         optimizer_groups=describe_groups(run.state.optimizers),
         cores=torch.get_num_threads(),

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.lora.adapters import by_plain_name
 from train_loop.model.lora.base import DrawnWeights
 from train_loop.model.parts import own_parts
+from train_loop.model.quantize import quantized_layers
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -61,11 +62,14 @@ def draw_weights(
     rule initialises.
     """
     parameters = by_plain_name(model, model.named_parameters(remove_duplicate=False))
+    quantized = quantized_layers(model)
     for name, value in drawn_weights(blueprint, names, seed=seed):
         if drawn is not None:
             drawn.add(name, value)
-        for own, box in own_parts(parameters[name]):
-            own.copy_(value[box])
+        layer = quantized.get(name)
+        with nullcontext(parameters[name]) if layer is None else layer.writable() as target:
+            for own, box in own_parts(target):
+                own.copy_(value[box])
 
 
 def drawn_weights(blueprint: Anatomy, names: Collection[str], *, seed: int) -> Iterator[tuple[str, Tensor]]:

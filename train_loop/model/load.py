@@ -5,7 +5,7 @@ therefore holds at most its slice of one tensor, including the pages of the file
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from train_loop.model.fill import fill
 from train_loop.model.folder import model_folder
 from train_loop.model.lora.adapters import by_plain_name
 from train_loop.model.lora.base import DrawnWeights
+from train_loop.model.quantize import quantized_layers
 from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input
@@ -159,9 +160,11 @@ def give_weights(
     draw_weights(model, blueprint, absent, seed=seed, drawn=source.drawn)
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
     targets = by_plain_name(model, named)
+    quantized = quantized_layers(model)
     for name, stored in homes.items():
         if stored:
-            fill(targets[name], stored, source.readers)
+            with quantized[name].writable() if name in quantized else nullcontext(targets[name]) as target:
+                fill(target, stored, source.readers)
     return unused
 
 

@@ -10,6 +10,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import AttentionUse
 from train_loop.model.float8 import convert_linears, float8_linears
 from train_loop.model.lora.adapters import inject_adapters
+from train_loop.model.quantize import quantize_layers
 from train_loop.parallel.layers import apply_checkpointing, apply_compile, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
@@ -53,6 +54,20 @@ class Adapters:
         """Put a layer with adapters around each target."""
         assert built.spec.model.lora is not None, "the spec asks for adapters"
         inject_adapters(built.anatomy, built.spec.model.lora)
+
+
+class Quantize:
+    """Frozen linear layers below adapters are stored in few bits (QLoRA)."""
+
+    def applies(self, spec: JobSpec, mesh: MeshPlan) -> bool:
+        """Return whether the spec asks for a quantised base."""
+        return spec.model.quantize_base is not None
+
+    def apply(self, built: BuiltModel, mesh: Mesh) -> None:
+        """Replace the layers' modules."""
+        assert built.spec.model.quantize_base is not None, "the spec asks for it"
+        layers = repeated_layers(built.anatomy, built.spec.strategy.wrap_policy)
+        quantize_layers(built.anatomy, layers, built.spec.model.quantize_base)
 
 
 class Positions:
@@ -211,14 +226,15 @@ class Timing:
         time_units(built.anatomy.model, built.timer)
 
 
-# Adapters are part of the model for all other passes. Changes of a layer's parameters or inputs come next. Then each
-# pass wraps the results of the passes before it:
-# recomputation repeats tiles and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that
-# a layer is gathered once. `Float8` replaces modules, and so comes before all that holds on to their calls or to their
-# parameters. `Layers` and `Experts` come before `Sequence`, which counts the heads of a rank, and before
-# `Shard`, which shards its remaining part. Timing hooks surround those of FSDP2 and come last.
+# Adapters are part of the model for all other passes, and decide what is frozen. Changes of a layer's parameters or
+# inputs come next. Then each pass wraps the results of the passes before it: recomputation repeats tiles and exchanges,
+# compilation translates both, and FSDP2's hooks are outside of all, so that a layer is gathered once. `Quantize` and
+# `Float8` replace modules, and so come before all that holds on to their calls or to their parameters. `Layers` and
+# `Experts` come before `Sequence`, which counts the heads of a rank, and before `Shard`, which shards its remaining
+# part. Timing hooks surround those of FSDP2 and come last.
 PASSES: tuple[Pass, ...] = (
     Adapters(),
+    Quantize(),
     Positions(),
     Float8(),
     Layers(),

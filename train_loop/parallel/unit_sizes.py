@@ -1,9 +1,10 @@
 """Sizes of FSDP units and of their activations, for the memory plan."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
-from torch import Tensor, nn
+from torch import nn
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
@@ -12,10 +13,15 @@ from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 
 
-def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
-    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers."""
+def unit_sizes(
+    anatomy: Anatomy, strategy: StrategySpec, stored: Mapping[int, int] = MappingProxyType({})
+) -> UnitSizes | None:
+    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers.
+
+    `stored` has the bytes of parameters that are gathered as they are stored, by id.
+    """
     policy = strategy.wrap_policy
-    if policy.min_num_params is None and not strategy.precision and not chosen_ends(anatomy, policy):
+    if policy.min_num_params is None and not strategy.precision and not chosen_ends(anatomy, policy) and not stored:
         return None
     precision = find_precision(anatomy, strategy)
     own, shared, taken = dict[nn.Module, float](), 0.0, set[int]()
@@ -23,7 +29,8 @@ def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
         weight = DTYPE_BYTES[precision.dtypes[unit[0]]] / DTYPE_BYTES[strategy.param_dtype]
         parameters = {id(p): p for module in unit for p in module.parameters() if id(p) not in taken}
         taken |= parameters.keys()
-        size = weight * sum(map(Tensor.numel, parameters.values()))
+        compute = DTYPE_BYTES[strategy.param_dtype]
+        size = sum(stored[key] / compute if key in stored else weight * p.numel() for key, p in parameters.items())
         # Tied embeddings, a unit of two modules, stay gathered between both: they count as a part of the root.
         if len(unit) == 1:
             own[unit[0]] = size

@@ -59,11 +59,11 @@ def estimate_memory(
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
     home: Place = beside if spec.strategy.offload_policy is True else "device"
     states: Place = beside if spec.strategy.offload_policy else "device"
-    shard, trained = shape.on_rank(mesh.fsdp)
+    _, trained = shape.on_rank(mesh.fsdp)
     master = trained_bytes(spec)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     state = (
-        *_parameters(spec, shard, trained, home),
+        *_parameters(spec, shape, mesh, home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=states),
         MemoryTerm(
             "ema",
@@ -93,13 +93,19 @@ def trained_bytes(spec: JobSpec) -> int:
     return 4 if spec.model.lora is not None else DTYPE_BYTES[spec.model.master_dtype]
 
 
-def _parameters(spec: JobSpec, shard: int, trained: int, home: Place) -> Iterator[MemoryTerm]:
+def _parameters(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, home: Place) -> Iterator[MemoryTerm]:
     """Yield the bytes of a rank's parameters; checkpoints do not contain the frozen ones below adapters."""
+    (shard, trained), counts = shape.on_rank(mesh.fsdp), shape.counts
     size, own = DTYPE_BYTES[spec.model.master_dtype], trained_bytes(spec)
     if spec.model.lora is None:
         yield MemoryTerm("parameters", size * shard, f"{size} bytes x parameters / fsdp", home)
         return
-    yield MemoryTerm(FROZEN, size * (shard - trained), f"{size} bytes x frozen parameters / fsdp", home)
+    frozen, formula = size * (shard - trained), f"{size} bytes x frozen parameters / fsdp"
+    if counts is not None and counts.quantized:
+        each = counts.quantized_bytes / counts.quantized
+        frozen += -(-counts.quantized_bytes // mesh.fsdp) - size * (counts.quantized // mesh.fsdp)
+        formula = f"({each:.4g} bytes x quantised weights + {size} bytes x other frozen parameters) / fsdp"
+    yield MemoryTerm(FROZEN, frozen, formula, home)
     yield MemoryTerm("parameters", own * trained, f"{own} bytes x trained parameters / fsdp", home)
 
 
@@ -198,8 +204,13 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
     early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
     both = "two layers" if by_layer else "units gathered at once"
+    restored = 0 if shape.counts is None else shape.counts.restored
+    both += " + a restored weight" if restored else ""
     peaks = (
-        (compute * (inside + head) + early - later, f"{compute} bytes x (embeddings + {both} + head's gradient)"),
+        (
+            compute * (inside + head + restored) + early - later,
+            f"{compute} bytes x (embeddings + {both} + head's gradient)",
+        ),
         (
             compute * (outside + kept + head) + early - master * shape.trained // mesh.fsdp,
             f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",

@@ -120,6 +120,11 @@ class ParameterCounts:
     wholes: int = 0
     """Parameters that each rank holds whole, `ignored_params`."""
     trained_wholes: int = 0
+    quantized: int = 0
+    """Frozen weights that are stored in few bits."""
+    quantized_bytes: int = 0
+    restored: int = 0
+    """Values of the largest of these weights, which exist while it computes."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0

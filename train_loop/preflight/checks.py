@@ -39,6 +39,7 @@ from train_loop.model.folder import model_config, model_folder, model_shape, tok
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.lora.adapters import inject_adapters, lora_checks
+from train_loop.model.quantize import frozen_linears, stored_bytes
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices, plan_groups
 from train_loop.parallel.layers import tiled_mlps
@@ -212,7 +213,10 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
     wholes = whole_parameters(anatomy.model, spec.strategy.ignored_params)
-    total = sum(map(size, parameters))
+    total, kind = sum(map(size, parameters)), spec.model.quantize_base
+    repeated = repeated_layers(anatomy, spec.strategy.wrap_policy)
+    quantized = [] if kind is None else frozen_linears(anatomy, repeated, kind)
+    stored = {id(one.weight): stored_bytes(one, kind or "nf4") for one in quantized}
     return ParameterCounts(
         total=total,
         trained=sum(map(size, trained)),
@@ -220,10 +224,13 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         layer=max(layers, default=0),
         outside=max(total - sum(layers), 0),
         module=max(sum(map(size, module.parameters(recurse=False))) for module in anatomy.model.modules()),
-        units=unit_sizes(anatomy, spec.strategy),
+        units=unit_sizes(anatomy, spec.strategy, stored),
         compute=compute_bytes(anatomy, spec.strategy),
         wholes=sum(size(p) for p in parameters if id(p) in wholes),
         trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
+        quantized=sum(size(one.weight) for one in quantized),
+        quantized_bytes=sum(stored.values()),
+        restored=max((one.weight.numel() for one in quantized), default=0),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
         groups=tuple(plan_groups(anatomy, spec.training)),
@@ -247,6 +254,9 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
             lambda: plan_groups(anatomy, spec.training),
         ),
     ]
+    if (kind := spec.model.quantize_base) is not None:
+        layers = repeated_layers(anatomy, policy)
+        checks.append(("/model/quantize_base", lambda: frozen_linears(anatomy, layers, kind)))
     if strategy.float8 is not None:
         checks.append(("/strategy/float8", lambda: float8_linears(anatomy, repeated_layers(anatomy, policy), spec)))
     if strategy.apply_tiled_mlp:

@@ -204,6 +204,12 @@ class ModelSpec(SpecModel):
         description="URI of a folder with adapters that peft wrote for the model at path (adapter_config.json, "
         "adapter_model.safetensors); the run continues from them, and lora has their settings",
     )
+    quantize_base: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        exclude_if=is_default(None),
+        description="store the frozen weights of linear layers below adapters in four bits (nf4, as QLoRA) or eight "
+        "(int8); they are restored in the compute dtype for each product; null: in master_dtype",
+    )
     compile: bool = Field(
         default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"
     )
@@ -251,6 +257,35 @@ class ModelSpec(SpecModel):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_frozen(self) -> "ModelSpec":
+        if self.quantize_base is None:
+            return self
+        chosen = f"quantize_base={self.quantize_base}"
+        if self.lora is None and self.adapter is None and not self.is_of_job:
+            raise ValueError(
+                f"{chosen} stores weights that are frozen, and without lora all are trained; add lora, or remove "
+                "quantize_base"
+            )
+        if self.dtype == "fp16":
+            raise ValueError(f"{chosen} is not proven with dtype=fp16; choose bf16, or remove one")
+        if self.lora is not None and self.lora.use_dora:
+            raise ValueError(
+                f"{chosen} is not supported with use_dora, which computes norms of whole weights in each step; set "
+                "use_dora: false, or remove quantize_base"
+            )
+        return self
+
+    @property
+    def merge_fault(self) -> str | None:
+        """The reason why adapters cannot be added to the weights at `path`; None if they can."""
+        if self.quantize_base is None:
+            return None
+        return (
+            f"the adapters were trained beside weights in {self.quantize_base} (model.quantize_base), and those at "
+            "model.path are others; export with form adapter, and merge it with peft into the weights that you choose"
+        )
 
     @property
     def label_head(self) -> LabelHeadSpec | None:

@@ -190,6 +190,8 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
             if wish.form
             else "the run trains adapters (model.lora); export with form adapter, for peft, or merged"
         )
+    if wish.form == "merged" and (fault := spec.model.merge_fault):
+        raise UserError(fault)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"

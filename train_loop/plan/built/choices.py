@@ -50,10 +50,11 @@ def dtypes_of(spec: JobSpec, *, has_experts: bool) -> dict[str, str]:
     """Return the dtypes of a run: of weights, reduction and computation, and of modules that differ, by pattern."""
     model, strategy = spec.model, spec.strategy
     compute = strategy.param_dtype
-    own = {
+    own: dict[str, str | None] = {
         "norms": strategy.norm_dtype,
         "routers": model.router_dtype if has_experts else None,
         "output": strategy.output_dtype,
+        "frozen linear layers": model.quantize_base,
     }
     plain: dict[str, str] = {"weights": model.master_dtype, "reduction": strategy.reduce_dtype, "compute": compute}
     parts = {part: dtype for part, dtype in own.items() if dtype is not None and dtype != compute}

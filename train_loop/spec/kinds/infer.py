@@ -78,7 +78,7 @@ class InferModelSpec(ModelSpec):
     def _is_honoured(self) -> "InferModelSpec":
         if self.is_of_job and self.adapter is not None:
             raise ValueError("adapter contradicts job, whose checkpoint has the weights; remove one of them")
-        adapted = ("lora",) if self.is_of_job or self.adapter is not None else ()
+        adapted = ("lora", "quantize_base") if self.is_of_job or self.adapter is not None else ()
         for fault in _unused(self, (*_MODEL, *adapted, "router_dtype"), "with kind: infer, which trains nothing"):
             raise ValueError(fault)
         for name, value, default in (("step", self.step, "latest"), ("weights", self.weights, "model")):

@@ -52,8 +52,8 @@ _ABSENT = _by_name(
         "another rank for some modules": "rank_pattern alpha_pattern",
         "a list of modules without adapters; name the others in model.lora.target_modules": "exclude_modules",
         "trained biases of the frozen model": "lora_bias",
-        "a quantised base model (model.quantize_base)": "quantize_base load_in_4bit load_in_8bit "
-        "quantization_config quantization_bit qlora",
+        "another storage of quantised weights; model.quantize_base has bf16 scales": "bnb_4bit_quant_storage "
+        "bnb_4bit_use_double_quant",
         "noise on embeddings (NEFTune)": "neftune_noise_alpha",
         "grouping of samples by length; data.packing wastes no padding": "group_by_length length_column_name",
         "pipeline parallelism": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
@@ -136,6 +136,9 @@ FIELDS = _by_name(
         "model.freeze_module_prefix": "freeze freeze_modules",
         "model.adapter": "adapters adapter_path adapter_name_or_path adapter_model_name_or_path lora_model_dir "
         "lora_path lora_adapter_path",
+        "model.quantize_base": "bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config quantization_bit "
+        "qlora use_qlora bnb_config quantization quantize",
+        "model.dtype; quantised weights are restored in it": "bnb_4bit_compute_dtype",
         "model.lora": "lora_config peft peft_config use_lora use_peft",
         "model.lora.r": "lora_r lora_rank lora_dim lora_attn_dim",
         "model.lora.alpha": "lora_alpha",
