@@ -115,7 +115,7 @@ def train_adapters(home: Path, name: str, training: dict[str, Any]) -> dict[str,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "build_run", keep)
-        model = {"path": str(home / "base"), "config": None, "lora": LORA, "quantize_base": "nf4"}
+        model = {"path": str(home / "base"), "config": None, "dtype": "bf16", "lora": LORA, "quantize_base": "nf4"}
         run(home / "d.parquet", home / name, model=model, **training)
     return stored(quantized_layers(kept[0].state.model))
 

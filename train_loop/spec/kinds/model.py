@@ -25,7 +25,8 @@ def model_of_job(
     """
     own = model.tokenizer if of.path is None else None
     found = of.tokenizer or tokenizer or own if reads_text else None
-    theirs = {"path": of.path, "config": of.config, "tokenizer": found, "lora": of.lora}
+    theirs: dict[str, Any] = {"path": of.path, "config": of.config, "tokenizer": found, "lora": of.lora}
+    theirs["quantize_base"] = of.quantize_base
     problems = [
         Problem(f"/model/{name}", f"{name} is not that of {job}, whose checkpoint model.job reads; remove {name}")
         for name, value in theirs.items()

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.builders.families import small
-from tests.support.builders.specs import TINY, may_read, raw_spec, spec
+from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec, spec
 from train_loop.model.quantize import BLOCK, QuantizedLinear, quantise, restore
 from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
-from train_loop.spec import SpecError, parse
+from train_loop.spec import SpecError, parse, parse_any
+from train_loop.spec.kinds.infer import InferModelSpec
+from train_loop.spec.kinds.model import model_of_job
 
 KINDS: tuple[Literal["nf4", "int8"], ...] = ("nf4", "int8")
 
@@ -175,3 +177,10 @@ def test_specs_that_do_not_freeze_the_weights_are_refused(model: dict[str, Any],
     with pytest.raises(SpecError) as raised:
         parse(raw_spec(model=model))
     assert [one.message for one in raised.value.problems] == [message]
+
+
+def test_inference_computes_with_the_weights_of_the_job() -> None:
+    job = spec(model={"path": "/models/base", "config": None, "lora": {"r": 2}, "quantize_base": "nf4"})
+    model = parse_any(infer_spec(model={"config": None, "job": "job-1"})).model
+    found = model_of_job(model, "job-1", job.model, None, reads_text=False)
+    assert InferModelSpec.model_validate({**model.model_dump(), **found}).quantize_base == "nf4"
