@@ -93,7 +93,7 @@ class CheckpointActions:
             )
         if wish.form is not None and job.spec.run.model.lora is None:
             raise InvalidRequest([Problem("/form", "the job trains no adapters (model.lora); export without form")])
-        if wish.form == "merged" and (fault := job.spec.run.model.merge_fault):
+        if fault := wish.fault(job.spec.run.model):
             raise InvalidRequest([Problem("/form", fault)])
         # Started before it is recorded, because the start may be refused.
         self.tools.export(job, step, wish)

@@ -7,6 +7,7 @@ from typing import Literal
 from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
 from train_loop.run_dir.remote import is_remote, read_whole
+from train_loop.spec import ModelSpec
 
 _SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
 
@@ -14,7 +15,7 @@ _SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
 ExportState = Literal["running", "done", "failed"]
 
 
-ExportForm = Literal["adapter", "merged"]
+ExportForm = Literal["adapter", "merged", "dequantized"]
 
 
 class ExportWish(Format):
@@ -23,7 +24,22 @@ class ExportWish(Format):
     dtype: Literal["bf16", "fp16", "fp32"]
     weights: Literal["model", "ema"] = "model"
     form: ExportForm | None = None
-    """A folder of peft, or the model with the adapters added; None for a run without adapters."""
+    """A folder of peft, or the model with the adapters added, to restored weights if those of the run are quantised.
+
+    None for a run without adapters.
+    """
+
+    def fault(self, model: ModelSpec) -> str | None:
+        """Return the reason why adapters of a run cannot have this form; None if they can."""
+        kind = model.quantize_base
+        if self.form == "merged" and kind is not None:
+            return (
+                f"the adapters were trained beside weights in {kind} (model.quantize_base), and those at model.path "
+                "are others; choose form dequantized, which adds them to the restored weights, or adapter"
+            )
+        if self.form == "dequantized" and kind is None:
+            return "the run has no quantised weights (model.quantize_base) to restore; choose form merged"
+        return None
 
     def name(self, step: int) -> str:
         """Return the name of the export's folder below export/."""

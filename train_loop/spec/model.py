@@ -278,16 +278,6 @@ class ModelSpec(SpecModel):
         return self
 
     @property
-    def merge_fault(self) -> str | None:
-        """The reason why adapters cannot be added to the weights at `path`; None if they can."""
-        if self.quantize_base is None:
-            return None
-        return (
-            f"the adapters were trained beside weights in {self.quantize_base} (model.quantize_base), and those at "
-            "model.path are others; export with form adapter, and merge it with peft into the weights that you choose"
-        )
-
-    @property
     def label_head(self) -> LabelHeadSpec | None:
         """The head of labels; None if the model predicts tokens."""
         return self.head if isinstance(self.head, LabelHeadSpec) else None

@@ -81,12 +81,13 @@ class Job(JobHandle[Api]):
         *,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         weights: Literal["model", "ema"] = "model",
-        form: Literal["adapter", "merged"] | None = None,
+        form: Literal["adapter", "merged", "dequantized"] | None = None,
         timeout: float | None = None,
     ) -> ExportOut:
         """Export a checkpoint, by default the newest, as a Hugging Face folder, and wait until it is at `path`.
 
-        A job with `model.lora` has a `form`: a folder for peft by default, or the merged model.
+        A job with `model.lora` has a `form`: a folder for peft by default, or the merged model, which is
+        `dequantized` with `model.quantize_base`.
 
         Raises ExportFailed, LookupError if the job has no checkpoint, and TimeoutError after `timeout` seconds.
         """

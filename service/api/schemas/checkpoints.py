@@ -8,7 +8,7 @@ from service.api.schemas.common import Time
 from train_loop.spec import DTYPES
 
 ExportState = Literal["running", "done", "failed"]
-ExportForm = Literal["adapter", "merged"]
+ExportForm = Literal["adapter", "merged", "dequantized"]
 """As in train_loop.run_dir, which needs libraries that the client does not have."""
 
 
@@ -68,7 +68,7 @@ class ExportIn(BaseModel):
     form: ExportForm | None = Field(
         default=None,
         description="of a job with model.lora; adapter (default): a folder for peft; merged: the model with the "
-        "adapters added to its weights",
+        "adapters added to its weights; dequantized: to its restored weights, of a job with model.quantize_base",
     )
 
     @field_validator("dtype", mode="before")
@@ -83,7 +83,7 @@ class ExportOut(BaseModel):
     step: int
     dtype: str
     weights: str
-    form: ExportForm | None = Field(description="of a job with model.lora: adapter or merged")
+    form: ExportForm | None = Field(description="of a job with model.lora: adapter, merged or dequantized")
     state: ExportState
     progress: float = Field(description="share of the weights written so far")
     reason: str | None

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.builders.any_size import GPT2
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, job_of, run
+from tests.support.ranks.adapters import round_weights
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.export.huggingface import export
@@ -55,9 +56,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_adapters(home: Path, name: str, base: Path | None, lora: dict[str, Any]) -> None:
+def train_adapters(
+    home: Path, name: str, base: Path | None, lora: dict[str, Any], quantized: str | None = None
+) -> None:
     """Train on the existing ranks, with the spec in the run directory."""
-    model = ({"path": str(base), "config": None} if base else {}) | {"lora": lora, "dtype": "fp32"}
+    model: dict[str, Any] = {"lora": lora, "dtype": "fp32", "quantize_base": quantized}
+    model |= {"path": str(base), "config": None} if base else {}
     training: dict[str, Any] = {"learning_rate": 1e-2, "ema_decay": 0.5}
     if dist.get_rank() == 0:
         parts: dict[str, Any] = {"model": model, "training": training}
@@ -106,6 +110,26 @@ def test_merged_weights_are_rounded_once_and_the_difference_is_told(call_ranks: 
     assert 1e-5 < status.difference < 0.1
     text = (run_dir.exports.folder(STEPS, wish) / "README.md").read_text()
     assert f"by at most {status.difference:.3g}" in text
+
+
+def test_adapters_of_a_quantised_base_are_added_to_its_restored_weights(call_ranks: CallRanks, home: Path) -> None:
+    base, run_dir = write_model(home / "quantised-base"), RunDir(home / "quantised")
+    call_ranks(2, train_adapters, home, "quantised", base, {"r": 2, "target_modules": ["q_proj"]}, "int8")
+    with pytest.raises(UserError, match=r"beside weights in int8 \(model.quantize_base\).*; choose form dequantized"):
+        export(run_dir, STEPS, ExportWish(dtype="fp32", form="merged"))
+    rounded = AutoModelForCausalLM.from_pretrained(base)
+    round_weights(rounded.model.layers, "int8")
+    model = peft.PeftModel.from_pretrained(rounded, str(export(run_dir, STEPS, ADAPTER))).eval()
+    found = AutoModelForCausalLM.from_pretrained(export(run_dir, STEPS, ExportWish(dtype="fp32", form="dequantized")))
+    torch.testing.assert_close(logits(found.eval()), logits(model), rtol=1e-5, atol=1e-5)
+    exact = model.merge_and_unload().state_dict()
+    assert all(torch.equal(value, exact[name]) for name, value in found.state_dict().items() if "q_proj" not in name)
+    assert (logits(found) - logits(with_peft(base, run_dir.exports.folder(STEPS, ADAPTER)))).abs().max() > 1e-4
+    wish = ExportWish(dtype="fp32", form="dequantized")
+    assert (
+        "quantised-base, rounded to int8 and restored"
+        in (run_dir.exports.folder(STEPS, wish) / "README.md").read_text()
+    )
 
 
 def test_average_of_adapters_on_random_weights_is_merged(call_ranks: CallRanks, home: Path) -> None:

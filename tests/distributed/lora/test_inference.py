@@ -16,6 +16,7 @@ from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH
 from tests.support.builders.small_runs import run as train
 from tests.support.builders.specs import infer_spec, may_read
+from tests.support.ranks.adapters import round_weights
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_tensors, write_tokens
 from train_loop.data.prepare.cache import find_dataset
@@ -23,6 +24,7 @@ from train_loop.data.read_results import read_rows
 from train_loop.data.stream.local import local_stream
 from train_loop.infer import infer
 from train_loop.loop.session import Session
+from train_loop.model.quantize import Kind
 from train_loop.preflight.checks import check_model
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import InferJobSpec, SpecError, parse_any
@@ -38,15 +40,22 @@ def call_ranks() -> Iterator[CallRanks]:
         yield call
 
 
-def train_adapters(home: Path) -> None:
-    model = {"path": str(home / "base"), "config": None, "lora": LORA}
+def train_adapters(home: Path, quantized: str | None) -> None:
+    model = {"path": str(home / "base"), "config": None, "lora": LORA, "quantize_base": quantized}
     train(home / "d.parquet", home / "trained", model=model, learning_rate=0.05)
 
 
-def job_of(home: Path, workers: int) -> InferJobSpec:
+def job_of(home: Path, workers: int, quantized: str | None = None) -> InferJobSpec:
     job = parse_any(
         infer_spec(
-            model={"job": "job-trained", "step": 6, "path": str(home / "base"), "config": None, "lora": LORA},
+            model={
+                "job": "job-trained",
+                "step": 6,
+                "path": str(home / "base"),
+                "config": None,
+                "lora": LORA,
+                "quantize_base": quantized,
+            },
             data={"train": {"path": str(home / "d.parquet")}},
             infer={"output": "logprobs", "rows_per_shard": 8, "batch_size": 2},
             scaling={"num_workers": workers},
@@ -56,16 +65,19 @@ def job_of(home: Path, workers: int) -> InferJobSpec:
     return job
 
 
-def compute(home: Path) -> None:
-    job = job_of(home, dist.get_world_size())
+def compute(home: Path, quantized: str | None) -> None:
+    job = job_of(home, dist.get_world_size(), quantized)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(home / "job"), local_stream)
     infer(job, session, find_dataset(job.run, home))
 
 
-def test_logprobs_are_those_of_peft_with_the_trained_adapters(call_ranks: CallRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_logprobs_are_those_of_peft_with_the_trained_adapters(
+    call_ranks: CallRanks, tmp_path: Path, quantized: Kind | None
+) -> None:
     write_tokens(tmp_path / "d.parquet", rows=12, length=LENGTH, vocab=300)
     write_model(tmp_path / "base")
-    call_ranks(2, train_adapters, tmp_path)
+    call_ranks(2, train_adapters, tmp_path, quantized)
     parent = Parent(
         job="job-trained",
         run_dir=str(tmp_path / "trained"),
@@ -74,9 +86,11 @@ def test_logprobs_are_those_of_peft_with_the_trained_adapters(call_ranks: CallRa
         same_optimizer=False,
     )
     RunDir(tmp_path / "job").write_parent(parent)
-    assert check_model(job_of(tmp_path, 1).run, may_read(f"file://{tmp_path}"), parent)[1] == []
-    call_ranks(2, compute, tmp_path)
+    assert check_model(job_of(tmp_path, 1, quantized).run, may_read(f"file://{tmp_path}"), parent)[1] == []
+    call_ranks(2, compute, tmp_path, quantized)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if quantized is not None:
+        round_weights(base.model.layers, quantized)
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=LORA["target_modules"])
     plain = peft.inject_adapter_in_model(config, base)
     saved = load_tensors(tmp_path / "trained", 6)

@@ -17,6 +17,7 @@ from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
 from train_loop.model.lora.adapters import by_plain_name, trained_parameters
 from train_loop.model.parts import own_parts
+from train_loop.model.quantize import Kind, quantise, restore
 from train_loop.spec import JobSpec
 
 Step = tuple[float, Gradients, Gradients]
@@ -76,3 +77,10 @@ def peft_step(folder: Path, rows: Rows, weights: Gradients, **config: Any) -> tu
         total = total + cross_entropy(logits, wanted[1:], ignore_index=IGNORE, reduction="sum") / count
     torch.autograd.backward(total)
     return total.item(), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def round_weights(layers: nn.Module, kind: Kind) -> None:
+    """Replace the weights of linear layers by those that their codes give."""
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = restore(*quantise(module.weight.data, kind), kind, torch.float32)

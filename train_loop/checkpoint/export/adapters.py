@@ -1,7 +1,7 @@
 """Exports of runs with adapters (`model.lora`): a folder of peft, or the model with the adapters in its weights."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,6 +21,8 @@ from train_loop.model.lora.adapters import by_plain_name, check_peft_reads, inje
 from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.model.lora.merge import layers_with_adapters, merged_layer
 from train_loop.model.lora.targets import Targets, find_targets
+from train_loop.model.quantize import frozen_linears, quantise, restore
+from train_loop.parallel.units import repeated_layers
 from train_loop.run_dir import BaseWeights, Manifest
 from train_loop.spec import JobSpec, LoraSpec
 
@@ -96,12 +98,28 @@ class Adapted:
         if name in self.places:
             return whole(self.saved.pieces(self.places[name])).values
         (plain,) = by_plain_name(self.anatomy.model, [(name, torch.empty(0))])
-        parameter = self.plain.model.get_parameter(plain)
+        kind, value = self.spec.model.quantize_base, self._read_frozen(plain)
+        if kind is not None and plain in self._quantized:
+            return restore(*quantise(value, kind), kind, torch.float32)
+        return value.to(self.plain.model.get_parameter(plain).dtype)
+
+    def _read_frozen(self, plain: str) -> Tensor:
         if stored := self._stored.get(plain):
-            value: Tensor = stored[0].read(tuple(slice(0, size) for size in parameter.shape))
-            return value.to(parameter.dtype)
+            shape = self.plain.model.get_parameter(plain).shape
+            value: Tensor = stored[0].read(tuple(slice(0, size) for size in shape))
+            return value
         ((_, value),) = drawn_weights(self.plain, [plain], seed=self.spec.training.seed)
         return value
+
+    @cached_property
+    def _quantized(self) -> Collection[str]:
+        """Names, without adapters, of the frozen weights that the run stores in few bits."""
+        model, kind = self.anatomy.model, self.spec.model.quantize_base
+        if kind is None:
+            return ()
+        layers = repeated_layers(self.anatomy, self.spec.strategy.wrap_policy)
+        weights = {id(one.weight) for one in frozen_linears(self.anatomy, layers, kind)}
+        return {*by_plain_name(model, ((name, p) for name, p in model.named_parameters() if id(p) in weights))}
 
 
 def open_adapters(

@@ -74,7 +74,10 @@ def main() -> int:
         help="weights to export; ema: their average [%(default)s]",
     )
     parser.add_argument(
-        "--form", choices=("adapter", "merged"), help="form of a run's adapters [adapter]; merged: added to the weights"
+        "--form",
+        choices=("adapter", "merged", "dequantized"),
+        help="form of a run's adapters [adapter]; merged: added to the weights; dequantized: to restored ones, of a "
+        "run with model.quantize_base",
     )
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="maximum bytes per file [%(default)s]")
     arguments = parser.parse_args()
@@ -190,7 +193,7 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
             if wish.form
             else "the run trains adapters (model.lora); export with form adapter, for peft, or merged"
         )
-    if wish.form == "merged" and (fault := spec.model.merge_fault):
+    if fault := wish.fault(spec.model):
         raise UserError(fault)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(

@@ -53,7 +53,7 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
     """Write the README of an export, and peft's config. Return the largest difference, if it was measured."""
     if wish.form == "adapter":
         adapted.write_config(folder)
-    found = measure(adapted, folder) if wish.form == "merged" else None
+    found = measure(adapted, folder) if wish.form != "adapter" else None
     told = "The outputs were not compared with those of the model with adapters: that needs more memory."
     if found is not None:
         told = (
@@ -61,7 +61,9 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
             f"adapters by at most {found.largest:.3g}; the largest output is {found.of:.3g}."
         )
     base = adapted.spec.model.path or f"random weights of training.seed {adapted.spec.training.seed}"
-    text = _MERGED if wish.form == "merged" else _ADAPTER
+    if wish.form == "dequantized":
+        base += f", rounded to {adapted.spec.model.quantize_base} and restored"
+    text = _MERGED if wish.form != "adapter" else _ADAPTER
     write_durably(
         folder / "README.md", text.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
     )

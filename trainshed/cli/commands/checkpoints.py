@@ -83,10 +83,13 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="with model.lora: the model with the adapters added, not a folder for peft")
     ] = False,
+    dequantized: Annotated[
+        bool, typer.Option("--dequantized", help="with model.quantize_base: as --merged, of the restored weights")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""
-    form = "merged" if merged else None
+    form = "dequantized" if dequantized else "merged" if merged else None
     request = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model", "form": form})
     with connect(retry_seconds=LONG_SECONDS) as api:
         job_id = find_job(api, job)

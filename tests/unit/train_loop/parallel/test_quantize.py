@@ -14,6 +14,7 @@ from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec, s
 from train_loop.model.quantize import BLOCK, QuantizedLinear, quantise, restore
 from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
+from train_loop.run_dir import ExportWish
 from train_loop.spec import SpecError, parse, parse_any
 from train_loop.spec.kinds.infer import InferModelSpec
 from train_loop.spec.kinds.model import model_of_job
@@ -177,6 +178,44 @@ def test_specs_that_do_not_freeze_the_weights_are_refused(model: dict[str, Any],
     with pytest.raises(SpecError) as raised:
         parse(raw_spec(model=model))
     assert [one.message for one in raised.value.problems] == [message]
+
+
+@pytest.mark.parametrize(
+    ("form", "quantized", "message"),
+    [
+        ("adapter", "nf4", None),
+        ("dequantized", "nf4", None),
+        ("merged", None, None),
+        (
+            "merged",
+            "nf4",
+            "the adapters were trained beside weights in nf4 (model.quantize_base), and those at model.path are "
+            "others; choose form dequantized, which adds them to the restored weights, or adapter",
+        ),
+        (
+            "dequantized",
+            None,
+            "the run has no quantised weights (model.quantize_base) to restore; choose form merged",
+        ),
+    ],
+)
+def test_adapters_are_added_to_the_weights_beside_which_they_were_trained(
+    form: Any, quantized: str | None, message: str | None
+) -> None:
+    job = spec(model={"lora": {}, "quantize_base": quantized})
+    assert ExportWish(dtype="fp32", form=form).fault(job.model) == message
+
+
+@pytest.mark.parametrize("of", [{"job": "job-1"}, {"path": "/models/base", "adapter": "/models/adapter"}])
+def test_adapters_of_a_folder_or_job_may_have_a_quantised_base(of: dict[str, Any]) -> None:
+    parse_any(infer_spec(model={"config": None, "quantize_base": "nf4"} | of))
+    if "path" in of:
+        parse(raw_spec(model={"config": None, "quantize_base": "nf4"} | of))
+
+
+def test_inference_without_adapters_has_no_quantised_base() -> None:
+    with pytest.raises(SpecError, match="quantize_base=nf4 stores weights that are frozen, and without lora all are"):
+        parse_any(infer_spec(model={"quantize_base": "nf4"}))
 
 
 def test_inference_computes_with_the_weights_of_the_job() -> None:
