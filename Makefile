@@ -29,7 +29,9 @@ TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/
 	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py \
 	tests/api/cli/test_cli_watch.py+tests/api/cli/test_cli_diff.py+tests/api/cli/test_cli_ids.py \
 	tests/unit/train_loop/sinks/test_trackers.py+tests/unit/train_loop/sinks/test_tensorboard.py \
-	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py
+	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py \
+	tests/distributed/lora/test_exports.py+tests/distributed/lora/test_peft_folders.py \
+	tests/distributed/numbers/test_quantize.py+tests/distributed/lora/test_checkpoints.py
 LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST = -n 4 $(BY_FILE) \

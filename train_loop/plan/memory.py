@@ -25,7 +25,7 @@ FROZEN = "frozen_parameters"
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
 _WITH_GRADIENTS = 1.35
-"""Bytes of a layer in backward, with gradients of its results, relative to those that it keeps: measured at toy size."""
+"""Bytes of a layer in backward, with gradients of its results, relative to its kept results: measured at toy size."""
 _PARTS = ("layers", "inputs", "layer", "selected")
 """Parts of a model's activations, as fields of `KeptBytes`."""
 _ESTIMATED = ("adapted_experts", "activations", "offloaded_activations", "attention_mask", "attention_scores", "logits")
