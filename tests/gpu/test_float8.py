@@ -10,6 +10,7 @@ from tests.gpu.test_gradients import QWEN3
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import CPU, one_step, random_rows
 
+pytest.importorskip("torchao", reason="torchao is an optional dependency, which is not installed here")
 SAMPLES, LENGTH = 4, 128
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -71,9 +71,9 @@ def compute(home: Path, quantized: str | None) -> None:
     infer(job, session, find_dataset(job.run, home))
 
 
-@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize(("quantized", "workers"), [(None, 2), ("int8", 1), ("int8", 2)])
 def test_logprobs_are_those_of_peft_with_the_trained_adapters(
-    call_ranks: CallRanks, tmp_path: Path, quantized: Kind | None
+    call_ranks: CallRanks, tmp_path: Path, quantized: Kind | None, workers: int
 ) -> None:
     write_tokens(tmp_path / "d.parquet", rows=12, length=LENGTH, vocab=300)
     write_model(tmp_path / "base")
@@ -87,7 +87,7 @@ def test_logprobs_are_those_of_peft_with_the_trained_adapters(
     )
     RunDir(tmp_path / "job").write_parent(parent)
     assert check_model(job_of(tmp_path, 1, quantized).run, may_read(f"file://{tmp_path}"), parent)[1] == []
-    call_ranks(2, compute, tmp_path, quantized)
+    call_ranks(workers, compute, tmp_path, quantized)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if quantized is not None:
         round_weights(base.model.layers, quantized)
