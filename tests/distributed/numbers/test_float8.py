@@ -137,7 +137,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tensorwise": {"strategy": {"float8": "tensorwise"}},
     "rowwise": {"strategy": {"float8": "rowwise"}},
-    "averaged": {"strategy": {"float8": "tensorwise"}, "training": {"ema_decay": 0.9, "optimizer": "adam"}},
+    "averaged, in groups": {
+        "strategy": {"float8": "tensorwise"},
+        "training": {
+            "ema_decay": 0.9,
+            "optimizer": "adam",
+            "layer_decay": 0.9,
+            "groups": [{"params": ["*.mlp.*"], "lr_scale": 0.5}],
+        },
+    },
     "sgd, shared sequences": {
         "strategy": {"float8": "tensorwise", "ulysses_size": 2},
         "training": {"optimizer": "sgd", "learning_rate": 0.1},
