@@ -24,7 +24,7 @@ FROZEN = "frozen_parameters"
 """Name of the memory term of frozen weights below adapters."""
 _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
-_WITH_GRADIENTS = 1.35
+WITH_GRADIENTS = 1.35
 """Bytes of a layer in backward, with gradients of its results, relative to its kept results: measured at toy size."""
 _PARTS = ("layers", "inputs", "layer", "selected")
 """Parts of a model's activations, as fields of `KeptBytes`."""
@@ -428,7 +428,7 @@ def _terms(
     size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
     # The current layer contains its kept results.
     before = sizes.selected / max(layers, 1) if how == "selective" else 0
-    size += max(0.0, current * tokens * (_WITH_GRADIENTS * sizes.layer - before) - logits)
+    size += max(0.0, current * tokens * (WITH_GRADIENTS * sizes.layer - before) - logits)
     formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]
     if current:
         share = "" if current == 1 else f"{current:.3g} x "
