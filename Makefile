@@ -23,7 +23,7 @@ TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/
 	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py \
 	tests/distributed/model/test_ordered.py+tests/distributed/model/test_any_size_schedules.py \
 	tests/distributed/model/test_variants.py+tests/distributed/model/test_numerics.py \
-	tests/distributed/model/test_optimizers.py+tests/distributed/model/test_precision.py \
+	tests/distributed/model/test_optimizers.py+tests/distributed/model/test_precision.py+tests/distributed/model/test_parity.py \
 	tests/distributed/test_own_code.py+tests/distributed/test_own_module.py \
 	tests/api/process/test_connections.py+tests/api/process/test_leaving.py \
 	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py \
@@ -31,7 +31,11 @@ TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/
 	tests/unit/train_loop/sinks/test_trackers.py+tests/unit/train_loop/sinks/test_tensorboard.py \
 	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py \
 	tests/distributed/lora/test_exports.py+tests/distributed/lora/test_peft_folders.py \
-	tests/distributed/numbers/test_quantize.py+tests/distributed/lora/test_checkpoints.py
+	tests/distributed/numbers/test_quantize.py+tests/distributed/lora/test_checkpoints.py \
+	tests/distributed/optim/test_groups_and_averages.py+tests/distributed/model/test_experts.py \
+	tests/distributed/checkpoint/test_storage.py+tests/distributed/checkpoint/test_saving.py \
+	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py \
+	tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py
 LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST = -n 4 $(BY_FILE) \

@@ -37,7 +37,7 @@ from train_loop.spec import JobSpec, parse
 MORE = bool(os.environ.get("MORE"))
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe", "qwen2_moe")
 FAMILIES = sorted(PROVEN) if MORE else KINDS
-RECOMPUTED, OFFLOADED, SELECTED = (("model", "gradient_checkpointing", way) for way in ("full", "offload", "selective"))
+RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
 GATHERED, TILED = (("strategy", *one) for one in (("reshard_after_forward", False), ("apply_tiled_mlp", True)))
 
 
@@ -48,11 +48,11 @@ def shared(mesh: str, ep: int, **parts: Any) -> Case:
 
 
 MESHES = (
-    shared("efsdp 2 x ep 2", 2, others=(GATHERED, SELECTED)),
+    shared("efsdp 2 x ep 2", 2, others=(GATHERED,)),
     shared("ep 4, packed", 4, packed=True, half_untrained=True, others=(RECOMPUTED,)),
     shared("ddp 2 x ep 2, packed", 2, fsdp_size=2, packed=True, others=(OFFLOADED,)),
     shared("sp 2 x ep 4", 4, ulysses_size=2, others=(TILED,)),
-    shared("tp 2 x ep 2", 2, tp_size=2, others=(SELECTED,)),
+    shared("tp 2 x ep 2", 2, tp_size=2),
     shared("tp 2 x ep 4, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(RECOMPUTED, TILED)),
 )
 

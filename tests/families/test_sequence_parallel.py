@@ -34,11 +34,11 @@ from train_loop.spec import JobSpec, parse
 Field = tuple[str, str, Any]
 SPLIT: Field = ("strategy", "sequence_parallel", True)
 NO_SHARDS: Field = ("strategy", "sharding_strategy", "NO_SHARD")
-RECOMPUTED, OFFLOADED, SELECTED = (("model", "gradient_checkpointing", way) for way in ("full", "offload", "selective"))
+RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))
 TILED: Field = ("strategy", "apply_tiled_mlp", True)
 ENDS: Field = ("strategy", "wrap_policy", {"wrap_embeddings": True, "wrap_lm_output": True})
 MESHES = (
-    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(SPLIT, ENDS, SELECTED)),
+    Case("fsdp 2 x tp 2", 4, tp_size=2, others=(SPLIT, ENDS)),
     Case("ddp 2 x tp 2, packed", 4, tp_size=2, packed=True, half_untrained=True, others=(SPLIT, NO_SHARDS, RECOMPUTED)),
     Case("sp 2 x tp 2, packed", 4, tp_size=2, ulysses_size=2, packed=True, others=(SPLIT, OFFLOADED, TILED)),
     Case("tp 4", 4, tp_size=4, others=(SPLIT, ("strategy", "norm_dtype", "fp32"))),

@@ -16,7 +16,14 @@ from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.sequence_part import SequencePart
 from train_loop.parallel.shard import apply_fsdp, apply_prefetch, time_units, timing_exchanges
 from train_loop.parallel.ulysses import apply_ulysses
-from train_loop.parallel.units import check_precision, expert_units, innermost, repeated_layers, wrapped_layers
+from train_loop.parallel.units import (
+    check_precision,
+    check_selective,
+    expert_units,
+    innermost,
+    repeated_layers,
+    wrapped_layers,
+)
 from train_loop.plan import MeshPlan, needs_units
 from train_loop.spec import BudgetSpec, JobSpec
 from train_loop.telemetry.timers import ComputeTimer
@@ -202,6 +209,7 @@ class Shard:
         """Make the units, if the model needs any, and set how far each gathers ahead."""
         anatomy, strategy = built.anatomy, built.spec.strategy
         check_precision(anatomy, built.spec)
+        check_selective(anatomy, built.spec)
         if not needs_units(built.spec, mesh.plan, is_mixture=anatomy.experts is not None):
             return
         # Found by class name, before FSDP2 changes the names of classes.

@@ -47,6 +47,27 @@ def find_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]
     return units
 
 
+def check_selective(anatomy: Anatomy, spec: JobSpec) -> None:
+    """Raise ModelError if `selective` recomputes layers with units inside, whose gathers torch takes for operations."""
+    if spec.model.gradient_checkpointing != "selective":
+        return
+    strategy = spec.strategy
+    layers = repeated_layers(anatomy, strategy.wrap_policy)
+    inside = {module for layer in layers for module in layer.modules() if module is not layer}
+    units = (one for one in wrapped_layers(anatomy, strategy.wrap_policy) if one in inside)
+    causes = {
+        "mixtures of experts": anatomy.experts is not None,
+        f"norm_dtype={strategy.norm_dtype}": strategy.norm_dtype is not None,
+        "strategy.precision": bool(strategy.precision),
+        "a wrap_policy with units inside of layers": next(units, None) is not None,
+    }
+    if found := [cause for cause, is_so in causes.items() if is_so]:
+        raise ModelError(
+            f"gradient_checkpointing=selective is not supported with {found[0]}: it needs layers without units inside; "
+            "choose full or {every: 2}"
+        )
+
+
 def expert_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[nn.Module]:
     """Return the experts that the policy makes units, in execution order. Raises ModelError for other names."""
     experts, name = anatomy.experts, type(anatomy.model).__name__

@@ -44,7 +44,7 @@ from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices, plan_groups
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
-from train_loop.parallel.units import check_precision, expert_units, find_units, repeated_layers
+from train_loop.parallel.units import check_precision, check_selective, expert_units, find_units, repeated_layers
 from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.adapters import read_settings, stored_problems
@@ -246,6 +246,7 @@ def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> 
         (f"/strategy/wrap_policy/{by}", lambda: find_units(anatomy, policy.model_copy(update={"moe_experts": ()}))),
         ("/strategy/wrap_policy/moe_experts", lambda: expert_units(anatomy, policy)),
         ("/strategy/precision", lambda: check_precision(anatomy, spec)),
+        ("/model/gradient_checkpointing", lambda: check_selective(anatomy, spec)),
         ("/strategy/ignored_params", lambda: whole_parameters(anatomy.model, strategy.ignored_params)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
         # After frozen parameters are known.

@@ -177,8 +177,8 @@ def _open(run_dir: RunDir, step: int) -> _Opened:
     manifest = find_verified(run_dir, step)
     if run_dir.spec().run.model.lora is not None:
         raise UserError(
-            "the run trains adapters (model.lora), whose checkpoints have no other weights; export with form merged, or "
-            "dequantized for a quantised base"
+            "the run trains adapters (model.lora), whose checkpoints have no other weights; export with form merged, "
+            "or dequantized for a quantised base"
         )
     here = _at_this_size(run_dir.spec().run)
     plan = plan_job(here, model_shape(here.model))
