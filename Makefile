@@ -98,8 +98,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(RAY) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
 
-# All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours.
+# All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours. It installs torchao,
+# which slows each import of transformers, for the tests that need it.
 more: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torchao
 	MORE=1 MORE_HOSTS=1 $(MAKE) --no-print-directory test
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.

@@ -91,8 +91,6 @@ class CheckpointActions:
                     )
                 ]
             )
-        if wish.form is not None and job.spec.run.model.lora is None:
-            raise InvalidRequest([Problem("/form", "the job trains no adapters (model.lora); export without form")])
         if fault := wish.fault(job.spec.run.model):
             raise InvalidRequest([Problem("/form", fault)])
         # Started before it is recorded, because the start may be refused.

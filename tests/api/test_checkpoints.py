@@ -201,7 +201,7 @@ def test_export_without_a_free_slot_is_busy_and_does_not_run(
             "/weights",
             "the job has no EMA weights (training.ema_decay is not set); export its weights",
         ),
-        ({"form": "merged"}, "/form", "the job trains no adapters (model.lora); export without form"),
+        ({"form": "merged"}, "/form", "the run trains no adapters (model.lora); export without form"),
     ],
 )
 def test_invalid_export_options_are_rejected(

@@ -16,7 +16,7 @@ from train_loop.loop.session import Session
 from train_loop.model.faults import full_memory
 from train_loop.model.folder import model_shape
 from train_loop.plan import format_bytes, memory_advice, memory_terms
-from train_loop.plan.memory import Place
+from train_loop.plan.memory.term import Place
 from train_loop.run_dir import make_folder, storage_may_fail
 from train_loop.spec import MEMORY, AnyJobSpec
 from train_loop.system.memory_limit import is_limited

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from train_loop.errors import ModelError, UserError
-from train_loop.plan.memory import Place
+from train_loop.plan.memory.term import Place
 
 _ELSEWHERE = (
     UserError,

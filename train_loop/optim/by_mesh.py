@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the tensor's own memory; a tensor that is not sharded, as it is."""
+    """Return this rank's shard of a tensor, in the tensor's own memory; the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -53,7 +53,7 @@ class ScheduleFreeAdamW(Optimizer):
         y, own = local_of(parameter), local_of(gradient)
         z, squares = local_of(state["z"]), local_of(state["exp_avg_sq"])
         if not state["step"]:
-            # States begin at zero, also those that a checkpoint is read into.
+            # States begin at zero, also if a checkpoint is read into them.
             z.copy_(y)
         share = _count(state, lr)
         squares.mul_(beta2).add_(own.square().mul_(1 - beta2))

@@ -57,7 +57,7 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
     """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError.
 
     Without `needs_weights`, the weights are uninitialised memory that a checkpoint replaces, except those of a model
-    with adapters: its checkpoints have only what is trained.
+    with adapters: its checkpoints have only trained weights.
     """
     anatomy, lora = family_of(spec).build(spec.model), spec.model.lora
     model, family = anatomy.model, anatomy.family

@@ -234,10 +234,10 @@ class Timing:
         time_units(built.anatomy.model, built.timer)
 
 
-# Adapters are part of the model for all other passes, and decide what is frozen. Changes of a layer's parameters or
-# inputs come next. Then each pass wraps the results of the passes before it: recomputation repeats tiles and exchanges,
-# compilation translates both, and FSDP2's hooks are outside of all, so that a layer is gathered once. `Quantize` and
-# `Float8` replace modules, and so come before all that holds on to their calls or to their parameters. `Layers` and
+# Adapters are part of the model for all other passes, and decide which weights are frozen. Changes of a layer's
+# parameters or inputs come next. Then each pass wraps the results of the passes before it: recomputation repeats tiles
+# and exchanges, compilation translates both, and FSDP2's hooks are outside of all, so that a layer is gathered once.
+# `Quantize` and `Float8` replace modules, and so come before passes that keep their calls or parameters. `Layers` and
 # `Experts` come before `Sequence`, which counts the heads of a rank, and before `Shard`, which shards its remaining
 # part. Timing hooks surround those of FSDP2 and come last.
 PASSES: tuple[Pass, ...] = (

@@ -51,7 +51,9 @@ from train_loop.plan.layout import (
     why_no_data_cpu,
     why_split,
 )
-from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, STATE_PART_BYTES, MemoryTerm, chunk_rows, mask_bytes
+from train_loop.plan.memory.estimate import STATE_PART_BYTES
+from train_loop.plan.memory.forward import MASK_BYTES, chunk_rows, mask_bytes
+from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, needs_units, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms

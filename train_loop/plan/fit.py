@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.layout import Resources, count_places, lay_out
-from train_loop.plan.memory import DTYPE_BYTES, FROZEN, STATE_PART_BYTES, MemoryTerm, saves_between_steps
+from train_loop.plan.memory.estimate import STATE_PART_BYTES, saves_between_steps
+from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN, MemoryTerm
 from train_loop.plan.plan import Plan
 from train_loop.spec import SCHEDULE_FREE, JobSpec
 

@@ -1,6 +1,6 @@
 """The planned memory of a run that is out of memory, and remedies, cheapest first."""
 
-from train_loop.plan.memory import MemoryTerm, Place
+from train_loop.plan.memory.term import MemoryTerm, Place
 from train_loop.plan.plan import plan_job
 from train_loop.plan.resources import format_bytes
 from train_loop.plan.shape import ModelShape
@@ -47,6 +47,7 @@ def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
     by_size, has_experts = strategy.wrap_policy.min_num_params is not None, shape.active is not None
     size, whole_layers = training.micro_batch, strategy.tp_size == 1
     checkpointing = model.gradient_checkpointing
+    recomputed = "selective, or full, which saves more" if can_select(spec, shape) else "full"
     choices = [
         (training.chunked_loss is False, "training.chunked_loss: null"),
         (strategy.sharding_strategy == "NO_SHARD", "strategy.sharding_strategy: FULL_SHARD"),
@@ -54,10 +55,7 @@ def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
         (strategy.gradient_sync == "last", "strategy.gradient_sync: every"),
         (by_size, "a smaller strategy.wrap_policy.min_num_params"),
         (size > 1, f"{spec.batch_field}: {size // 2}{' at the same global_batch_size' if trains else ''}"),
-        (
-            trains and checkpointing == "none",
-            f"model.gradient_checkpointing: {'selective, or full, which saves more' if spec.code is None else 'full'}",
-        ),
+        (trains and checkpointing == "none", f"model.gradient_checkpointing: {recomputed}"),
         (trains and checkpointing not in ("none", "full", "offload"), "model.gradient_checkpointing: full"),
         (may_split_states(spec), "strategy.sequence_parallel: true"),
         (not strategy.apply_tiled_mlp and not by_size and shape.can_tile, "strategy.apply_tiled_mlp: true"),
@@ -72,6 +70,13 @@ def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]
     return [change for helps, change in choices if helps]
+
+
+def can_select(spec: AnyJobSpec, shape: ModelShape) -> bool:
+    """Return whether `gradient_checkpointing: selective` may help: layers that it recomputes have no units inside."""
+    strategy = spec.strategy
+    inside = strategy.norm_dtype or strategy.precision or strategy.wrap_policy.min_num_params
+    return spec.code is None and shape.active is None and not inside
 
 
 def may_split_states(spec: AnyJobSpec) -> bool:

@@ -30,11 +30,15 @@ class ExportWish(Format):
     """
 
     def fault(self, model: ModelSpec) -> str | None:
-        """Return the reason why adapters of a run cannot have this form; None if they can."""
+        """Return the reason why weights of a run cannot have this form; None if they can."""
+        if model.lora is None:
+            return "the run trains no adapters (model.lora); export without form" if self.form else None
+        if self.form is None:
+            return "the run trains adapters (model.lora); export with form adapter, for peft, or merged"
         kind = model.quantize_base
         if self.form == "merged" and kind is not None:
             return (
-                f"the adapters were trained beside weights in {kind} (model.quantize_base), and those at model.path "
+                f"the adapters were trained with weights in {kind} (model.quantize_base), and those at model.path "
                 "are others; choose form dequantized, which adds them to the restored weights, or adapter"
             )
         if self.form == "dequantized" and kind is None:

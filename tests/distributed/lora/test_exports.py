@@ -115,7 +115,7 @@ def test_merged_weights_are_rounded_once_and_the_difference_is_told(call_ranks: 
 def test_adapters_of_a_quantised_base_are_added_to_its_restored_weights(call_ranks: CallRanks, home: Path) -> None:
     base, run_dir = write_model(home / "quantised-base"), RunDir(home / "quantised")
     call_ranks(2, train_adapters, home, "quantised", base, {"r": 2, "target_modules": ["q_proj"]}, "int8")
-    with pytest.raises(UserError, match=r"beside weights in int8 \(model.quantize_base\).*; choose form dequantized"):
+    with pytest.raises(UserError, match=r"with weights in int8 \(model.quantize_base\).*; choose form dequantized"):
         export(run_dir, STEPS, ExportWish(dtype="fp32", form="merged"))
     rounded = AutoModelForCausalLM.from_pretrained(base)
     round_weights(rounded.model.layers, "int8")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train_loop.plan.memory
+import train_loop.plan.memory.forward
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import Gradients, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
@@ -124,7 +124,7 @@ def job(parts: Parts, sp: int, tied: bool) -> JobSpec:
 
 def run_all(chosen: list[Case]) -> Found:
     """Run variants, and the plain models."""
-    train_loop.plan.memory.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
+    train_loop.plan.memory.forward.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
     rows = random_rows(SAMPLES, LENGTH, vocab=TINY["vocab_size"], packed=True)
     found: Found = {}
     for sp, tied in MODELS:

@@ -35,7 +35,7 @@ def fill(named: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def adapter_step(job: JobSpec, rows: Rows, *, filled: bool = True) -> Step:
-    """Return what a step of all ranks computes."""
+    """Return the results of a step of all ranks."""
     forget_meshes()
     model, loss, mesh = build(job)
     if filled:

@@ -17,17 +17,22 @@ from train_loop.model.build import drawn_weights
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.folder import model_folder
 from train_loop.model.load import Joined, Stored, match_folder, weight_files
-from train_loop.model.lora.adapters import by_plain_name, check_peft_reads, inject_adapters, peft_config, peft_name
+from train_loop.model.lora.adapters import (
+    check_peft_reads,
+    inject_adapters,
+    peft_config,
+    plain_name,
+    trained_parameters,
+)
 from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.model.lora.merge import layers_with_adapters, merged_layer
+from train_loop.model.lora.peft_config import PREFIX
+from train_loop.model.lora.stored import stored_name
 from train_loop.model.lora.targets import Targets, find_targets
 from train_loop.model.quantize import frozen_linears, quantise, restore
 from train_loop.parallel.units import repeated_layers
 from train_loop.run_dir import BaseWeights, Manifest
 from train_loop.spec import JobSpec, LoraSpec
-
-STEM = "adapter_model"
-"""Name of peft's file of weights, without its suffix. There is never more than one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Adapted:
     @cached_property
     def trained(self) -> dict[str, str]:
         """The name of each trained weight in peft's file, by its name in the model."""
-        return {name: peft_name(name) for name, p in self.anatomy.model.named_parameters() if p.requires_grad}
+        return {name: f"{PREFIX}{stored_name(name)}" for name in trained_parameters(self.anatomy.model)}
 
     def write_config(self, folder: Path) -> None:
         """Write adapter_config.json for peft. Raises ModelError if peft would read it otherwise."""
@@ -97,7 +102,7 @@ class Adapted:
         """Return a parameter by its name in the model with adapters, in the dtype in which it is trained."""
         if name in self.places:
             return whole(self.saved.pieces(self.places[name])).values
-        (plain,) = by_plain_name(self.anatomy.model, [(name, torch.empty(0))])
+        plain = plain_name(self.anatomy.model, name)
         kind, value = self.spec.model.quantize_base, self._read_frozen(plain)
         if kind is not None and plain in self._quantized:
             return restore(*quantise(value, kind), kind, torch.float32)
@@ -119,7 +124,7 @@ class Adapted:
             return ()
         layers = repeated_layers(self.anatomy, self.spec.strategy.wrap_policy)
         weights = {id(one.weight) for one in frozen_linears(self.anatomy, layers, kind)}
-        return {*by_plain_name(model, ((name, p) for name, p in model.named_parameters() if id(p) in weights))}
+        return {plain_name(model, name) for name, p in model.named_parameters() if id(p) in weights}
 
 
 def open_adapters(
@@ -151,10 +156,8 @@ class MergedTensors:
         self._layer_of = layers_with_adapters(adapted.anatomy.model)
         self._layer, self._merged = "", dict[str, Tensor]()
         model = adapted.anatomy.model
-        self._names = dict[str, str]()
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            (plain,) = by_plain_name(model, [(name, tensor)])
-            self._names[plain] = name
+        named = chain(model.named_parameters(), model.named_buffers())
+        self._names = {plain_name(model, name): name for name, _ in named}
 
     @property
     def names(self) -> list[str]:

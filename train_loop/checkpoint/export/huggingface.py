@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from train_loop.checkpoint.export.adapters import STEM, Adapted, MergedTensors, open_adapters
+from train_loop.checkpoint.export.adapters import Adapted, MergedTensors, open_adapters
 from train_loop.checkpoint.export.measured import describe_adapters
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
 from train_loop.checkpoint.export.status import Progress, report_status
@@ -41,6 +41,7 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import ExportFacts, SpecialTokens, Split, Unchanged
 from train_loop.model.folder import model_folder
+from train_loop.model.lora.peft_config import WEIGHTS
 from train_loop.run_dir import (
     ExportStatus,
     ExportWish,
@@ -187,12 +188,6 @@ class Source:
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = with_own_code(run_dir.spec().run, run_dir)
     manifest = find_verified(run_dir, step)
-    if (spec.model.lora is None) != (wish.form is None):
-        raise UserError(
-            "the run trains no adapters (model.lora), which form is for; export without form"
-            if wish.form
-            else "the run trains adapters (model.lora); export with form adapter, for peft, or merged"
-        )
     if fault := wish.fault(spec.model):
         raise UserError(fault)
     if wish.weights == "ema" and spec.training.ema_decay is None:
@@ -205,14 +200,18 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
         return _of_adapters(adapted, wish, _tokenizer(spec, run_dir))
     # Under transformers' names; of the buffers, only those that transformers saves.
     places = find_weights(anatomy, saved, wish.weights)
-    shapes = {name: tuple(saved.shape(place)) for name, place in places.items()}
-    parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
-    parts |= anatomy.family.splits(anatomy.model, shapes)
+    parts = _public(anatomy, {name: tuple(saved.shape(place)) for name, place in places.items()})
     return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
 
 
+def _public(anatomy: Anatomy, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Split]:
+    """Return how the public layout stores the tensors of a model, given by name and shape."""
+    unchanged: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
+    return unchanged | dict(anatomy.family.splits(anatomy.model, shapes))
+
+
 def _of_adapters(adapted: Adapted, wish: ExportWish, tokenizer: Path | None) -> Source:
-    """Return the tensors that an export in either form writes."""
+    """Return the tensors that an export in this form writes."""
     if wish.form == "adapter":
         saved = adapted.saved
         names = {name: adapted.places[name] for name in adapted.trained}
@@ -221,10 +220,8 @@ def _of_adapters(adapted: Adapted, wish: ExportWish, tokenizer: Path | None) -> 
         }
         return Source(adapted.spec, adapted.plain, saved, names, of_peft, tokenizer, adapted)
     anatomy, merged = adapted.plain, MergedTensors(adapted)
-    shapes = {name: tuple(merged.shape(name)) for name in merged.names}
-    parts: dict[str, Split] = {name: Unchanged(name, shape) for name, shape in shapes.items()}
-    parts |= anatomy.family.splits(anatomy.model, shapes)
-    return Source(adapted.spec, anatomy, merged, {name: name for name in shapes}, parts, tokenizer, adapted)
+    parts = _public(anatomy, {name: tuple(merged.shape(name)) for name in merged.names})
+    return Source(adapted.spec, anatomy, merged, {name: name for name in merged.names}, parts, tokenizer, adapted)
 
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: Progress, shard_bytes: int) -> None:
@@ -236,7 +233,7 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
         for name, parts in source.parts.items()
         for stored, shape in parts.shapes.items()
     }
-    stem = "model" if wish.form != "adapter" else STEM
+    stem = "model" if wish.form != "adapter" else WEIGHTS
     shards = plan_shards(tensors, limit=shard_bytes if wish.form != "adapter" else sys.maxsize)
     progress.total = sum(kind.shape.numel() for kind in tensors.values())
     for name, shard in zip(file_names(shards, stem), shards, strict=True):

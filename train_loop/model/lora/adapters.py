@@ -123,14 +123,6 @@ def check_peft_reads(config: Any, model: nn.Module) -> None:
         )
 
 
-def peft_name(name: str) -> str:
-    """Return the name of a trained weight in peft's files, from its name in a model with adapters."""
-    if f".{MAGNITUDE}.{ADAPTER}." in name:
-        name = name.removesuffix(".weight")
-    holder, _, leaf = name.rpartition(f".{ADAPTER}")
-    return f"base_model.model.{holder + leaf if holder else name}"
-
-
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name: those of adapters and of modules to save."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -143,11 +135,12 @@ def has_adapters(model: nn.Module) -> bool:
 
 def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return tensors of a model by the names that they have without adapters; adapters keep theirs."""
+    return {plain_name(model, name): tensor for name, tensor in named}
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return the name of a tensor of a model without adapters; those of adapters keep theirs."""
     renamed: Mapping[str, str] = getattr(model, _RENAMED, {})
-    return {_plain(renamed, name): tensor for name, tensor in named}
-
-
-def _plain(renamed: Mapping[str, str], name: str) -> str:
     holder, _, leaf = name.rpartition(".")
     return f"{renamed[holder]}.{leaf}" if holder in renamed else name
 
@@ -156,7 +149,7 @@ def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.d
     """Initialise the adapters of a model with its other weights, sharded or not: A by peft's rule, B with zeros.
 
     Each whole A comes from (seed, name), and a rank keeps its part, so that the values do not depend on the mesh.
-    Magnitudes are those that the model computes, in a dtype on a device: the first step is that of the model without
+    Magnitudes are computed as by the model, in a dtype on a device: the first step is that of the model without
     adapters. A collective call with `use_dora`.
     """
     for name, parameter in model.named_parameters():

@@ -41,7 +41,7 @@ _NO_EFFECT = {
 }
 """Fields of peft that change nothing here: the names of stored tensors show which modules have adapters."""
 _SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""First values of adapters that leave the frozen weights as they are; others change these, too."""
+"""First values of adapters that leave the frozen weights unchanged; others change these, too."""
 _HEADS = ("classifier", "score")
 """Modules that peft adds to `modules_to_save` for heads of labels, whether a model has them or not."""
 _OF_LABELS = ("SEQ_CLS", "TOKEN_CLS")

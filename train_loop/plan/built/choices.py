@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train_loop.plan.built.units import Float8Linears
-from train_loop.plan.memory import chunk_rows
+from train_loop.plan.memory.forward import chunk_rows
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
 

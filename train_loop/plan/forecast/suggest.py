@@ -12,7 +12,7 @@ from train_loop.plan.forecast.fit import DeviceFit, fit_on
 from train_loop.plan.forecast.speed import Throughput, throughput_on
 from train_loop.plan.mesh import divisors
 from train_loop.plan.plan import Plan, plan_job
-from train_loop.plan.remedies import may_split_states
+from train_loop.plan.remedies import can_select, may_split_states
 from train_loop.plan.savings import Patch, describe_patch, merge_patches
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import MOST_WORKERS, Checkpointing, JobSpec, SpecError, override
@@ -130,7 +130,7 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
     ]
     yield from (Choice((patch,)) for helps, patch in simple if helps)
-    if recompute := _stronger(model.gradient_checkpointing, has_layers=spec.code is None):
+    if recompute := _stronger(model.gradient_checkpointing, selects=can_select(spec, plan.shape)):
         yield Choice(tuple({"model": {"gradient_checkpointing": mode}} for mode in recompute))
     if strategy.offload_policy is not True:
         levels: list[bool | str] = [True] if strategy.offload_policy else ["optimizer", True]
@@ -144,9 +144,9 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
     yield Choice(tuple({"scaling": {"num_workers": one}, "training": kept} for one in more))
 
 
-def _stronger(how: Checkpointing, *, has_layers: bool) -> list[str]:
+def _stronger(how: Checkpointing, *, selects: bool) -> list[str]:
     """Return the kinds of recomputation that save more memory than a given one, the mildest first."""
-    kinds = ["selective", "full", "offload"] if has_layers else ["full", "offload"]
+    kinds = ["selective", "full", "offload"] if selects else ["full", "offload"]
     if how == "none":
         return kinds
     return kinds[kinds.index(how) + 1 :] if how in kinds else ["full", "offload"]

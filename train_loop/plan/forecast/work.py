@@ -5,7 +5,9 @@ Each amount is a range, from the fastest to the slowest kernels with the same re
 
 from typing import NamedTuple
 
-from train_loop.plan.memory import DTYPE_BYTES, MASK_BYTES, mask_bytes, recomputed_share, trained_bytes
+from train_loop.plan.memory.estimate import trained_bytes
+from train_loop.plan.memory.forward import MASK_BYTES, mask_bytes, recomputed_share
+from train_loop.plan.memory.term import DTYPE_BYTES
 from train_loop.plan.mesh import Axis
 from train_loop.plan.plan import Plan
 from train_loop.plan.shape import ModelShape

@@ -189,7 +189,7 @@ def test_specs_that_do_not_freeze_the_weights_are_refused(model: dict[str, Any],
         (
             "merged",
             "nf4",
-            "the adapters were trained beside weights in nf4 (model.quantize_base), and those at model.path are "
+            "the adapters were trained with weights in nf4 (model.quantize_base), and those at model.path are "
             "others; choose form dequantized, which adds them to the restored weights, or adapter",
         ),
         (

@@ -147,3 +147,23 @@ def test_layers_that_are_not_recomputed_keep_their_forward() -> None:
     layers = [nn.Linear(2, 2) for _ in range(4)]
     apply_checkpointing(layers, EverySpec(every=3))
     assert ["forward" in vars(one) for one in layers] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "cause"),
+    [
+        ({"config": small("mixtral")}, {}, "mixtures of experts"),
+        ({}, {"norm_dtype": "fp32"}, "norm_dtype=fp32"),
+        ({}, {"precision": {"model.layers.0.mlp": "fp32"}}, "strategy.precision"),
+        ({}, {"wrap_policy": {"min_num_params": 1000}}, "a wrap_policy with units inside of layers"),
+    ],
+)
+def test_selective_is_refused_where_layers_have_units_inside(
+    model: dict[str, Any], strategy: dict[str, Any], cause: str
+) -> None:
+    job = spec(model={"gradient_checkpointing": "selective", "dtype": "bf16"} | model, strategy=strategy)
+    _, problems = check_model(job, may_read())
+    assert [str(one.message) for one in problems] == [
+        f"gradient_checkpointing=selective is not supported with {cause}: it needs layers without units inside; "
+        "choose full or {every: 2}"
+    ]

@@ -28,7 +28,7 @@ from train_loop.plan import (
     read_shape,
     too_big,
 )
-from train_loop.plan.memory import WITH_GRADIENTS
+from train_loop.plan.memory.forward import WITH_GRADIENTS
 from train_loop.spec import SpecError, TrainingSpec, parse
 
 
@@ -307,7 +307,7 @@ def test_layers_count_what_transformers_keeps() -> None:
 
 def test_recomputation_of_some_layers_counts_both_kinds() -> None:
     layer, inputs = activations(1, "none").bytes, 4 * 32 * TINY["hidden_size"]
-    # The logits are larger than what a layer computes again.
+    # The logits are larger than a recomputed layer.
     assert activations(6, "full").bytes == activations(6, {"every": 1}).bytes == 6 * inputs
     assert activations(6, {"every": 2}).bytes == 3 * layer + 3 * inputs
     assert activations(7, {"every": 3}).bytes == 4 * layer + 3 * inputs
