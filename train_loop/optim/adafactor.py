@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from train_loop.optim.by_mesh import local_of
+from train_loop.optim.by_parameter import ByParameter
 
 _TINY = 1e-30
 """Constant added to squared gradients, so that none of their means is zero."""
 
 
-class Adafactor(Optimizer):
+class Adafactor(ByParameter):
     """An optimizer with factored second moments, whose updates have an RMS of at most 1.
 
     The second moments of a matrix [M, N] are the means of its rows [M, 1] and of its columns [1, N].
@@ -27,15 +27,8 @@ class Adafactor(Optimizer):
     def __init__(self, params: ParamsT, lr: float, *, weight_decay: float = 0.0, decay_rate: float = -0.8) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one step to every parameter that has a gradient; a collective call."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Apply the rule to a parameter."""
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0)).add_(1)
         weight = state["step"].item() ** group["decay_rate"]

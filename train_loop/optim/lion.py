@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from train_loop.optim.by_mesh import local_of
+from train_loop.optim.by_parameter import ByParameter
 
 
-class Lion(Optimizer):
+class Lion(ByParameter):
     """An optimizer whose updates are signs of an average of momentum and gradient; weight decay is decoupled.
 
     Each operation rounds once, so that the bits do not depend on how a parameter is sharded.
@@ -21,15 +21,8 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one step to every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Apply the rule to a parameter."""
         (beta1, beta2), state = group["betas"], self.state[parameter]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(parameter)

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from train_loop.optim.by_mesh import local_of
+from train_loop.optim.by_parameter import ByParameter
 
 _SCALARS = ("weight_sum", "lr_max")
 
 
-class ScheduleFreeAdamW(Optimizer):
+class ScheduleFreeAdamW(ByParameter):
     """AdamW at three points: the model trains at y, the base steps z move fast, and x is the average of z.
 
     The parameters are y = (1 - beta1) z + beta1 x, and x follows from y and z. Evaluation and exports use x. Each
@@ -37,15 +38,8 @@ class ScheduleFreeAdamW(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one step to every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Apply the rule to a parameter."""
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], float(group["lr"])
         if not state:
             state |= {"step": torch.tensor(0.0), **{name: torch.tensor(0.0, dtype=torch.float64) for name in _SCALARS}}

@@ -1,6 +1,6 @@
 """Checkpoints of adapters: what they contain, what they refer to, and runs that continue from them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, events, lines, numbers, run
 from tests.support.ranks.adapters import frozen_weights
-from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.checkpoint.digest import digest_step
@@ -21,12 +20,6 @@ from train_loop.run_dir import Parent, RunDir
 CallRanks = Callable[..., Any]
 LORA = {"r": 2, "dropout": 0.1}
 ANY_SIZE = {"reproducible": "any_size", "reduction_tree": {"max_shards": 4, "max_replicas": 1}}
-
-
-@pytest.fixture(scope="module")
-def call_ranks() -> Iterator[CallRanks]:
-    with ranks_of_any_number(4) as call:
-        yield call
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Exports of adapters: peft and transformers alone compute what the trained model computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tests.support.builders.any_size import GPT2
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, job_of, run
 from tests.support.ranks.adapters import round_weights
-from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import ModelError, UserError
@@ -41,12 +40,6 @@ LORA: dict[str, dict[str, Any]] = {
     },
 }
 IDS = torch.arange(1, 25).view(2, 12)
-
-
-@pytest.fixture(scope="module")
-def call_ranks() -> Iterator[CallRanks]:
-    with ranks_of_any_number(2) as call:
-        yield call
 
 
 @pytest.fixture(scope="module")

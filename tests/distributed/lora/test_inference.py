@@ -1,6 +1,6 @@
 """Inference from a checkpoint of adapters: the base of its folder with the adapters, as peft computes it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.support.builders.small_runs import LENGTH
 from tests.support.builders.small_runs import run as train
 from tests.support.builders.specs import infer_spec, may_read
 from tests.support.ranks.adapters import round_weights
-from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_tensors, write_tokens
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.read_results import read_rows
@@ -32,12 +31,6 @@ from train_loop.spec.kinds.model import model_of_job
 
 CallRanks = Callable[..., Any]
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
-
-
-@pytest.fixture(scope="module")
-def call_ranks() -> Iterator[CallRanks]:
-    with ranks_of_any_number(2) as call:
-        yield call
 
 
 def train_adapters(home: Path, quantized: str | None) -> None:

@@ -1,6 +1,6 @@
 """Gradients of adapters on meshes, compared with plain peft; a step without a trained B, compared with the base."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from tests.support.builders.searches import drawn
 from tests.support.builders.specs import spec
 from tests.support.ranks.adapters import Step, adapter_step, peft_step
 from tests.support.ranks.gradients import forget_meshes, one_step, random_rows
-from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.spec import JobSpec
 
 CallRanks = Callable[..., Any]
@@ -46,12 +45,6 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "2x2": (4, {"fsdp_size": 2}),
     "ulysses 2": (2, {"ulysses_size": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def call_ranks() -> Iterator[CallRanks]:
-    with ranks_of_any_number(4) as call:
-        yield call
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Adapters from folders that peft wrote: the first step, resumes and inference, compared with peft's own forward."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.support.builders.specs import infer_spec, spec
 from tests.support.ranks.adapters import Step, adapter_step
 from tests.support.ranks.gradients import random_rows
 from tests.support.ranks.peft_folders import peft_logits, write_adapters, write_parts
-from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.conformance.measure import whole
@@ -52,12 +51,6 @@ PEFT: dict[str, dict[str, Any]] = {
     "gpt2": {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"]},
     "qwen3_moe": {"r": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
 }
-
-
-@pytest.fixture(scope="module")
-def call_ranks() -> Iterator[CallRanks]:
-    with ranks_of_any_number(2) as call:
-        yield call
 
 
 @pytest.fixture(scope="module")
