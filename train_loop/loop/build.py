@@ -134,14 +134,7 @@ def build_run(
         steps=steps,
         state=state,
         objective=objective,
-        reduction=build_reduction(
-            sharded.model,
-            plan.tree,
-            mesh,
-            seed=spec.training.seed,
-            own=spec.code is not None,
-            once=spec.strategy.gradient_sync == "last",
-        ),
+        reduction=_reduction(sharded, spec, plan, mesh),
         flops=_flops(sharded.anatomy, spec, dataset, mesh.device),
         ends_by=plan_end(
             spec.training, samples=dataset.epoch_samples, global_batch=plan.batch.global_batch, origin=origin
@@ -152,6 +145,11 @@ def build_run(
         origins=Origins(newest, parent, optimizer_state),
         float8=sharded.float8,
     )
+
+
+def _reduction(sharded: ShardedModel, spec: JobSpec, plan: Plan, mesh: Mesh) -> Reduction:
+    own, once = spec.code is not None, spec.strategy.gradient_sync == "last"
+    return build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed, own=own, once=once)
 
 
 def _report_unused(sharded: ShardedModel, spec: JobSpec, session: Session) -> None:
