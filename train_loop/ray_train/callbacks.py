@@ -28,7 +28,7 @@ from train_loop.liveness.fencing import NewestEpoch, begin_group
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
 from train_loop.ray_train.rank_setup import RankSettings, set_up_rank
-from train_loop.ray_train.raylet import unregister_node
+from train_loop.ray_train.raylet import silent, unregister_node
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
 from train_loop.spec import JobSpec
 from train_loop.system.retry import retry_storage
@@ -36,7 +36,7 @@ from train_loop.telemetry.event_log import EventLog, last_word
 from train_loop.telemetry.logs import log_lines_to
 
 log = logging.getLogger(__name__)
-_PROBE_SECONDS, _LAST_EVENTS_SECONDS, _SET_UP_SECONDS, _DEATH_SECONDS = 2.0, 5.0, 60.0, 2.0
+_LAST_EVENTS_SECONDS, _SET_UP_SECONDS, _DEATH_SECONDS = 5.0, 60.0, 2.0
 _LAST_BEAT_SECONDS = 1.0
 """Time for the last heartbeat of a dead rank to arrive."""
 
@@ -245,12 +245,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
 
     def answers(self, host: str) -> bool:
         """Return whether the Ray daemon of a host accepts connections."""
-        for node in ray.nodes():
-            if node["NodeID"] == self._nodes.get(host):
-                if not node["Alive"]:
-                    return False
-                return _accepts(node["NodeManagerAddress"], node["NodeManagerPort"])
-        return False
+        return host in self._nodes and not silent({self._nodes[host]})
 
     def avoided(self) -> Collection[str]:
         """Return the ids of nodes on lost hosts, which Ray may still consider alive."""
@@ -286,11 +281,3 @@ def _host_names(nodes: Mapping[str, Any]) -> dict[str, str]:
         node_id: node.hostname if counts[node.hostname] == 1 else f"{node.hostname} ({node.node_ip})"
         for node_id, node in nodes.items()
     }
-
-
-def _accepts(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True

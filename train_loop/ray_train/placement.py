@@ -55,8 +55,11 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
 
         Raises WorkerGroupStartupTimeoutError if the nodes have no room within the timeout.
         """
+        silent = set[str]()
         for waited in _ticks():
             total, free = self._usable_nodes()
+            silent = self.silent(silent)
+            free = {node: has for node, has in free.items() if node not in silent}
             doubtful = self.doubtful()
             trusted = {node: has for node, has in free.items() if node not in doubtful}
             if len(trusted) < len(free) and self._lay_out(scaling, trusted) is not None:
@@ -65,8 +68,12 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
             settled = waited >= _SETTLE_SECONDS
             if ranks is not None and (settled or self._splits(ranks) <= self._least(scaling, total)):
                 names = list(free)
-                return [names[node] for node, mine in ranks.items() for _ in mine]
-            if ranks is None and settled and self._autoscaled:
+                chosen = [names[node] for node, mine in ranks.items() for _ in mine]
+                # Ray lists a node for some seconds after its host has died, and would wait a minute for it.
+                silent = self.silent({*chosen})
+                if not silent:
+                    return chosen
+            elif ranks is None and settled and self._autoscaled:
                 return None
             if waited >= self._timeout:
                 break
@@ -77,6 +84,10 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
     def avoided(self) -> Collection[str]:
         """Return ids of nodes to exclude, in addition to draining nodes. Subclasses override it."""
         return ()
+
+    def silent(self, nodes: Collection[str]) -> set[str]:
+        """Return those of the nodes, by id, that do not answer."""
+        return raylet.silent(nodes)
 
     def doubtful(self) -> Collection[str]:
         """Return ids of nodes to use only if the others have no room. Subclasses override it."""

@@ -1,7 +1,9 @@
 """Requests to Ray's internal services: resources of nodes, prestarted processes, removal of lost nodes."""
 
 import json
+import socket
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import ray
 from ray._common.network_utils import build_address
@@ -18,6 +20,8 @@ from ray.train.v2._internal.constants import (
     RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR,
     get_env_vars_to_propagate,
 )
+
+_PROBE_SECONDS = 2.0
 
 
 def this_node() -> str:
@@ -50,6 +54,27 @@ def idle_nodes() -> dict[str, Mapping[str, float]]:
     groups = state.state.placement_group_table().values()
     held = {node for group in groups if group["state"] != "REMOVED" for node in group["bundles_to_node_id"].values()}
     return {node: has for node, has in total.items() if node not in held}
+
+
+def silent(nodes: Collection[str]) -> set[str]:
+    """Return those of the nodes, by id, that have left or whose daemon does not accept a connection within 2 s."""
+    if not nodes:
+        return set()
+    addresses = {
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]
+    }
+    asked = sorted(addresses.keys() & set(nodes))
+    with ThreadPoolExecutor(len(asked) or 1) as pool:
+        answers = pool.map(_accepts, (addresses[node] for node in asked))
+        return set(nodes) - {node for node, accepts in zip(asked, answers, strict=True) if accepts}
+
+
+def _accepts(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def grows() -> bool:

@@ -1,5 +1,6 @@
 """The node of each rank when a worker group starts."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -22,9 +23,13 @@ class Cluster(Placement):
         scaling = ScalingSpec(num_workers=4, placement_strategy=strategy)
         super().__init__(scaling, group=group, whole=whole, autoscaled=autoscaled, timeout=10.0)
         self.scaling, self.free, self.reported = scaling, [*free], list[str]()
+        self.dead = set[str]()
 
     def waiting(self, missing: str) -> None:
         self.reported.append(missing)
+
+    def silent(self, nodes: Collection[str]) -> set[str]:
+        return self.dead & set(nodes)
 
     def _usable_nodes(self) -> tuple[Nodes, Nodes]:
         return TWO_HOSTS, self.free.pop(0) if len(self.free) > 1 else self.free[0]
@@ -62,6 +67,17 @@ def test_choose_without_room_reports_what_is_missing_and_gives_up() -> None:
     with pytest.raises(WorkerGroupStartupTimeoutError):
         cluster.choose(cluster.scaling)
     assert set(cluster.reported) == {"4 workers with 1 CPU each; the nodes have room for 3"}
+
+
+def test_choose_leaves_out_a_dead_node_that_ray_still_lists() -> None:
+    cluster = Cluster({"a": {"CPU": 4.0}, "b": {"CPU": 4.0}})
+    cluster.dead = {"a"}
+    assert cluster.choose(cluster.scaling) == 4 * ["b"]
+    cluster = Cluster(TWO_HOSTS)
+    cluster.dead = {"b"}
+    with pytest.raises(WorkerGroupStartupTimeoutError):
+        cluster.choose(cluster.scaling)
+    assert set(cluster.reported) == {"4 workers with 1 CPU each; the nodes have room for 2"}
 
 
 def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
