@@ -27,13 +27,16 @@ TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/
 	tests/distributed/test_own_code.py+tests/distributed/test_own_module.py \
 	tests/api/process/test_connections.py+tests/api/process/test_leaving.py \
 	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py \
-	tests/api/cli/test_cli_watch.py+tests/api/cli/test_cli_diff.py+tests/api/cli/test_cli_ids.py \
+	tests/api/cli/test_cli_watch.py+tests/api/cli/test_cli_diff.py+tests/api/cli/test_cli_ids.py+tests/api/cli/test_local.py \
 	tests/unit/train_loop/sinks/test_trackers.py+tests/unit/train_loop/sinks/test_tensorboard.py \
 	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py \
 	tests/distributed/lora/test_exports.py+tests/distributed/lora/test_peft_folders.py \
 	tests/distributed/numbers/test_quantize.py+tests/distributed/lora/test_checkpoints.py \
 	tests/distributed/optim/test_groups_and_averages.py+tests/distributed/model/test_experts.py \
-	tests/distributed/checkpoint/test_storage.py+tests/distributed/checkpoint/test_saving.py \
+	tests/distributed/checkpoint/test_storage.py+tests/distributed/checkpoint/test_saving.py+tests/distributed/checkpoint/test_export.py \
+	tests/distributed/test_heads.py+tests/families/test_heads.py \
+	tests/distributed/test_same_run.py+tests/distributed/test_run_alone.py \
+	tests/distributed/test_evaluate.py+tests/distributed/model/test_weights.py \
 	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py \
 	tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py
 LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
