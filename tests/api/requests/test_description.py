@@ -53,14 +53,14 @@ include-name = "POST /jobs"
 phases.coverage.enabled = false
 {others}
 
-# Each call starts a process. The coverage phase makes the same call as the example.
+# Each call starts a process.
 [[operations]]
 include-name = "GET /jobs/{job_id}/checkpoints/{step}/digests"
-phases.examples.enabled = false
+{example}
 
 [[operations]]
 include-name = "POST /jobs/{job_id}/checkpoints/{step}/verify"
-phases.examples.enabled = false
+{example}
 phases.fuzzing.generation.max-examples = 2
 
 # Each call examines the whole cluster.
@@ -78,6 +78,8 @@ enabled = false
 include-name = "POST /jobs/{job_id}/checkpoints/{step}/export"
 checks.not_a_server_error.expected-statuses = ["2xx", "4xx", 503]
 """
+SEARCHES = ",".join(drawn(["coverage", "fuzzing,stateful"], 1))
+"""What follows the examples: each value at its limits, or random requests and chains of them. Both with MORE."""
 THOUSANDS = 0 in drawn(range(4), 1)
 """Whether this commit sends all invalid specs: one in four does, and `make more`."""
 FEW = """
@@ -170,7 +172,10 @@ def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]
     authorization = f"Bearer {(service.home / 'admin.key').read_text().strip()}"
     with httpx.Client(base_url=address, headers={"authorization": authorization}, timeout=60) as http:
         (folder / "examples.json").write_text(json.dumps(examples(service.client, http)))
-    (folder / "schemathesis.toml").write_text(SETTINGS.replace("{others}", "" if THOUSANDS else FEW))
+    # The coverage phase makes the same call as the example.
+    example = f"phases.examples.enabled = {str('coverage' not in SEARCHES).lower()}"
+    settings = SETTINGS.replace("{others}", "" if THOUSANDS else FEW).replace("{example}", example)
+    (folder / "schemathesis.toml").write_text(settings)
     variables = {
         # Schemathesis runs in another folder and imports its hooks from here.
         "PYTHONPATH": str(Path.cwd()),
@@ -179,6 +184,7 @@ def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]
         ANSWERS: str(folder / "answers"),
     }
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{address}/openapi.json"]
+    command += ["--phases", f"examples,{SEARCHES}"]
     command += ["--header", f"Authorization: {authorization}", "--checks", ",".join(CHECKS), "--continue-on-failure"]
     command += ["--max-examples", "4", "--seed", "1", "--generation-deterministic"]
     command += ["--no-color", "--suppress-health-check", "all", "--request-timeout", "60"]
@@ -201,7 +207,10 @@ def test_service_conforms_to_its_openapi_document(service: LiveService, tmp_path
         answers[call].add(int(status))
     never = {call: sorted(found) for call, found in answers.items() if not any(200 <= one < 300 for one in found)}
     assert not never, "these calls never succeeded; add what they need to `examples`"
-    assert all(any(400 <= one < 500 for one in found) for found in answers.values())
+    accepting = {call for call, found in answers.items() if not any(400 <= one < 500 for one in found)}
+    if "coverage" in SEARCHES:
+        # Specs may be left to the other search.
+        assert accepting <= {"post /jobs", "post /jobs/plan"}
 
 
 def test_openapi_document_is_consistent(tmp_path: Path) -> None:
