@@ -99,6 +99,9 @@ class CheckpointActions:
         after |= {"form": wish.form} if wish.form else {}
         self.audit.record(action_entry(caller, "export", job, before={}, after=after, now=self.clock()))
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
+        if status is not None:
+            # The export may be complete but for its event, which has these.
+            begun = begun.model_copy(update={"difference": status.difference, "completed": status.completed})
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
             # The export has not written its status yet.
             self.run_dirs.write_export(job.run_dir, begun)

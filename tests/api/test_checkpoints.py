@@ -179,6 +179,19 @@ def test_export_is_made_once(client: TestClient, service: FakeService, job_id: s
     assert (done.status_code, done.json()["state"]) == (200, "done")
 
 
+def test_export_requested_again_keeps_the_result_of_a_killed_one(
+    client: TestClient, service: FakeService, job_id: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HelperTools, "export", lambda *_: None)
+    exports, wish = service.run_dir(job_id).exports, ExportWish(dtype="fp32")
+    left = {"progress": 1.0, "difference": 0.25, "completed": 5.0}
+    exports.write(ExportStatus(step=20, wish=wish, state="running", time=service.clock() - 120, **left))
+    assert client.post(f"{url}/20/export").json()["state"] == "running"
+    status = exports.status(20, wish, now=service.clock())
+    assert status is not None
+    assert (status.state, status.difference, status.completed) == ("running", 0.25, 5.0)
+
+
 def test_export_without_a_free_slot_is_busy_and_does_not_run(
     client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,8 @@ class ExportStatus(Format):
     reason: str | None = None
     difference: float | None = None
     """Largest difference of the merged model's outputs from those with adapters; None if it was not measured."""
+    completed: float | None = None
+    """Time in Unix seconds at which all files were written; its event has it too, so that it is written once."""
 
 
 @dataclass(frozen=True)

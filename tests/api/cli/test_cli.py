@@ -180,12 +180,13 @@ def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeS
     assert failed.exit_code == 1
     assert "trainshed: the export failed: [Errno 2] No such file or directory" in failed.stderr
     wish = ExportWish(dtype="bf16")
-    done = ExportStatus(step=20, wish=wish, state="done", time=service.clock())
+    done = ExportStatus(step=20, wish=wish, state="done", time=service.clock(), difference=0.25)
     service.run_dir(job_id).exports.folder(20, wish).mkdir()
     service.run_dir(job_id).exports.write(done)
     for dtype in ("bf16", "torch.bfloat16"):
-        exported = run("export", job_id, "20", "--dtype", dtype).stdout.strip()
-        assert exported.endswith("/export/step-00000020-model-bf16")
+        exported = run("export", job_id, "20", "--dtype", dtype)
+        assert exported.stdout.strip().endswith("/export/step-00000020-model-bf16")
+        assert "differ from those of the model with adapters by at most 0.25" in exported.stderr
     wrong = run("export", job_id, "20", "--dtype", "int8")
     assert (wrong.exit_code, "'int8' is not one of 'bf16', 'fp16', 'fp32'" in wrong.stderr) == (2, True)
     (folder / "weights").write_bytes(b"abd")

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.load import give_weights
-from train_loop.run_dir import ExportStatus, ExportWish, RunDir
+from train_loop.run_dir import ExportDir, ExportStatus, ExportWish, JsonLines, RunDir, read_lines
 from train_loop.spec import ModelSpec
 from train_loop.weights.inputs import find_inputs
 from train_loop.weights.write import write_weights
@@ -137,6 +138,56 @@ def test_export_interrupted_before_its_final_status_is_done(trained: Trained) ->
     assert not left.exists()
 
 
+def renames_folder(path: Path, target: Path) -> bool:
+    return path.name.startswith(f"{target.name}.tmp-")
+
+
+def is_last_status(exports: ExportDir, status: ExportStatus) -> bool:
+    return status.state == "done"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_fatal"),
+    [
+        (Path, "rename", renames_folder),
+        (JsonLines, "append", lambda *_, **fields: True),
+        (ExportDir, "write", is_last_status),
+    ],
+    ids=["name", "event", "status"],
+)
+def test_export_killed_near_its_end_has_one_event(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, is_fatal: Callable[..., bool]
+) -> None:
+    run_dir, wish = trained.run_dir, ExportWish(dtype="fp16", weights="ema")
+    folder, call = run_dir.exports.folder(3, wish), getattr(owner, name)
+    shutil.rmtree(folder, ignore_errors=True)
+    before = events_of(run_dir, folder)
+
+    def die(*arguments: object, **fields: object) -> object:
+        if is_fatal(*arguments, **fields):
+            raise KeyboardInterrupt
+        return call(*arguments, **fields)
+
+    monkeypatch.setattr(owner, name, die)
+    with pytest.raises(KeyboardInterrupt):
+        export(run_dir, 3, wish)
+    monkeypatch.undo()
+    assert folder.exists() == (owner is not Path)
+    assert [export(run_dir, 3, wish) for _ in range(2)] == [folder] * 2
+    (event,) = events_of(run_dir, folder)[len(before) :]
+    status = run_dir.exports.status(3, wish, now=0)
+    assert status is not None
+    assert (status.state, event) == ("done", event | {"step": 3, "dtype": "fp16", "weights": "ema"})
+    assert event["completed"] == status.completed
+    assert not event.keys() & {"form", "difference"}
+
+
+def events_of(run_dir: RunDir, folder: Path) -> list[dict[str, Any]]:
+    """Return the events of exports to a folder."""
+    lines = (line for attempt in run_dir.attempts() for line in read_lines(attempt.events))
+    return [line for line in lines if (line["event"], line.get("folder")) == ("exported", str(folder))]
+
+
 def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, made = trained.run_dir, ExportWish(dtype="bf16", weights="ema"), list[None]()
     both, build = threading.Barrier(2), CAUSAL.build
@@ -153,7 +204,7 @@ def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.M
     with ThreadPoolExecutor(2) as pool:
         folders = {future.result() for future in [pool.submit(request_export), pool.submit(request_export)]}
     assert folders == {run_dir.exports.folder(3, wish)}
-    assert len(made) == 1
+    assert (len(made), len(events_of(run_dir, *folders))) == (1, 1)
 
 
 def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:

@@ -257,6 +257,8 @@ def test_checkpoints_of_the_run_are_exported(folder: Path, place: Place) -> None
     run_dir = whole(folder, place, "thread")
     run_dir.write_spec(job_of(folder / "d.parquet", 2))
     exported = export(run_dir, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)
+    (event,) = (line for line in read_lines(run_dir.attempt(1).events) if line["event"] == "exported")
+    assert (event["step"], event["folder"]) == (6, str(exported))
     files = sorted(path.name for path in exported.iterdir())
     assert files[:2] == ["config.json", "generation_config.json"]
     assert len([name for name in files if name.startswith("model-")]) > 1

@@ -18,7 +18,7 @@ from tests.support.ranks.adapters import round_weights
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import ModelError, UserError
-from train_loop.run_dir import ExportWish, RunDir
+from train_loop.run_dir import ExportWish, RunDir, read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # it reads a deprecated property
 CallRanks = Callable[..., Any]
@@ -103,6 +103,10 @@ def test_merged_weights_are_rounded_once_and_the_difference_is_told(call_ranks: 
     assert 1e-5 < status.difference < 0.1
     text = (run_dir.exports.folder(STEPS, wish) / "README.md").read_text()
     assert f"by at most {status.difference:.3g}" in text
+    lines = (line for attempt in run_dir.attempts() for line in read_lines(attempt.events))
+    events = {(line["form"], line["dtype"]): line for line in lines if line["event"] == "exported"}
+    assert events["merged", "bf16"]["difference"] == status.difference
+    assert "difference" not in events["adapter", "fp32"]
 
 
 def test_adapters_of_a_quantised_base_are_added_to_its_restored_weights(call_ranks: CallRanks, home: Path) -> None:

@@ -9,8 +9,6 @@ from train_loop.telemetry.events import EVENTS
 
 LOOP = Path("train_loop")
 WRITERS = {"event", "event_of_any_rank", "report", "_report"}
-# The states of an export, which are not events.
-EXCLUDED = LOOP / "checkpoint" / "export"
 
 
 def calls_and_constants() -> tuple[list[ast.Call], dict[str, str]]:
@@ -19,7 +17,7 @@ def calls_and_constants() -> tuple[list[ast.Call], dict[str, str]]:
     for file in LOOP.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
-                case ast.Call() if EXCLUDED not in file.parents:
+                case ast.Call():
                     calls.append(node)
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))):
                     constants[name] = value

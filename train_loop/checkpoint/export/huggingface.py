@@ -21,7 +21,7 @@ import torch
 from train_loop.checkpoint.export.adapters import Adapted, MergedTensors, open_adapters
 from train_loop.checkpoint.export.measured import describe_adapters
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
-from train_loop.checkpoint.export.status import Progress, report_status
+from train_loop.checkpoint.export.status import Progress, finish, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
 from train_loop.checkpoint.export.text_files import (
     copy_text_files,
@@ -108,11 +108,18 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
         # Check the step before the export creates any file.
         find(run_dir, step)
     with _alone(folder):
-        if _is_done(run_dir, step, wish):
-            # The process that made it may have died before it wrote the status.
-            run_dir.exports.write(ExportStatus(step=step, wish=wish, state="done", progress=1.0, time=time.time()))
+        before = run_dir.exports.status(step, wish, now=time.time())
+        if before is not None and before.state == "done":
             return folder
-        with report_status(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
+        if not is_remote(folder) and folder.exists():
+            # A folder gets its name when it is complete: its process died before it wrote the event or the status.
+            finish(run_dir, before or ExportStatus(step=step, wish=wish, state="running", time=time.time()))
+            return folder
+        with (
+            report_status(run_dir, step, wish, before) as progress,
+            _kept(run_dir, step, wish),
+            _workplace(folder) as work,
+        ):
             source = _open(run_dir, step, wish)
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
             if wish.form == "adapter":
@@ -121,19 +128,8 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
                 _write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
             if source.adapted is not None:
                 progress.difference = describe_adapters(source.adapted, work, step, wish)
+            progress.complete()
     return folder
-
-
-def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
-    """Return whether an export is complete.
-
-    A folder gets its name when it is complete. On object storage, which has no folders, the status decides.
-    """
-    folder = run_dir.exports.folder(step, wish)
-    if not is_remote(folder):
-        return folder.exists()
-    status = run_dir.exports.status(step, wish, now=time.time())
-    return status is not None and status.state == "done"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Status of an export, written to the run directory while the export runs."""
+"""Status of an export, written to the run directory while the export runs, and the event of its end."""
 
 import logging
 import threading
@@ -6,22 +6,37 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 from train_loop.checkpoint.export.tensors import Piece
-from train_loop.run_dir import ExportState, ExportStatus, ExportWish, RunDir, storage_may_fail
+from train_loop.run_dir import (
+    ExportState,
+    ExportStatus,
+    ExportWish,
+    JsonLines,
+    RunDir,
+    read_all_lines,
+    storage_may_fail,
+)
 
 log = logging.getLogger(__name__)
 _WRITE_SECONDS = 5.0
 
 
 class Progress:
-    """The progress of an export, in weights written."""
+    """The progress of an export, in weights written, and its status file.
 
-    def __init__(self) -> None:
+    `before` is the status that an unfinished export has left.
+    """
+
+    def __init__(self, run_dir: RunDir, step: int, wish: ExportWish, before: ExportStatus | None) -> None:
         self.total = 0
         self.difference: float | None = None
         """Largest difference of a merged model's outputs from those with adapters."""
+        self._run_dir, self._step, self._wish = run_dir, step, wish
+        self._completed = None if before is None else before.completed
         self._done = 0
+        self._lock = threading.Lock()
 
     def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Yield the pieces, and count their values."""
@@ -29,45 +44,89 @@ class Progress:
             yield piece
             self._done += piece.values.numel()
 
-    @property
-    def share(self) -> float:
-        """Fraction of the weights that is written, from 0 to 1."""
-        return round(self._done / self.total, 4) if self.total else 0.0
+    def complete(self) -> None:
+        """Record that all files are written. Call it before the folder gets its name."""
+        self._completed = self._completed or time.time()
+        self.write("running")
+
+    def write(self, state: ExportState, reason: str | None = None) -> None:
+        """Write the status."""
+        with self._lock:
+            self._run_dir.exports.write(self.status(state, reason))
+
+    def status(self, state: ExportState, reason: str | None = None) -> ExportStatus:
+        """Return the status at this moment."""
+        return ExportStatus(
+            step=self._step,
+            wish=self._wish,
+            state=state,
+            progress=round(self._done / self.total, 4) if self.total else 0.0,
+            time=time.time(),
+            reason=reason,
+            difference=self.difference,
+            completed=self._completed,
+        )
 
 
 @contextmanager
-def report_status(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
-    """Write the status every few seconds while the export runs, and its result at the end."""
-    progress, ended = Progress(), threading.Event()
+def report_status(run_dir: RunDir, step: int, wish: ExportWish, before: ExportStatus | None) -> Iterator[Progress]:
+    """Write the status every few seconds while the export runs, and its result and event at the end.
 
-    def write(state: ExportState, reason: str | None = None) -> None:
-        status = ExportStatus(
-            step=step,
-            wish=wish,
-            state=state,
-            progress=progress.share,
-            time=time.time(),
-            reason=reason,
-            difference=progress.difference,
-        )
-        run_dir.exports.write(status)
+    `before` is the status that an unfinished export has left.
+    """
+    progress, ended = Progress(run_dir, step, wish, before), threading.Event()
 
     def keep_writing() -> None:
         while not ended.wait(_WRITE_SECONDS):
             with storage_may_fail(partial(log.warning, "the progress of the export could not be written: %s")):
-                write("running")
+                progress.write("running")
 
-    write("running")
+    progress.write("running")
     writer = threading.Thread(target=keep_writing, daemon=True)
     writer.start()
     try:
         yield progress
     except BaseException as error:
         _end(writer, ended)
-        write("failed", str(error).partition("\n")[0] or type(error).__name__)
+        progress.write("failed", str(error).partition("\n")[0] or type(error).__name__)
         raise
     _end(writer, ended)
-    write("done")
+    finish(run_dir, progress.status("running"))
+
+
+def finish(run_dir: RunDir, status: ExportStatus) -> None:
+    """Write the event of a complete export, if it is missing, and then the last status.
+
+    After a kill in between, another call writes what is missing. Raises OSError.
+    """
+    now = time.time()
+    completed = status.completed or now
+    if not _has_event(run_dir, status):
+        _write_event(run_dir, status, completed)
+    done = {"state": "done", "progress": 1.0, "time": now, "reason": None, "completed": completed}
+    run_dir.exports.write(status.model_copy(update=done))
+
+
+def _has_event(run_dir: RunDir, status: ExportStatus) -> bool:
+    """Return whether an attempt has the event of this export; of any to this folder if its end is unknown."""
+    written = chain.from_iterable(read_all_lines(attempt.events) for attempt in run_dir.attempts())
+    return any(
+        line.get("event") == "exported"
+        and line.get("folder") == str(run_dir.exports.folder(status.step, status.wish))
+        and status.completed in (None, line.get("completed"))
+        for line in written
+    )
+
+
+def _write_event(run_dir: RunDir, status: ExportStatus, completed: float) -> None:
+    """Write the event `exported` to the newest attempt."""
+    fields = {"step": status.step} | status.wish.model_dump(exclude_none=True)
+    fields |= {"difference": status.difference} if status.wish.form in ("merged", "dequantized") else {}
+    fields |= {"folder": str(run_dir.exports.folder(status.step, status.wish)), "completed": completed}
+    newest = [run_dir.attempt(1), *run_dir.attempts()][-1]
+    lines = JsonLines(newest.events, attempt=newest.number)
+    lines.append(event="exported", **fields)
+    lines.flush()
 
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:

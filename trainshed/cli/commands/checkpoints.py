@@ -77,7 +77,11 @@ def export(
     step: Step,
     dtype: Annotated[
         str | None,
-        typer.Option(parser=_read_dtype, metavar="bf16|fp16|fp32", help="data type [default: the job's model.dtype]"),
+        typer.Option(
+            parser=_read_dtype,
+            metavar="bf16|fp16|fp32",
+            help="data type [default: the job's model.dtype; fp32 for adapters]",
+        ),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="export the EMA weights")] = False,
     merged: Annotated[
@@ -101,6 +105,8 @@ def export(
         fail(f"the export failed: {status.reason}")
     # In the form that from_pretrained accepts: a path on a file system, a URI elsewhere.
     show_text(str(storage_path(status.path)))
+    if status.difference is not None:
+        show_note(f"outputs differ from those of the model with adapters by at most {status.difference:.3g}")
     show_next(f"pin {job_id} {step}")
 
 
