@@ -37,7 +37,7 @@ TURNS := tests/e2e/test_first_hour.py+tests/hosts/test_walkthrough.py+tests/e2e/
 	tests/distributed/test_heads.py+tests/families/test_heads.py \
 	tests/distributed/test_same_run.py+tests/distributed/test_run_alone.py \
 	tests/distributed/test_evaluate.py+tests/distributed/model/test_weights.py \
-	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py \
+	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py+tests/distributed/lora/test_compile.py \
 	tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py
 LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
 # Some files mostly wait: four at a time keep two cores busy.

@@ -122,8 +122,10 @@ def apply_checkpointing(
     contexts: Contexts = KeptChoices(routers).contexts if routers else noop_context_fn
     if how == "selective":
         contexts = functools.partial(_selective, contexts)
+    # torch.compile does not translate a call that names noop_context_fn, though it is the default.
+    named: dict[str, Any] = {} if contexts is noop_context_fn else {"context_fn": contexts}
     for layer in layers[:: how.every] if isinstance(how, EverySpec) else layers:
-        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **named)
         layer.forward = functools.partial(_offloaded, forward, pin_memory) if how == "offload" else forward
 
 
@@ -173,13 +175,13 @@ def _offloaded(forward: Callable[..., Any], pin_memory: bool, *inputs: Any, **op
 
 
 def apply_compile(layers: Sequence[nn.Module], *, budget: float | None = None) -> None:
-    """Compile the inside of each layer's call.
+    """Compile the inside of each layer's call; dropout draws the same values as without a compiler.
 
     With a `budget`, the compiler keeps this share of the activations, and recomputes the cheapest others
     (torch._functorch.config.activation_memory_budget).
     """
     for layer in layers:
-        compiled = torch.compile(layer.forward)
+        compiled = torch.compile(layer.forward, options={"fallback_random": True})
         layer.forward = compiled if budget is None else functools.partial(_within_budget, compiled, budget)
 
 

@@ -113,7 +113,16 @@ def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Prob
             f"freeze_module_prefix={', '.join(frozen)}",
             "has no effect, because only adapters are trained: name modules in target_modules, or layers",
         ),
-        "/model/compile": (model.compile, "compile", "is not proven"),
+        "/model/compile": (
+            model.compile and model.lora is not None and model.lora.use_dora,
+            "compile with use_dora",
+            "is not supported, because graphs break in peft's code of DoRA",
+        ),
+        "/model/quantize_base": (
+            model.compile and model.quantize_base is not None,
+            f"quantize_base={model.quantize_base} with compile",
+            "is not proven",
+        ),
         "/strategy/tp_size": (strategy.tp_size > 1, f"tp_size={strategy.tp_size}", "is not proven"),
         "/strategy/ep_size": (strategy.ep_size > 1, f"ep_size={strategy.ep_size}", "is not proven"),
         "/strategy/ignored_params": (bool(strategy.ignored_params), "ignored_params", "is not proven"),

@@ -1,36 +1,35 @@
 """Layers compiled with torch.compile: equal results, and reports of what the compiler could not translate."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.gradients import Gradients, one_step, random_rows
 from tests.support.ranks.ranks import on_ranks
 from train_loop.telemetry.compile import CompileWatch
 
 Result = tuple[float, Gradients]
-FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}
 Parts = dict[str, dict[str, Any]]
-CASES: dict[str, Parts] = {
+FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}
+_ALL: dict[str, Parts] = {
+    "full": {},
     "Ulysses, finer units": {"strategy": {"ulysses_size": 2, "wrap_policy": FINER}},
     "selective": {"model": {"gradient_checkpointing": "selective"}},
     "budget": {"model": {"gradient_checkpointing": {"budget": 0.3}}},
+    "Ulysses": {"strategy": {"ulysses_size": 2}},
+    "finer units": {"strategy": {"wrap_policy": FINER}},
+    "offload": {"strategy": {"offload_policy": True}},
+    "selective, Ulysses": {
+        "model": {"gradient_checkpointing": "selective"},
+        "strategy": {"ulysses_size": 2, "apply_tiled_mlp": True},
+    },
+    "every second": {"model": {"gradient_checkpointing": {"every": 2}}},
 }
-if os.environ.get("MORE"):
-    CASES |= {
-        "Ulysses": {"strategy": {"ulysses_size": 2}},
-        "finer units": {"strategy": {"wrap_policy": FINER}},
-        "offload": {"strategy": {"offload_policy": True}},
-        "selective, Ulysses": {
-            "model": {"gradient_checkpointing": "selective"},
-            "strategy": {"ulysses_size": 2, "apply_tiled_mlp": True},
-        },
-        "every second": {"model": {"gradient_checkpointing": {"every": 2}}},
-    }
+CASES = {name: _ALL[name] for name in drawn([*_ALL], 3)}
 
 
 def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:

@@ -52,7 +52,7 @@ def test_invalid_adapters_are_refused(lora: dict[str, Any], field: str, message:
         ({}, "strategy.ep_size", 2, "ep_size=2 is not proven"),
         ({}, "strategy.ignored_params", ["model.norm"], "ignored_params is not proven"),
         ({}, "model.freeze_module_prefix", ["model.norm"], "freeze_module_prefix=model.norm has no effect, because "),
-        ({}, "model.compile", True, "compile is not proven"),
+        ({"use_dora": True}, "model.compile", True, "compile with use_dora is not supported, because graphs break in "),
         (EXPERTS, "training.optimizer", "muon", "optimizer=muon with target_parameters is not supported, because an "),
         (EXPERTS, "strategy.wrap_policy", {"moe_experts": ["Qwen3MoeExperts"]}, "moe_experts with target_parameters "),
     ],
@@ -65,6 +65,16 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
     pointer = "/strategy/wrap_policy/moe_experts" if name == "wrap_policy" else f"/{part}/{name}"
     assert found[pointer].startswith(message)
     assert found[pointer].endswith("with model.lora; change it, or remove lora")
+
+
+def test_quantised_base_is_not_compiled() -> None:
+    with pytest.raises(SpecError) as raised:
+        parse(raw_spec(model={"lora": {}, "quantize_base": "nf4", "compile": True}))
+    (problem,) = raised.value.problems
+    assert problem.pointer == "/model/quantize_base"
+    assert problem.message == (
+        "quantize_base=nf4 with compile is not proven with model.lora; change it, or remove lora"
+    )
 
 
 def test_plan_counts_adapters_before_the_model_is_built() -> None:
