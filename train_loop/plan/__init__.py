@@ -55,6 +55,9 @@ from train_loop.plan.memory.estimate import STATE_PART_BYTES
 from train_loop.plan.memory.forward import MASK_BYTES, chunk_rows, mask_bytes
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
+from train_loop.plan.model.config import NEEDED, read_shape
+from train_loop.plan.model.counts import CallSizes, ComputeBytes, KeptBytes, ParameterCounts, UnitSizes
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, needs_units, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
@@ -68,16 +71,6 @@ from train_loop.plan.resources import (
     too_big,
 )
 from train_loop.plan.savings import cheapest_change, describe_terms, memory_problem, plans_that_fit
-from train_loop.plan.shape import (
-    NEEDED,
-    CallSizes,
-    ComputeBytes,
-    KeptBytes,
-    ModelShape,
-    ParameterCounts,
-    UnitSizes,
-    read_shape,
-)
 from train_loop.plan.tree import ReductionTree, allowed_workers, shards_of
 
 __all__ = [

@@ -8,7 +8,7 @@ from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory.estimate import averaged_bytes, estimate_memory
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
-from train_loop.plan.shape import ModelShape
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import AnyJobSpec, JobSpec, Problem, SpecError
 

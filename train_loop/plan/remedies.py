@@ -1,9 +1,9 @@
 """The planned memory of a run that is out of memory, and remedies, cheapest first."""
 
 from train_loop.plan.memory.term import MemoryTerm, Place
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import plan_job
 from train_loop.plan.resources import format_bytes
-from train_loop.plan.shape import ModelShape
 from train_loop.spec import AnyJobSpec
 
 _TERMS = 4

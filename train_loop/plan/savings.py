@@ -7,9 +7,9 @@ from typing import Any
 
 from train_loop.plan.fit import MemoryNeed, NodeRoom, certain_needs, fits
 from train_loop.plan.layout import count_places
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.resources import data_starves, format_bytes
-from train_loop.plan.shape import ModelShape
 from train_loop.spec import MOST_WORKERS, AnyJobSpec, Problem, SpecError, override
 
 Patch = Mapping[str, Mapping[str, Any]]

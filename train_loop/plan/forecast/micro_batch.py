@@ -6,8 +6,8 @@ from typing import Literal
 
 from train_loop.plan.forecast.fit import RankMemory, fits_rank
 from train_loop.plan.mesh import divisors
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import plan_job
-from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 

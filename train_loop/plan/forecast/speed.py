@@ -23,8 +23,8 @@ from train_loop.plan.forecast.work import (
     update_bytes,
 )
 from train_loop.plan.mesh import Axis
+from train_loop.plan.model.config import WITHOUT_ATTENTION
 from train_loop.plan.plan import Plan
-from train_loop.plan.shape import WITHOUT_ATTENTION
 from train_loop.spec import SCHEDULE_FREE, BudgetSpec, JobSpec
 
 _FLASH, _MASKED = (0.2, 0.7), (0.12, 0.45)

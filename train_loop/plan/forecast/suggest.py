@@ -11,10 +11,10 @@ from train_loop.plan.forecast.devices import Device
 from train_loop.plan.forecast.fit import DeviceFit, fit_on
 from train_loop.plan.forecast.speed import Throughput, throughput_on
 from train_loop.plan.mesh import divisors
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.remedies import can_select, may_split_states
 from train_loop.plan.savings import Patch, describe_patch, merge_patches
-from train_loop.plan.shape import ModelShape
 from train_loop.spec import MOST_WORKERS, Checkpointing, JobSpec, SpecError, override
 
 _TOGETHER = 3

@@ -9,8 +9,8 @@ from train_loop.plan.memory.estimate import trained_bytes
 from train_loop.plan.memory.forward import MASK_BYTES, mask_bytes, recomputed_share
 from train_loop.plan.memory.term import DTYPE_BYTES
 from train_loop.plan.mesh import Axis
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan
-from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 _FLASH_PASSES = 3.5

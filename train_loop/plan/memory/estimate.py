@@ -6,7 +6,8 @@ from train_loop.plan.batch import plan_batch
 from train_loop.plan.memory.forward import chunk_rows, forward_terms
 from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN, MemoryTerm, Place
 from train_loop.plan.mesh import MeshPlan
-from train_loop.plan.shape import ModelShape, UnitSizes
+from train_loop.plan.model.counts import UnitSizes
+from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.tree import ReductionTree
 from train_loop.spec import SCHEDULE_FREE, JobSpec
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm, Place
 from train_loop.plan.mesh import MeshPlan
-from train_loop.plan.shape import KeptBytes, ModelShape
+from train_loop.plan.model.counts import KeptBytes
+from train_loop.plan.model.shape import ModelShape
 from train_loop.spec import BudgetSpec, Checkpointing, EverySpec, JobSpec
 
 CHUNK_BYTES = 2**29

@@ -1,0 +1,181 @@
+"""Sizes of a decoder that determine its memory and splits."""
+
+from dataclasses import dataclass, replace
+
+from train_loop.plan.built.units import Float8Linears, UnitTree
+from train_loop.plan.model.counts import CallSizes, KeptBytes, ParameterCounts, UnitSizes
+from train_loop.spec import ALL_LINEAR, LoraSpec, WrapPolicySpec
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder: H hidden, F intermediate, L layers, V vocabulary, attention heads and kv heads of head_dim."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    known: bool = False
+    """True if the sizes describe the whole layer; for other families they are an estimate."""
+    labels: int | None = None
+    """Values that the head gives; None if it gives logits of tokens."""
+    pools: bool = False
+    """Whether the head gives values for a row, and not for each token."""
+    counts: ParameterCounts | None = None
+    """Exact numbers of parameters; None if the model has not been built."""
+    adapters: int | None = None
+    """Estimated parameters of adapters, which alone are trained; None without adapters."""
+    call: CallSizes | None = None
+    """Sizes of a call of own code or of an encoder; None for other models, and before the call."""
+    whole_scores: bool = False
+    """True if attention computes whole matrices of scores, because the family's code has no other way."""
+    kept: KeptBytes | None = None
+    """Bytes that the model keeps for backward; None if the formula for a language model of a known family is right."""
+    tiles: bool | None = None
+    """Whether MLPs of the model can compute in tiles; None if the model has not been built."""
+    built: UnitTree | None = None
+    """FSDP units and module tree; None if the model has not been built."""
+    float8: Float8Linears | None = None
+    """Linear modules that compute in float8; None without `strategy.float8`, and if the model has not been built."""
+
+    @classmethod
+    def of_code(cls) -> "ModelShape":
+        """Return the shape of own code: no sizes of a decoder, until its parameters are counted."""
+        return cls("code", 0, 0, 0, 0, 1, 1, 0, False, False, False, False, False)
+
+    def shared(self, *, tp: int, ep: int = 1) -> "ModelShape":
+        """Return the sizes of a rank's part, if ranks share each layer: heads, F, vocabulary and parameters / tp.
+
+        Ranks that share experts have 1 / ep of them.
+        """
+        if tp == ep == 1:
+            return self
+        parts = {name: -(-getattr(self, name) // tp) for name in ("heads", "kv_heads", "intermediate", "vocab")}
+        return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(tp, ep))
+
+    def with_adapters(self, lora: LoraSpec) -> "ModelShape":
+        """Return the sizes with those of adapters, estimated for the layers of a dense decoder."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linear = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
+        linear |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate)
+        given = () if lora.target_modules == ALL_LINEAR else lora.target_modules
+        names = linear.keys() & {name.rpartition(".")[2] for name in given}
+        each = sum(self.hidden + linear[name] for name in names or linear)
+        layers = self.layers if lora.layers is None else len(set(lora.layers))
+        return replace(self, adapters=lora.r * each * layers)
+
+    @property
+    def can_tile(self) -> bool:
+        """Return True if MLPs can compute in tiles; False if they cannot, or if this is not known yet."""
+        return self.known if self.tiles is None else self.tiles
+
+    @property
+    def is_measured(self) -> bool:
+        """Return True if a call has shown the bytes that forward and backward keep."""
+        return self.call is not None and self.call.activations is not None
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of values that the head gives: tokens of the vocabulary, or labels."""
+        return self.vocab if self.labels is None else self.labels
+
+    @property
+    def layer_parameters(self) -> int:
+        """Return the parameters of one decoder layer: attention, gated MLP, two norms."""
+        if self.counts is not None:
+            return self.counts.layer
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * query + 2 * key)
+        biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
+        biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return attention + 3 * self.hidden * self.intermediate + biases + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Return the parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
+        if self.counts is not None:
+            return self.counts.outside
+        return self.hidden * (self.vocab + (0 if self.tied else self.outputs) + 1)
+
+    @property
+    def parameters(self) -> int:
+        """Return the parameters of the whole model."""
+        if self.counts is not None:
+            return self.counts.total
+        return self.layers * self.layer_parameters + self.embedding_parameters + (self.adapters or 0)
+
+    @property
+    def active(self) -> int | None:
+        """Return the parameters that a token uses; None for a dense model, and before they are counted."""
+        return self.counts.total - self.counts.idle if self.counts is not None and self.counts.idle else None
+
+    def on_rank(self, ranks: int) -> tuple[int, int]:
+        """Return the parameters and the trained parameters of a rank, if `ranks` of them share the others."""
+        counts = self.counts
+        wholes = (0, 0) if counts is None else (counts.wholes, counts.trained_wholes)
+        every, trained = (
+            -(-(size - whole) // ranks) + whole
+            for size, whole in zip((self.parameters, self.trained), wholes, strict=True)
+        )
+        return every, trained
+
+    @property
+    def trained(self) -> int:
+        """Return the trained parameters: all of them, unless frozen ones have been counted, or those of adapters."""
+        if self.counts is not None:
+            return self.counts.trained
+        return self.parameters if self.adapters is None else self.adapters
+
+    @property
+    def trained_matrices(self) -> int:
+        """Return the parameters that muon updates; without counts, those of the layers or of adapters."""
+        if self.counts is not None:
+            return self.counts.trained_matrices
+        return self.layers * self.layer_parameters if self.adapters is None else self.adapters
+
+    def units(self, policy: WrapPolicySpec) -> UnitSizes:
+        """Return the sizes of the units: layers with embeddings and head, or modules of a size.
+
+        Without counts, the latter are an estimate: a layer that is large enough is one unit.
+        """
+        if self.counts is not None and self.counts.units is not None:
+            return self.counts.units
+        layer, root, layers = self.layer_parameters, self.embedding_parameters, self.layers * self.layer_parameters
+        table, least = self.vocab * self.hidden, policy.min_num_params
+        if least is None:
+            return self._with_ends(UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer), policy)
+        unit = layer if layer >= least else layers
+        if table < least or self.tied or self.labels is not None:
+            return UnitSizes(root, layers, unit, unit, min(2 * unit, layers))
+        largest = max(unit, table)
+        ahead = max(min(2 * unit, layers), table + unit)
+        return UnitSizes(root - 2 * table, layers + 2 * table, largest, largest, ahead, True)
+
+    def _with_ends(self, units: UnitSizes, policy: WrapPolicySpec) -> UnitSizes:
+        """Return the units of layers with the embeddings and the head that are units, too."""
+        # A model that has been counted has no such units.
+        if self.counts is not None or self.tied or self.labels is not None:
+            return units
+        table, layer = self.vocab * self.hidden, units.largest
+        wraps = (policy.wrap_embeddings, policy.wrap_lm_output)
+        embeddings, head = (table >= layer if wrap is None else wrap for wrap in wraps)
+        moved, largest = (embeddings + head) * table, max(table, layer)
+        if not moved:
+            return units
+        ahead, ends = max(units.ahead, table + layer), (embeddings * table, head * table)
+        return UnitSizes(units.root - moved, units.all + moved, largest, units.gathered, ahead, head, *ends)
+
+    @property
+    def largest_module(self) -> int:
+        """Return the parameters of the largest single module, which is the embedding if they are not counted."""
+        return max(self.vocab, self.intermediate) * self.hidden if self.counts is None else self.counts.module
