@@ -10,7 +10,7 @@ from tests.support.builders.checkpoints import checkpoint
 from tests.support.builders.specs import TINY, infer_spec
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.plan import read_shape
-from train_loop.spec import LoraSpec
+from train_loop.spec import LoraSpec, ModelSpec
 
 LORA = LoraSpec(r=4, target_modules=("q_proj",))
 MODEL: dict[str, Any] = {"path": "/models/base", "adapter": "/adapters/a", "dtype": "fp32"}
@@ -19,7 +19,7 @@ MODEL: dict[str, Any] = {"path": "/models/base", "adapter": "/adapters/a", "dtyp
 @pytest.fixture
 def folder(service: FakeService) -> None:
     """Let preflight find adapters in each folder."""
-    service.preflight.shape = read_shape(TINY).with_adapters(LORA)
+    service.preflight.shape = read_shape(TINY).adapted(ModelSpec(config=TINY, lora=LORA))
     service.preflight.lora, service.preflight.notes = LORA, ("another base",)
 
 

@@ -1,4 +1,4 @@
-"""The table of GPUs that full fine-tuning of known models needs, computed by the plan."""
+"""The tables of GPUs that fine-tuning of known models needs, computed by the plan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,8 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
 """Sizes of published configs, by model."""
 DEVICES = ("a10", "l40s", "a100-80g", "h200", "b200")
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128)
+LORA: Mapping[str, Any] = {"lora": {"r": 16}, "master_dtype": "bf16"}
 METHODS: dict[str, Mapping[str, Any]] = {
     "Full fine-tuning": {},
+    "LoRA: `lora: {r: 16}` and `master_dtype: bf16`": {"model": LORA},
+    "QLoRA: the same with `quantize_base: nf4`": {"model": {**LORA, "quantize_base": "nf4"}},
     "With `gradient_checkpointing: selective`, which is faster": {"model": {"gradient_checkpointing": "selective"}},
     "With `optimizer: adamw_8bit`": {"training": {"optimizer": "adamw_8bit"}},
 }
@@ -51,9 +54,10 @@ def page() -> str:
     intro = (
         "# Which GPU for which model\n\n"
         "The fewest GPUs on which a model [fits](../guides/planning.md#does-it-fit), by the plan: the estimate with a "
-        "margin of a tenth, and 1.5 GiB for CUDA and NCCL. All weights are trained in bf16 with fp32 master weights, "
-        f"AdamW, FSDP over all GPUs, `gradient_checkpointing: full`, flex_attention, and one packed row of {LENGTH:,} "
-        "tokens for each GPU. In brackets are the planned GiB of a GPU. Not measured; `trainshed plan FILE --device "
+        "margin of a tenth, and 1.5 GiB for CUDA and NCCL. Runs compute in bf16 with AdamW, FSDP over all GPUs, "
+        f"`gradient_checkpointing: full`, flex_attention, and one packed row of {LENGTH:,} tokens for each GPU. With "
+        "[LoRA](../guides/lora.md), adapters of all linear layers are trained, in fp32; otherwise all weights, with "
+        "fp32 master weights. In brackets are the planned GiB of a GPU. Not measured; `trainshed plan FILE --device "
         "NAME --suggest` computes the same for your spec."
     )
     return "\n\n".join([intro, *(_method(title, patch) for title, patch in METHODS.items()), _offloaded()])
@@ -69,7 +73,7 @@ def _offloaded() -> str:
     """Return the bytes on one GPU and its host, which keeps the state."""
     rows = []
     for model, config in MODELS.items():
-        plan = plan_job(_job(config, 1, OFFLOADED), read_shape(dict(config)))
+        plan = plan_job(job_of(config, 1, OFFLOADED), read_shape(dict(config)))
         rows.append((model, f"{plan.memory_bytes / _GIB:,.0f}", f"{plan.host_memory_bytes / _GIB:,.0f}"))
     title = "## With `offload_policy: true`, on one GPU\n\n"
     return title + table(("model", "GPU, GiB", "host, GiB, with a checkpoint's copy"), rows)
@@ -78,14 +82,15 @@ def _offloaded() -> str:
 def fewest(config: Mapping[str, Any], device: str, patch: Mapping[str, Any]) -> str:
     """Return the fewest GPUs of a device on which a model fits, and in brackets the GiB of each."""
     for workers in WORKERS:
-        job = _job(config, workers, patch)
-        plan = plan_job(job, read_shape(dict(config)))
+        job = job_of(config, workers, patch)
+        plan = plan_job(job, read_shape(dict(config)).adapted(job.model))
         if fit_on(job, plan, device_named(device)).verdict == "fits":
             return f"{workers} ({plan.memory_bytes / _GIB:.0f})"
     return f"more than {WORKERS[-1]}"
 
 
-def _job(config: Mapping[str, Any], workers: int, patch: Mapping[str, Any]) -> JobSpec:
+def job_of(config: Mapping[str, Any], workers: int, patch: Mapping[str, Any]) -> JobSpec:
+    """Return the job of a table, with the change of a method."""
     raw = {
         "name": "table",
         "model": {"config": dict(config), "attn_implementation": "flex_attention"},

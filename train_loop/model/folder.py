@@ -46,9 +46,7 @@ def model_shape(model: ModelSpec) -> ModelShape:
         return ModelShape.of_code()
     try:
         config, head = model_config(model), model.label_head
-        shape = read_shape(config)
-        if model.lora is not None:
-            shape = shape.with_adapters(model.lora)
+        shape = read_shape(config).adapted(model)
         if model.masked is not None:
             # transformers ties them in all encoders unless the config says otherwise.
             return replace(shape, tied=config.get("tie_word_embeddings", True) is not False)

@@ -60,6 +60,11 @@ class QuantizedLinear(nn.Module):
         output: Tensor = _Product.apply(x, self.codes, self.scales, self.kind)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(one.numel() * one.element_size() for one in (self.codes, self.scales))
+
     def extra_repr(self) -> str:
         """Return the sizes, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
@@ -139,12 +144,6 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     of = {id(module.codes): module for module in model.modules() if isinstance(module, QuantizedLinear)}
     named = by_plain_name(model, ((name, p) for name, p in model.named_parameters() if id(p) in of))
     return {f"{name.removesuffix('codes')}weight": of[id(codes)] for name, codes in named.items()}
-
-
-def stored_bytes(linear: nn.Linear, kind: Kind) -> int:
-    """Return the bytes of codes and scales of a weight."""
-    values, scales = linear.weight.numel(), _SCALES.itemsize
-    return values // 2 + scales * values // BLOCK if kind == "nf4" else values + scales * linear.out_features
 
 
 def quantise(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:

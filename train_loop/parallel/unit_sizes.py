@@ -1,26 +1,23 @@
 """Sizes of FSDP units and of their activations, for the memory plan."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from itertools import pairwise
-from types import MappingProxyType
 
 from torch import nn
 
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
+from train_loop.model.quantize import quantized_layers
 from train_loop.parallel.units import are_outside_layers, chosen_ends, find_units, join_units, repeated_layers
 from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 
 
-def unit_sizes(
-    anatomy: Anatomy, strategy: StrategySpec, stored: Mapping[int, int] = MappingProxyType({})
-) -> UnitSizes | None:
-    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers.
-
-    `stored` has the bytes of parameters that are gathered as they are stored, by id.
-    """
-    policy = strategy.wrap_policy
+def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
+    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers."""
+    policy, quantized = strategy.wrap_policy, quantized_layers(anatomy.model).values()
+    # Codes and scales are gathered as they are stored.
+    stored = {p: p.numel() * p.element_size() for layer in quantized for p in (layer.codes, layer.scales)}
     if policy.min_num_params is None and not strategy.precision and not chosen_ends(anatomy, policy) and not stored:
         return None
     precision = find_precision(anatomy, strategy)
@@ -30,7 +27,7 @@ def unit_sizes(
         parameters = {id(p): p for module in unit for p in module.parameters() if id(p) not in taken}
         taken |= parameters.keys()
         compute = DTYPE_BYTES[strategy.param_dtype]
-        size = sum(stored[key] / compute if key in stored else weight * p.numel() for key, p in parameters.items())
+        size = sum(stored[p] / compute if p in stored else weight * p.numel() for p in parameters.values())
         # Tied embeddings, a unit of two modules, stay gathered between both: they count as a part of the root.
         if len(unit) == 1:
             own[unit[0]] = size

@@ -56,7 +56,14 @@ from train_loop.plan.memory.forward import MASK_BYTES, chunk_rows, mask_bytes
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.model.config import NEEDED, read_shape
-from train_loop.plan.model.counts import CallSizes, ComputeBytes, KeptBytes, ParameterCounts, UnitSizes
+from train_loop.plan.model.counts import (
+    CallSizes,
+    ComputeBytes,
+    KeptBytes,
+    ParameterCounts,
+    QuantizedWeights,
+    UnitSizes,
+)
 from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, needs_units, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
@@ -109,6 +116,7 @@ __all__ = [
     "Plan",
     "PlannedEnd",
     "Preview",
+    "QuantizedWeights",
     "Range",
     "RankMemory",
     "ReductionTree",

@@ -39,13 +39,13 @@ from train_loop.model.folder import model_config, model_folder, model_shape, tok
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.lora.adapters import inject_adapters, lora_checks
-from train_loop.model.quantize import frozen_linears, stored_bytes
+from train_loop.model.quantize import frozen_linears, quantize_layers, quantized_layers
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices, plan_groups
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.parallel.unit_sizes import compute_bytes, unit_sizes
 from train_loop.parallel.units import check_precision, check_selective, expert_units, find_units, repeated_layers
-from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, SampleCount
+from train_loop.plan import LargestRead, ModelShape, ParameterCounts, Preview, QuantizedWeights, SampleCount
 from train_loop.preflight.absent_tokens import absent_tokens, check_written_tokens
 from train_loop.preflight.adapters import read_settings, stored_problems
 from train_loop.preflight.call_sizes import measure_call, measure_text_call
@@ -195,8 +195,10 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     )
     is_called = found.sees_whole_rows or spec.model.label_head is not None
     call = measure_text_call(spec, whole, found) if is_called else None
-    # The last of all, because FSDP2 changes the model.
-    return replace(whole, call=call, built=planned_units(anatomy, spec))
+    # The last of all, because codes and FSDP2 change the model.
+    quantized = _quantize(anatomy, spec)
+    counts = replace(counts, units=unit_sizes(anatomy, spec.strategy))
+    return replace(whole, call=call, counts=counts, quantized=quantized, built=planned_units(anatomy, spec))
 
 
 def _can_tile(anatomy: Anatomy, layers: Sequence[nn.Module], spec: JobSpec) -> bool:
@@ -213,10 +215,7 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
     wholes = whole_parameters(anatomy.model, spec.strategy.ignored_params)
-    total, kind = sum(map(size, parameters)), spec.model.quantize_base
-    repeated = repeated_layers(anatomy, spec.strategy.wrap_policy)
-    quantized = [] if kind is None else frozen_linears(anatomy, repeated, kind)
-    stored = {id(one.weight): stored_bytes(one, kind or "nf4") for one in quantized}
+    total = sum(map(size, parameters))
     return ParameterCounts(
         total=total,
         trained=sum(map(size, trained)),
@@ -224,17 +223,23 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         layer=max(layers, default=0),
         outside=max(total - sum(layers), 0),
         module=max(sum(map(size, module.parameters(recurse=False))) for module in anatomy.model.modules()),
-        units=unit_sizes(anatomy, spec.strategy, stored),
         compute=compute_bytes(anatomy, spec.strategy),
         wholes=sum(size(p) for p in parameters if id(p) in wholes),
         trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
-        quantized=sum(size(one.weight) for one in quantized),
-        quantized_bytes=sum(stored.values()),
-        restored=max((one.weight.numel() for one in quantized), default=0),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
         groups=tuple(plan_groups(anatomy, spec.training)),
     )
+
+
+def _quantize(anatomy: Anatomy, spec: JobSpec) -> QuantizedWeights | None:
+    """Store the frozen weights of `model.quantize_base` as codes and scales, as workers do, and return their sizes."""
+    if (kind := spec.model.quantize_base) is None:
+        return None
+    quantize_layers(anatomy, repeated_layers(anatomy, spec.strategy.wrap_policy), kind)
+    layers = quantized_layers(anatomy.model).values()
+    sizes = [one.in_features * one.out_features for one in layers]
+    return QuantizedWeights(sum(sizes), sum(one.stored_bytes for one in layers), max(sizes))
 
 
 def _wishes_not_granted(anatomy: Anatomy, found: Examination, spec: JobSpec) -> list[Problem]:

@@ -44,7 +44,7 @@ def estimate_memory(
         MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_whole_gradients(spec, shape, mesh),
-        *_partial_sums(shape.units(spec.strategy.wrap_policy), mesh, tree, trained),
+        *_partial_sums(shape.units(spec.strategy), mesh, tree, trained),
     )
     kept = sum(term.bytes for term in state if term.name != FROZEN) + averaged_bytes(spec, shape, mesh)
     staged = -(-kept // mesh.ddp)
@@ -63,15 +63,15 @@ def trained_bytes(spec: JobSpec) -> int:
 
 def _parameters(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, home: Place) -> Iterator[MemoryTerm]:
     """Yield the bytes of a rank's parameters; checkpoints do not contain the frozen ones below adapters."""
-    (shard, trained), counts = shape.on_rank(mesh.fsdp), shape.counts
+    (shard, trained), quantized = shape.on_rank(mesh.fsdp), shape.quantized
     size, own = DTYPE_BYTES[spec.model.master_dtype], trained_bytes(spec)
     if spec.model.lora is None:
         yield MemoryTerm("parameters", size * shard, f"{size} bytes x parameters / fsdp", home)
         return
     frozen, formula = size * (shard - trained), f"{size} bytes x frozen parameters / fsdp"
-    if counts is not None and counts.quantized:
-        each = counts.quantized_bytes / counts.quantized
-        frozen += -(-counts.quantized_bytes // mesh.fsdp) - size * (counts.quantized // mesh.fsdp)
+    if quantized is not None:
+        each = quantized.bytes / quantized.values
+        frozen += -(-quantized.bytes // mesh.fsdp) - size * (quantized.values // mesh.fsdp)
         formula = f"({each:.4g} bytes x quantised weights + {size} bytes x other frozen parameters) / fsdp"
     yield MemoryTerm(FROZEN, frozen, formula, home)
     yield MemoryTerm("parameters", own * trained, f"{own} bytes x trained parameters / fsdp", home)
@@ -99,7 +99,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
     master, frozen = trained_bytes(spec), shape.trained < shape.parameters
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
-    units, measured = shape.units(wrap), spec.code is not None or shape.is_measured
+    units, measured = shape.units(spec.strategy), spec.code is not None or shape.is_measured
     by_layer = wrap.min_num_params is None and not spec.strategy.precision
     outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or measured) and not ordered else 0
     inside = outside + ahead
@@ -113,7 +113,7 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
     early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
     both = "two layers" if by_layer else "units gathered at once"
-    restored = 0 if shape.counts is None else shape.counts.restored
+    restored = 0 if shape.quantized is None else shape.quantized.largest
     both += " + a restored weight" if restored else ""
     peaks = (
         (

@@ -42,6 +42,17 @@ class ComputeBytes:
 
 
 @dataclass(frozen=True)
+class QuantizedWeights:
+    """Frozen weights that are stored as codes and scales, `model.quantize_base`."""
+
+    values: int
+    bytes: int
+    """Bytes of all codes and scales."""
+    largest: int
+    """Values of the largest weight, which is restored while it computes."""
+
+
+@dataclass(frozen=True)
 class ParameterCounts:
     """Exact numbers of parameters, from the model on the meta device."""
 
@@ -63,11 +74,6 @@ class ParameterCounts:
     wholes: int = 0
     """Parameters that each rank holds whole, `ignored_params`."""
     trained_wholes: int = 0
-    quantized: int = 0
-    """Frozen weights that are stored in few bits."""
-    quantized_bytes: int = 0
-    restored: int = 0
-    """Values of the largest of these weights, which exist while it computes."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0

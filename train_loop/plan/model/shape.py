@@ -1,10 +1,12 @@
 """Sizes of a decoder that determine its memory and splits."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from train_loop.plan.built.units import Float8Linears, UnitTree
-from train_loop.plan.model.counts import CallSizes, KeptBytes, ParameterCounts, UnitSizes
-from train_loop.spec import ALL_LINEAR, LoraSpec, WrapPolicySpec
+from train_loop.plan.memory.term import DTYPE_BYTES
+from train_loop.plan.model.counts import CallSizes, KeptBytes, ParameterCounts, QuantizedWeights, UnitSizes
+from train_loop.spec import ALL_LINEAR, ModelSpec, StrategySpec, WrapPolicySpec
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class ModelShape:
     """Exact numbers of parameters; None if the model has not been built."""
     adapters: int | None = None
     """Estimated parameters of adapters, which alone are trained; None without adapters."""
+    quantized: QuantizedWeights | None = None
+    """Frozen weights in few bits; estimated until the model has been built."""
     call: CallSizes | None = None
     """Sizes of a call of own code or of an encoder; None for other models, and before the call."""
     whole_scores: bool = False
@@ -62,16 +66,38 @@ class ModelShape:
         parts = {name: -(-getattr(self, name) // tp) for name in ("heads", "kv_heads", "intermediate", "vocab")}
         return replace(self, **parts, counts=None if self.counts is None else self.counts.shared(tp, ep))
 
-    def with_adapters(self, lora: LoraSpec) -> "ModelShape":
-        """Return the sizes with those of adapters, estimated for the layers of a dense decoder."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        linear = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
-        linear |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate)
-        given = () if lora.target_modules == ALL_LINEAR else lora.target_modules
-        names = linear.keys() & {name.rpartition(".")[2] for name in given}
-        each = sum(self.hidden + linear[name] for name in names or linear)
+    def adapted(self, model: ModelSpec) -> "ModelShape":
+        """Return the sizes with `model.lora` and `model.quantize_base`, estimated for layers of a dense decoder."""
+        if (lora := model.lora) is None:
+            return self
+        linear = self._linear_layers()
+        names = linear.keys() & _last_parts(() if lora.target_modules == ALL_LINEAR else lora.target_modules)
+        each = sum(sum(linear[name]) for name in names or linear)
         layers = self.layers if lora.layers is None else len(set(lora.layers))
-        return replace(self, adapters=lora.r * each * layers)
+        frozen = [linear[name] for name in linear.keys() - _last_parts(lora.modules_to_save)]
+        return replace(self, adapters=lora.r * each * layers, quantized=self._quantized(frozen, model.quantize_base))
+
+    def _linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of the linear layers of a decoder layer."""
+        query, key, inner = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
+        of_attention = {
+            "q_proj": (self.hidden, query),
+            "k_proj": (self.hidden, key),
+            "v_proj": (self.hidden, key),
+            "o_proj": (query, self.hidden),
+        }
+        of_mlp = {"gate_proj": (self.hidden, inner), "up_proj": (self.hidden, inner), "down_proj": (inner, self.hidden)}
+        return of_attention | of_mlp
+
+    def _quantized(self, linear: Collection[tuple[int, int]], kind: str | None) -> QuantizedWeights | None:
+        """Return the sizes of linear layers of every decoder layer with weights in few bits."""
+        if kind is None or not linear:
+            return None
+        sizes = [inputs * outputs for inputs, outputs in linear]
+        # Codes, and scales in bf16: for 64 inputs of a row, or for a row.
+        scales = sum(sizes) // 64 if kind == "nf4" else sum(outputs for _, outputs in linear)
+        stored = sum(sizes) // (2 if kind == "nf4" else 1) + 2 * scales
+        return QuantizedWeights(self.layers * sum(sizes), self.layers * stored, max(sizes))
 
     @property
     def can_tile(self) -> bool:
@@ -143,17 +169,23 @@ class ModelShape:
             return self.counts.trained_matrices
         return self.layers * self.layer_parameters if self.adapters is None else self.adapters
 
-    def units(self, policy: WrapPolicySpec) -> UnitSizes:
+    def units(self, strategy: StrategySpec) -> UnitSizes:
         """Return the sizes of the units: layers with embeddings and head, or modules of a size.
 
         Without counts, the latter are an estimate: a layer that is large enough is one unit.
         """
         if self.counts is not None and self.counts.units is not None:
             return self.counts.units
-        layer, root, layers = self.layer_parameters, self.embedding_parameters, self.layers * self.layer_parameters
-        table, least = self.vocab * self.hidden, policy.min_num_params
+        policy, layer, root = strategy.wrap_policy, self.layer_parameters, self.embedding_parameters
+        values = layer
+        if (few := self.quantized) is not None:
+            # Codes and scales, of about a byte each, are gathered as they are stored.
+            values -= (few.values - few.bytes) // self.layers
+            layer -= (few.values - few.bytes // DTYPE_BYTES[strategy.param_dtype]) // self.layers
+        layers, table, least = self.layers * layer, self.vocab * self.hidden, policy.min_num_params
         if least is None:
-            return self._with_ends(UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer), policy)
+            units = UnitSizes(root, layers, layer, layer, min(2, self.layers) * layer)
+            return self._with_ends(units, policy, least=values)
         unit = layer if layer >= least else layers
         if table < least or self.tied or self.labels is not None:
             return UnitSizes(root, layers, unit, unit, min(2 * unit, layers))
@@ -161,14 +193,17 @@ class ModelShape:
         ahead = max(min(2 * unit, layers), table + unit)
         return UnitSizes(root - 2 * table, layers + 2 * table, largest, largest, ahead, True)
 
-    def _with_ends(self, units: UnitSizes, policy: WrapPolicySpec) -> UnitSizes:
-        """Return the units of layers with the embeddings and the head that are units, too."""
+    def _with_ends(self, units: UnitSizes, policy: WrapPolicySpec, *, least: int) -> UnitSizes:
+        """Return the units of layers with the embeddings and the head that are units, too.
+
+        By default they are, if they have as many values as a layer, `least`.
+        """
         # A model that has been counted has no such units.
         if self.counts is not None or self.tied or self.labels is not None:
             return units
         table, layer = self.vocab * self.hidden, units.largest
         wraps = (policy.wrap_embeddings, policy.wrap_lm_output)
-        embeddings, head = (table >= layer if wrap is None else wrap for wrap in wraps)
+        embeddings, head = (table >= least if wrap is None else wrap for wrap in wraps)
         moved, largest = (embeddings + head) * table, max(table, layer)
         if not moved:
             return units
@@ -179,3 +214,7 @@ class ModelShape:
     def largest_module(self) -> int:
         """Return the parameters of the largest single module, which is the embedding if they are not counted."""
         return max(self.vocab, self.intermediate) * self.hidden if self.counts is None else self.counts.module
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}

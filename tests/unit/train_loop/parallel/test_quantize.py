@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec, spec
+from train_loop.model.folder import model_shape
 from train_loop.model.quantize import BLOCK, QuantizedLinear, quantise, restore
 from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
@@ -124,6 +125,26 @@ def test_plan_counts_codes_and_scales(kind: str, stored: int) -> None:
     assert f"{stored / LAYERS:.4g} bytes x quantised weights" in small_ones["frozen_parameters"].formula
     assert small_ones["gathered_parameters"].bytes < plain["gathered_parameters"].bytes
     assert small_ones["parameters"] == plain["parameters"]
+    # A plan without the model, such as that of workers which choose micro-batches, has the same codes and scales.
+    estimated = {term.name: term for term in plan_job(job, model_shape(job.model)).memory}
+    assert estimated["frozen_parameters"] == small_ones["frozen_parameters"]
+    sizes = [one["gathered_parameters"].bytes for one in (estimated, small_ones)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+
+
+def test_plan_has_the_units_of_quantised_layers() -> None:
+    """A table with fewer values than a layer, and more than its codes, is a unit of the run."""
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    sizes: dict[str, Any] = {"config": WIDE | {"vocab_size": 384}, "lora": lora}
+    found = {}
+    for kind in (None, "nf4"):
+        shape, problems = check_model(spec(model=sizes | {"quantize_base": kind}), may_read())
+        assert problems == []
+        assert shape is not None
+        assert shape.built is not None
+        found[kind] = {one.module for one in shape.built.units}
+    assert "Embedding" not in found[None]
+    assert "Embedding" in found["nf4"]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,9 @@ def test_large_embeddings_and_heads_are_units_unless_they_are_tied(
 ) -> None:
     assert chosen(config, **policy) == units
     # The plan without the model has the same sizes.
-    shape, counted = read_shape(config), unit_sizes(of(config), StrategySpec(wrap_policy=WrapPolicySpec(**policy)))
-    assert counted is None or shape.units(WrapPolicySpec(**policy)) == counted or shape.tied
+    strategy = StrategySpec(wrap_policy=WrapPolicySpec(**policy))
+    shape, counted = read_shape(config), unit_sizes(of(config), strategy)
+    assert counted is None or shape.units(strategy) == counted or shape.tied
 
 
 def by_size(anatomy: Anatomy, least: int) -> list[list[str]]:
