@@ -13,7 +13,8 @@ def page() -> str:
         "# Devices\n\n"
         "`trainshed plan --device NAME` compares a spec with one of these GPUs, and [forecasts]"
         "(../guides/planning.md) its throughput. Rates are per GPU. `TFLOP/s` are dense, on tensor cores, in the "
-        "dtypes of the next column. `link` connects the number of `GPUs`, `network` other hosts, and `host` the memory "
+        "dtypes of the next column; in float8, twice as many. `link` connects the number of `GPUs`, `network` other "
+        "hosts, and `host` the memory "
         f"of the host, each in GB/s in one direction.\n\nSources: {DEVICE_SOURCES}.\n\n"
         + table(names, map(_row, DEVICES))
     )

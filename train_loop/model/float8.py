@@ -48,6 +48,7 @@ def float8_linears(anatomy: Anatomy, layers: Sequence[nn.Module], spec: JobSpec)
     return Float8Linears(
         scaling=spec.strategy.float8 or "",
         names=tuple(names[one] for one in found if one not in left),
+        values=sum(one.weight.numel() for one in found if one not in left),
         left_out=tuple(names[one] for one in kept),
     )
 

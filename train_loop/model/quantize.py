@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy, plain_linears
 from train_loop.model.lora.adapters import by_plain_name
+from train_loop.plan import RESTORED_AT_ONCE
 
 Kind = Literal["nf4", "int8"]
 BLOCK = 64
@@ -32,8 +33,6 @@ _SCALES = torch.bfloat16
 """dtype of scales."""
 _LARGEST = 127
 """Largest code of int8."""
-_AT_ONCE = 2**22
-"""Values that are quantised or restored at once, so that tensors of their steps stay small."""
 
 
 class QuantizedLinear(nn.Module):
@@ -181,7 +180,7 @@ def _restored(codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:
 
 def _parts(rows: Tensor) -> Iterator[slice]:
     """Yield slices of rows [n, in] with few enough values to compute at once."""
-    count = max(_AT_ONCE // max(rows.shape[1], 1), 1)
+    count = max(RESTORED_AT_ONCE // max(rows.shape[1], 1), 1)
     for first in range(0, len(rows), count):
         yield slice(first, first + count)
 

@@ -57,6 +57,7 @@ from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.model.config import NEEDED, read_shape
 from train_loop.plan.model.counts import (
+    RESTORED_AT_ONCE,
     CallSizes,
     ComputeBytes,
     KeptBytes,
@@ -88,6 +89,7 @@ __all__ = [
     "DTYPE_BYTES",
     "MASK_BYTES",
     "NEEDED",
+    "RESTORED_AT_ONCE",
     "START",
     "STATE_PART_BYTES",
     "TOKENIZER_TEXT",

@@ -34,5 +34,7 @@ class Float8Linears:
     scaling: str
     """`tensorwise` or `rowwise`: the values that share a scale."""
     names: tuple[str, ...]
+    values: int
+    """Values of their weights."""
     left_out: tuple[str, ...]
     """Linear modules that keep their dtype, because a size is no multiple of 16."""

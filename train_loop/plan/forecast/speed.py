@@ -15,11 +15,14 @@ from train_loop.plan.forecast.work import (
     Range,
     attention_flops,
     exchanges,
+    float8_flops,
     host_bytes,
     matrix_flops,
     memory_bytes,
-    repeated,
+    restoring_bytes,
+    started_layers,
     state_bytes,
+    total,
     update_bytes,
 )
 from train_loop.plan.mesh import Axis
@@ -87,6 +90,10 @@ def why_no_forecast(spec: JobSpec, plan: Plan, device: Device) -> str | None:
         ),
         (device.peak(dtype) is None, f"{device.title} has no kernels in {dtype}; choose fp16 or fp32"),
         (
+            spec.strategy.float8 is not None and device.peak("float8") is None,
+            f"{device.title} has no kernels in float8; remove float8",
+        ),
+        (
             device.network is None and plan.mesh.world > device.domain,
             f"the network between hosts of {device.domain} {device.title} is unknown",
         ),
@@ -115,21 +122,23 @@ def _micro_batch(spec: JobSpec, plan: Plan, device: Device) -> dict[str, Range]:
     """Return the seconds of each kind of work in a micro-batch."""
     peak, attention = device.peak(spec.strategy.param_dtype) or 1.0, attention_flops(spec, plan)
     products, sent = matrix_flops(spec, plan), exchanges(spec, plan)
+    # Products in float8 as those in the compute dtype that take the same time.
+    products -= float8_flops(spec, plan) * (1 - peak / (device.peak("float8") or peak))
     slow = _MASKED if attention.masked else _FLASH
     return {
         "matrix_products": Range(products, products).over(peak, device.efficiency),
         "attention": Range(attention.least, attention.most).over(peak, (slow[0], _FLASH[1])),
         "memory_traffic": memory_bytes(spec, plan).over(device.bandwidth, _MEMORY),
-        "kernel_starts": _LAYER_SECONDS.times(plan.shape.layers * (3 + repeated(spec, plan.shape).rest)),
-        "exchange_of_parameters": _sum(_on_link(one, device) for one in sent if one.hidden),
-        "exchange_of_activations": _sum(_on_link(one, device) for one in sent if not one.hidden),
+        "kernel_starts": _LAYER_SECONDS.times(started_layers(spec, plan)),
+        "exchange_of_parameters": total(*(_on_link(one, device) for one in sent if one.hidden)),
+        "exchange_of_activations": total(*(_on_link(one, device) for one in sent if not one.hidden)),
         "host_transfer": host_bytes(spec, plan).over(device.host_link, _to_host(spec)),
     }
 
 
 def _seconds(spec: JobSpec, plan: Plan, micro: dict[str, Range]) -> Range:
     """Return the seconds of a micro-batch: the slow end hides no exchange."""
-    computing = _sum(micro[name] for name in ("matrix_products", "attention", "memory_traffic"))
+    computing = total(*(micro[name] for name in ("matrix_products", "attention", "memory_traffic")))
     sent, moved, exposed = (
         micro[name] for name in ("exchange_of_parameters", "host_transfer", "exchange_of_activations")
     )
@@ -183,6 +192,17 @@ def _assumptions(spec: JobSpec, plan: Plan, device: Device) -> Iterator[str]:
         f"matrix products reach {_percent(device.efficiency)} of {(device.peak(dtype) or 0) / 1e12:g} TFLOP/s in "
         f"{dtype}, attention {_percent(_FLASH)}, or {_percent(_MASKED)} with a mask"
     )
+    if spec.strategy.float8 is not None:
+        yield (
+            f"products of float8 layers reach the same part of {(device.peak('float8') or 0) / 1e12:g} TFLOP/s; "
+            "rounding reads and writes operands once to several times"
+        )
+    if spec.model.quantize_base is not None:
+        moved = restoring_bytes(spec, plan).times(1e-9)
+        yield (
+            f"{spec.model.quantize_base} weights are restored in each pass, which moves {moved.least:,.0f} to "
+            f"{moved.most:,.0f} GB for each micro-batch; no measured run of quantised weights has been compared"
+        )
     yield f"other operations use {_percent(_MEMORY)} of {device.bandwidth / 1e9:,.0f} GB/s of memory"
     if spec.data.packing:
         yield "rows are full, with short documents at the fast end and one document at the slow end"
@@ -211,10 +231,3 @@ def _assumptions(spec: JobSpec, plan: Plan, device: Device) -> Iterator[str]:
 
 def _percent(parts: tuple[float, float]) -> str:
     return " to ".join(f"{part * _PERCENT:.0f}" for part in parts) + " %"
-
-
-def _sum(ranges: Iterator[Range]) -> Range:
-    total = Range(0.0, 0.0)
-    for one in ranges:
-        total = total.plus(one)
-    return total

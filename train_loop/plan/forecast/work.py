@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from train_loop.plan.memory.estimate import trained_bytes
 from train_loop.plan.memory.forward import MASK_BYTES, mask_bytes, recomputed_share
-from train_loop.plan.memory.term import DTYPE_BYTES
+from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN
 from train_loop.plan.mesh import Axis
+from train_loop.plan.model.counts import RESTORED_AT_ONCE
 from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan
 from train_loop.spec import JobSpec
@@ -24,6 +25,19 @@ _UPDATE_BYTES = (32, 60)
 """Bytes of an fp32 parameter's update: clipping, and a fused AdamW; its copies to and from other dtypes."""
 _COPY_BYTES = (4, 20)
 """Bytes for each parameter of a micro-batch: copies into and out of the buffers of gathers and reductions."""
+_ROUNDING_BYTES = (5, 33)
+"""Bytes that rounding to float8 reads and writes for a value in bf16, with its scale: two passes of a fused kernel; one
+operation after the other, with values in fp32 between them."""
+_RESTORING_BYTES = {"nf4": 31, "int8": 11}
+"""Bytes that one operation after the other reads and writes for each value of a quantised weight that it restores in
+bf16. In caches, only codes are read and values written."""
+_RESTORING_KERNELS = {"nf4": 10, "int8": 4}
+"""Kernels that restore a part of a quantised weight."""
+_ADAPTED = (1.5, 3.5)
+"""Values that adapters read and write in a forward pass for each input and output of their layers: inputs once, outputs
+twice if results are added at once, and six times in separate operations."""
+_LAYER_KERNELS, _ADAPTED_KERNELS = 40, 28
+"""Kernels of a layer's pass, and those of adapters of its seven linear layers."""
 
 
 class Range(NamedTuple):
@@ -43,6 +57,11 @@ class Range(NamedTuple):
     def over(self, rate: float, parts: tuple[float, float]) -> "Range":
         """Return the seconds of an amount at a rate of which the lowest and the highest part are reached."""
         return Range(self.least / (rate * parts[1]), self.most / (rate * parts[0]))
+
+
+def total(*ranges: Range) -> Range:
+    """Return the range of a sum."""
+    return Range(sum(one.least for one in ranges), sum(one.most for one in ranges))
 
 
 class AttentionWork(NamedTuple):
@@ -98,6 +117,21 @@ def matrix_flops(spec: JobSpec, plan: Plan) -> float:
     return 2.0 * tokens_of(spec, plan) * (layers * (passes + repeated(spec, shape).products) + head * passes)
 
 
+def float8_values(spec: JobSpec, shape: ModelShape) -> int:
+    """Return the weights of a worker's linear layers that compute in float8, with all of their three products."""
+    if spec.strategy.float8 is None:
+        return 0
+    if shape.float8 is not None:
+        return shape.float8.values
+    return shape.layers * sum(inputs * outputs for inputs, outputs in shape.linear_layers.values())
+
+
+def float8_flops(spec: JobSpec, plan: Plan) -> float:
+    """Return those of the FLOPs of matrix products that are computed in float8."""
+    shape = _of_worker(plan)
+    return 2.0 * tokens_of(spec, plan) * float8_values(spec, shape) * (3 + repeated(spec, shape).products)
+
+
 def attention_flops(spec: JobSpec, plan: Plan) -> AttentionWork:
     """Return the FLOPs of attention in a micro-batch, by the kernels that the spec may get."""
     shape = _of_worker(plan)
@@ -123,7 +157,56 @@ def memory_bytes(spec: JobSpec, plan: Plan) -> Range:
     most = (fused + separate) / 2 if spec.model.compile else separate
     layers = Range(fused, most).times(float(value * passes * shape.layers * tokens))
     logits = Range(*_LOGIT_BYTES).times(float(shape.outputs * (1 if shape.pools else tokens)))
-    return layers.plus(logits).plus(Range(*_COPY_BYTES).times(float(shape.parameters)))
+    copied = shape.parameters * _gathered_bytes(spec, shape) / (value * shape.parameters)
+    parts = (layers, logits, Range(*_COPY_BYTES).times(copied), _rounding(spec, plan), restoring_bytes(spec, plan))
+    adapted = 0.0 if spec.model.lora is None else (shape.adapters or 0) / spec.model.lora.r
+    return total(*parts, Range(*_ADAPTED).times(value * passes * tokens * adapted))
+
+
+def _rounding(spec: JobSpec, plan: Plan) -> Range:
+    """Return the bytes that rounding to float8 reads and writes: of each product's two operands."""
+    shape = _of_worker(plan)
+    if not (weights := float8_values(spec, shape)):
+        return Range(0.0, 0.0)
+    inputs, outputs = map(sum, zip(*shape.linear_layers.values(), strict=True))
+    values = tokens_of(spec, plan) * shape.layers * (inputs * (2 + repeated(spec, shape).products) + 2 * outputs)
+    fused, separate = _ROUNDING_BYTES
+    return Range(fused, (fused + separate) / 2 if spec.model.compile else separate).times(float(values + 2 * weights))
+
+
+def restoring_bytes(spec: JobSpec, plan: Plan) -> Range:
+    """Return the bytes that quantised weights read and write while they are restored: in each pass of a micro-batch."""
+    shape, kind = _of_worker(plan), spec.model.quantize_base
+    if kind is None or shape.quantized is None:
+        return Range(0.0, 0.0)
+    least = shape.quantized.bytes / shape.quantized.values + DTYPE_BYTES[spec.strategy.param_dtype]
+    return Range(least, _RESTORING_BYTES[kind]).times(_restored(spec, shape))
+
+
+def started_layers(spec: JobSpec, plan: Plan) -> float:
+    """Return the passes through a layer in a micro-batch whose kernels a core starts; those of others are converted."""
+    shape, lora, kind = plan.shape, spec.model.lora, spec.model.quantize_base
+    passes = shape.layers * (3 + repeated(spec, shape).rest)
+    adapted = 0.0 if lora is None else passes * _ADAPTED_KERNELS / _LAYER_KERNELS
+    if kind is None:
+        return passes + adapted
+    parts = _restored(spec, shape) / RESTORED_AT_ONCE
+    return passes + adapted + parts * _RESTORING_KERNELS[kind] / _LAYER_KERNELS
+
+
+def _restored(spec: JobSpec, shape: ModelShape) -> float:
+    """Return the values of quantised weights that a micro-batch restores."""
+    return 0.0 if shape.quantized is None else shape.quantized.values * (2 + repeated(spec, shape).rest)
+
+
+def _gathered_bytes(spec: JobSpec, shape: ModelShape) -> float:
+    """Return the bytes of all parameters as they are gathered."""
+    value, quantized = DTYPE_BYTES[spec.strategy.param_dtype], shape.quantized
+    whole = value * shape.parameters
+    if quantized is not None:
+        return whole - value * quantized.values + quantized.bytes
+    # Only scales of whole tensors are known before the gather.
+    return whole - (value - 1) * float8_values(spec, shape) * (spec.strategy.float8 == "tensorwise")
 
 
 def update_bytes(spec: JobSpec, plan: Plan) -> Range:
@@ -135,9 +218,10 @@ def update_bytes(spec: JobSpec, plan: Plan) -> Range:
 def host_bytes(spec: JobSpec, plan: Plan) -> Range:
     """Return the bytes that a micro-batch moves between a worker's GPU and the memory of its host."""
     shape, found = _of_worker(plan), 0.0
-    master, value = DTYPE_BYTES[spec.model.master_dtype], DTYPE_BYTES[spec.strategy.param_dtype]
+    value = DTYPE_BYTES[spec.strategy.param_dtype]
     if spec.strategy.offload_policy is True:
-        found += (master * _gathers(spec) * shape.parameters + trained_bytes(spec) * shape.trained) / plan.mesh.fsdp
+        held = sum(term.bytes for term in plan.memory if term.name in ("parameters", FROZEN))
+        found += _gathers(spec) * held + trained_bytes(spec) * shape.trained / plan.mesh.fsdp
     if spec.model.gradient_checkpointing == "offload":
         found += 2.0 * value * tokens_of(spec, plan) * shape.hidden * shape.layers
     return Range(found, found)
@@ -158,7 +242,7 @@ def exchanges(spec: JobSpec, plan: Plan) -> tuple[Exchange, ...]:
     gradients = reduced * shape.trained / (plan.batch.accumulation if spec.strategy.gradient_sync == "last" else 1)
     passes = 2 + repeated(spec, shape).rest
     sizes = {
-        "fsdp": value * _gathers(spec) * shape.parameters + gradients,
+        "fsdp": _gathers(spec) * _gathered_bytes(spec, shape) + gradients,
         # An all-reduce sends each value twice.
         "ddp": 2.0 * gradients / mesh.fsdp,
         "sp": 2.0 * value * passes * tokens * (shape.heads + shape.kv_heads) * shape.head_dim * shape.layers,

@@ -41,6 +41,10 @@ class ComputeBytes:
     """Bytes of a logit."""
 
 
+RESTORED_AT_ONCE = 2**22
+"""Values of a quantised weight that are restored at once, so that tensors of the steps stay small."""
+
+
 @dataclass(frozen=True)
 class QuantizedWeights:
     """Frozen weights that are stored as codes and scales, `model.quantize_base`."""

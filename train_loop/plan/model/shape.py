@@ -70,15 +70,16 @@ class ModelShape:
         """Return the sizes with `model.lora` and `model.quantize_base`, estimated for layers of a dense decoder."""
         if (lora := model.lora) is None:
             return self
-        linear = self._linear_layers()
+        linear = self.linear_layers
         names = linear.keys() & _last_parts(() if lora.target_modules == ALL_LINEAR else lora.target_modules)
         each = sum(sum(linear[name]) for name in names or linear)
         layers = self.layers if lora.layers is None else len(set(lora.layers))
         frozen = [linear[name] for name in linear.keys() - _last_parts(lora.modules_to_save)]
         return replace(self, adapters=lora.r * each * layers, quantized=self._quantized(frozen, model.quantize_base))
 
-    def _linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of the linear layers of a decoder layer."""
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of the linear layers of a dense decoder's layer."""
         query, key, inner = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
         of_attention = {
             "q_proj": (self.hidden, query),

@@ -1,6 +1,7 @@
 """MFU: FLOPs per token, and the peak FLOP/s of a device."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.builders.specs import TINY
 from train_loop.loop.build import count_flops
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.lora.adapters import inject_adapters
+from train_loop.model.quantize import quantize_layers
+from train_loop.spec import LoraSpec
 from train_loop.telemetry.flops import Flops, RowFlops, peak_flops
 
 
@@ -80,3 +84,20 @@ def test_flops_cover_the_whole_model(sizes: dict[str, int]) -> None:
     flops = count_flops(CAUSAL.anatomy(model), sequence_length=32, dtype="fp32", device="cpu")
     assert flops.parameters == sum(p.numel() for p in model.parameters())
     assert (flops.layers, flops.attention_width, flops.device) == (2, 4 * sizes.get("head_dim", 8), "cpu")
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_flops_of_adapters_have_no_gradients_of_frozen_weights(kind: Literal["nf4"] | None) -> None:
+    """A quantised weight counts with its values, and not with its codes."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY | sizes))
+    frozen = sum(p.numel() for p in model.parameters())
+    anatomy = CAUSAL.anatomy(model)
+    inject_adapters(anatomy, LoraSpec(r=4))
+    adapters = sum(p.numel() for p in model.parameters()) - frozen
+    if kind is not None:
+        quantize_layers(anatomy, anatomy.layers, kind)
+    flops = count_flops(anatomy, sequence_length=32, dtype="fp32", device="cpu")
+    attention = 12 * flops.layers * flops.attention_width * 32
+    assert flops.per_token == 4 * frozen + 6 * adapters + attention

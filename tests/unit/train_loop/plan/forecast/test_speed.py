@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.builders.specs import TINY, code_spec, raw_spec
 from train_loop.plan import ModelShape, Plan, device_named, outlook_on, plan_job, read_shape, throughput_on
-from train_loop.plan.forecast.work import Range
+from train_loop.plan.forecast.work import Range, exchanges, matrix_flops, restoring_bytes
 from train_loop.spec import JobSpec, parse
 
 DATA = json.loads(Path("tests/fixtures/published_steps.json").read_text())
@@ -21,6 +21,7 @@ def planned(**step: Any) -> tuple[JobSpec, Plan]:
     """Return spec and plan of a step with the fields of the table."""
     config = MODELS[step["model"]]
     rows, gpus, times = step["rows"], step["gpus"], step.get("accumulation", 1)
+    adapters = {"lora": {"r": step["lora"]}, "quantize_base": step.get("quantize_base")} if "lora" in step else {}
     job = parse(
         raw_spec(
             model={
@@ -30,14 +31,15 @@ def planned(**step: Any) -> tuple[JobSpec, Plan]:
                 "gradient_checkpointing": step["recompute"],
                 "compile": step.get("compile", False),
                 "attn_implementation": step.get("attention", "auto"),
-            },
+            }
+            | adapters,
             data={"sequence_length": step["length"], "packing": step.get("packing", False)},
             training={"per_device_train_batch_size": rows, "gradient_accumulation_steps": times},
             strategy={"offload_policy": step.get("offload", False)} | step.get("strategy", {}),
             scaling={"num_workers": gpus, "resources_per_worker": {"CPU": 12.0, "GPU": 1.0}},
         )
     )
-    return job, plan_job(job, read_shape(config))
+    return job, plan_job(job, read_shape(config).adapted(job.model))
 
 
 def interval(step: dict[str, Any]) -> Range:
@@ -88,6 +90,58 @@ def test_budget_is_between_a_plain_step_and_full_recomputation() -> None:
     assert "torch.compile repeats 50% of each layer's forward pass" in found[1].assumptions
     sizes = [plan.memory_bytes for _, plan in jobs]
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+EIGHT_B = {"model": "llama-3-8b", "gpus": 1, "length": 4096, "rows": 2, "recompute": "none", "master": "bf16"}
+
+
+def test_step_of_adapters_has_no_gradients_of_frozen_weights() -> None:
+    """4 FLOPs for a frozen weight and token, outputs and gradients of inputs, and 6 for a weight of adapters."""
+    job, plan = planned(**EIGHT_B, lora=16)
+    tokens, adapters = 2 * 4096, plan.shape.trained
+    frozen = plan.shape.parameters - adapters - plan.shape.vocab * plan.shape.hidden
+    assert matrix_flops(job, plan) == pytest.approx(tokens * (4 * frozen + 6 * adapters), rel=1e-3)
+    full = matrix_flops(*planned(**EIGHT_B))
+    assert full == pytest.approx(tokens * 6 * frozen, rel=1e-3)
+
+
+def test_quantised_weights_are_restored_in_each_pass() -> None:
+    device, found = device_named("h200"), {}
+    for kind in (None, "int8", "nf4"):
+        job, plan = planned(**EIGHT_B, lora=16, quantize_base=kind)
+        found[kind] = throughput_on(job, plan, device)
+        if kind is not None:
+            assert plan.shape.quantized is not None
+            # Forward and backward; with recomputation once more.
+            moved = restoring_bytes(job, plan)
+            assert moved.most == 2 * {"nf4": 31, "int8": 11}[kind] * plan.shape.quantized.values
+            again = restoring_bytes(*planned(**EIGHT_B | {"recompute": "full"}, lora=16, quantize_base=kind))
+            assert again.most == pytest.approx(1.5 * moved.most)
+    slowest = [one.step_seconds.most for one in found.values() if one is not None]
+    assert slowest == sorted(slowest)
+    assert found["nf4"] is not None
+    assert "no measured run of quantised weights has been compared" in " ".join(found["nf4"].assumptions)
+    # FSDP2 gathers codes.
+    sent = [exchanges(*planned(**EIGHT_B | {"gpus": 2}, lora=16, quantize_base=kind))[0].size for kind in (None, "nf4")]
+    assert sent[1] < 0.4 * sent[0]
+
+
+@pytest.mark.parametrize(("chosen", "gathers_less"), [("tensorwise", True), ("rowwise", False)])
+def test_float8_shortens_products_and_rounds_operands(chosen: str, gathers_less: bool) -> None:
+    step, found = {"model": "llama-3-8b", "gpus": 8, "length": 8192, "rows": 2, "recompute": "none"}, []
+    for float8 in (None, chosen):
+        job, plan = planned(**step, strategy={"float8": float8})
+        speed = throughput_on(job, plan, device_named("h100-80g"))
+        assert speed is not None
+        found.append({part.name: part.seconds for part in speed.parts})
+    plain, small = found
+    head = plan.shape.vocab * plan.shape.hidden
+    inside = (plan.shape.parameters - 2 * head) / (plan.shape.parameters - head)
+    assert small["matrix_products"].least / plain["matrix_products"].least == pytest.approx(1 - inside / 2, rel=1e-3)
+    assert small["memory_traffic"].least > plain["memory_traffic"].least
+    assert (small["exchange_of_parameters"].most < plain["exchange_of_parameters"].most) is gathers_less
+    reason = outlook_on(job, plan, device_named("a100-80g")).no_throughput
+    assert reason == "throughput is not estimated: A100 80GB SXM has no kernels in float8; remove float8"
 
 
 LLAMA = {"model": "llama-2-70b", "gpus": 8, "length": 4096, "rows": 1, "recompute": "full"}
