@@ -263,7 +263,9 @@ def default_of(target: str) -> JsonValue:
     # An optional part is a union with None.
     fields = next((one for one in get_args(fields) if one is not NoneType), fields)
     for name in names[:-1]:
-        fields = type(fields.model_fields[name].default)
+        inner = fields.model_fields[name]
+        optional = next((one for one in get_args(inner.annotation) if one is not NoneType), None)
+        fields = optional if inner.default is None else type(inner.default)
     default: Any = fields.model_fields[names[-1]].get_default() if names[-1] in fields.model_fields else None
     return _UNSET.get(target, None if default is PydanticUndefined else default)
 

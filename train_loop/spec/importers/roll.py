@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import JsonValue
+
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers.draft import LOOP, Draft, Drop, pointer_of
+from train_loop.spec.importers.parts import drop_unused, read_adapters, read_warmup
 from train_loop.spec.importers.references import Read, compose, resolve
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.roll_data import read_data, read_length
-from train_loop.spec.importers.roll_fields import DEFAULTS, PIPELINE, WORKER
+from train_loop.spec.importers.roll_fields import ADAPTERS, DEFAULTS, PIPELINE, WORKER
 from train_loop.spec.importers.roll_infer import keep_inference
-from train_loop.spec.importers.schedules import drop_unused, read_warmup
 from train_loop.spec.importers.values import (
     devices,
     dtype,
@@ -64,6 +66,7 @@ def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[
     _mesh(draft, f"{chosen}.strategy_args.strategy_config", _workers(draft, chosen))
     if trains:
         _memory(draft, f"{chosen}.strategy_args.strategy_config")
+        _adapters(draft, f"{chosen}.model_args")
         _training(draft, chosen, is_sft=role == "sft_train")
         read_data(draft, chosen, is_sft=role == "sft_train")
         _objective(draft, chosen, role)
@@ -148,6 +151,16 @@ def _workers(draft: Draft, worker: str) -> int | None:
     draft.write(field, "scaling.num_workers", count, reason="Ray chooses the devices")
     draft.leave(f"{worker}.world_size", "device_mapping decides")
     return count
+
+
+def _adapters(draft: Draft, arguments: str) -> None:
+    """Translate adapters, which ROLL trains if there are targets."""
+    if not draft.get(f"{arguments}.lora_target"):
+        return
+    rank = number(draft.get(f"{arguments}.lora_rank", 8))
+    defaults: dict[str, JsonValue] = {"r": 8, "alpha": 2 * rank if isinstance(rank, int) else 16, "dropout": 0.0}
+    read_adapters(draft, {name: f"{arguments}.{field}" for name, field in ADAPTERS.items()}, defaults, tool=TOOL)
+    draft.leave(f"{arguments}.freeze_module_prefix", "with adapters, ROLL freezes all other weights without it")
 
 
 def _mesh(draft: Draft, config: str, world: int | None) -> None:

@@ -12,7 +12,7 @@ from train_loop.spec.importers.values import attention, dtype, frozen, head, nam
 _RUN = unneeded("the service chooses the run directory")
 _RAY = unneeded("the service runs on its own Ray cluster")
 _OPERATOR = unneeded("the operator chooses trackers (TRAINSHED_SINKS)")
-_LORA = Drop("all weights are trained: adapters are not imported yet; set model.lora", numbers=True)
+_LORA = unneeded("the worker trains no adapters: they need lora_target")
 _ROLLOUT = Drop("rollouts and rewards are not part of a training job", Outcome.NOT_IMPORTED)
 _PIXELS = Drop("images are not supported", numbers=True)
 _DYNAMIC = Drop("micro-batches have a fixed number of sequences; use data.packing")
@@ -68,7 +68,7 @@ WORKER: dict[str, Rule] = {
     "model_args.model_config_kwargs.*": Drop("the folder's own config.json is used", numbers=True),
     "model_args.model_config_kwargs": Drop("the folder's own config.json is used", numbers=True),
     "model_args.freeze_module_prefix": Take("model.freeze_module_prefix", frozen),
-    "model_args.adapter_name_or_path": _LORA,
+    "model_args.adapter_name_or_path": Drop("set model.adapter to a folder of adapters", numbers=True),
     "model_args.additional_target": _LORA,
     "model_args.autocast_adapter_dtype": unneeded("adapters are always fp32 between steps"),
     "model_args.lora_alpha": _LORA,
@@ -166,6 +166,15 @@ WORKER: dict[str, Rule] = {
     )},
 }  # fmt: skip
 """Fields of a worker."""
+
+ADAPTERS = {
+    "r": "lora_rank",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "lora_target",
+    "modules_to_save": "additional_target",
+}
+"""Fields of a worker's `model_args` by field of `model.lora`."""
 
 DEFAULTS: dict[str, tuple[str, JsonValue]] = {
     "training_args.learning_rate": ("training.learning_rate", 5e-5),

@@ -7,9 +7,9 @@ from pydantic import JsonValue
 
 from train_loop.spec.importers.draft import Draft, Drop
 from train_loop.spec.importers.fsdp import read_fsdp, sharding_name, write_sharding
+from train_loop.spec.importers.parts import drop_unused, read_adapters, read_warmup
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.schedules import drop_unused, read_warmup
-from train_loop.spec.importers.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
+from train_loop.spec.importers.transformers_fields import ADAPTERS, DEFAULTS, DISTRIBUTED, RULES
 from train_loop.spec.importers.values import flag, number, schedule_options
 
 TOOL = "TrainingArguments"
@@ -37,6 +37,7 @@ def read_training_arguments(data: Mapping[str, Any]) -> Draft:
     _evaluation(draft)
     _checkpoints(draft)
     _sharding(draft)
+    _adapters(draft)
     _loop(draft)
     for old, new in (("gradient_checkpointing", "activation_checkpointing"),):
         draft.apply({name: RULES[name] for name in (old, new)})
@@ -147,6 +148,19 @@ def _best(draft: Draft) -> None:
     if isinstance(evaluated, int) and isinstance(saved, int) and saved % evaluated:
         reason = "checkpoints are compared after evaluations: every_steps becomes a multiple of eval_steps"
         draft.write("save_steps", "checkpoint.every_steps", max(saved // evaluated, 1) * evaluated, reason=reason)
+
+
+def _adapters(draft: Draft) -> None:
+    """Translate the adapters of TRL, whose files have the fields of its ModelConfig beside these."""
+    if not flag(draft.get("use_peft", False)):
+        return
+    draft.note("use_peft", Outcome.NOT_NEEDED, reason="model.lora")
+    read_adapters(draft, ADAPTERS, {"r": 16, "alpha": 32, "dropout": 0.05}, tool="TRL")
+    bits = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
+    for field, kind in bits.items():
+        if flag(draft.get(field, False)):
+            reason = "other scales than those of bitsandbytes: weights differ by a few percent"
+            draft.write(field, "model.quantize_base", kind, reason=reason, numbers=True)
 
 
 def _sharding(draft: Draft) -> None:

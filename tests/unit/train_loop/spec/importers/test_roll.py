@@ -15,7 +15,7 @@ from tests.unit.train_loop.spec.importers.cases import (
     mesh_of,
     unreported,
 )
-from train_loop.spec import InferJobSpec, SpecError, parse_any
+from train_loop.spec import InferJobSpec, LoraSpec, SpecError, parse_any
 from train_loop.spec.importers import Outcome
 from train_loop.spec.importers.references import compose, resolve
 
@@ -187,9 +187,43 @@ def test_gradients_and_optimizer_states_are_where_roll_has_them() -> None:
     assert fates(half)[field] == (Outcome.NOT_SUPPORTED, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "lora"),
+    [
+        ({"lora_target": "all"}, {"r": 8, "alpha": 16}),
+        ({"lora_target": "all-linear", "lora_rank": 32, "lora_dropout": 0.1}, {"r": 32, "alpha": 64, "dropout": 0.1}),
+        (
+            {"lora_target": "q_proj, v_proj", "lora_rank": 4, "lora_alpha": 4, "additional_target": "lm_head"},
+            {"r": 4, "alpha": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ("lm_head",)},
+        ),
+    ],
+)
+def test_adapters_become_model_lora(given: dict[str, Any], lora: dict[str, Any]) -> None:
+    found = imported(block(model_args={**given, "freeze_module_prefix": "model.embed_tokens"}))
+    assert job(found).model.lora == LoraSpec(**lora)
+    # ROLL freezes by prefix only if it trains whole weights.
+    assert job(found).model.freeze_module_prefix == ()
+    assert fates(found)["sft_train.model_args.lora_target"][1] == "model.lora.target_modules"
+
+
+def test_adapters_need_targets_in_names() -> None:
+    pattern = imported(block(model_args={"lora_target": r".*(q|v)_proj$", "lora_rank": 4}))
+    assert "model.lora.target_modules" in {row.target for row in pattern.needed}
+    without = imported(block(model_args={"lora_rank": 4, "lora_alpha": 8}))
+    assert job(without).model.lora is None
+    assert fates(without)["sft_train.model_args.lora_rank"] == (Outcome.NOT_NEEDED, None)
+
+
+def test_public_example_with_adapters_trains_them() -> None:
+    name = next(one for one in FILES if "rlvr_lora" in one)
+    lora = job(imported(FILES[name])).model.lora
+    assert lora is not None
+    assert (lora.r, lora.alpha, lora.target_modules) == (32, 32, ("o_proj", "q_proj", "k_proj", "v_proj"))
+
+
 def test_fields_that_a_job_lacks_are_reported_and_marked() -> None:
     raw = block(
-        model_args={"lora_target": "all-linear", "lora_rank": 32},
+        model_args={"adapter_name_or_path": "/adapters"},
         training_args={"weight_decay": 0.1, "warmup_ratio": 0.1, "lr_scheduler_type": "greedy", "max_steps": 7},
         infer_batch_size=2,
         typo_in_worker=1,
@@ -197,7 +231,7 @@ def test_fields_that_a_job_lacks_are_reported_and_marked() -> None:
     raw["typo_at_root"] = 3
     found = imported(raw)
     assert marked(found) >= {
-        "sft_train.model_args.lora_target",
+        "sft_train.model_args.adapter_name_or_path",
         "sft_train.training_args.lr_scheduler_type",
         "sft_train.typo_in_worker",
         "typo_at_root",

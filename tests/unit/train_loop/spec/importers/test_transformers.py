@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.train_loop.spec.importers.cases import fates, imported, job, marked, unreported
-from train_loop.spec import SpecError
+from train_loop.spec import LoraSpec, SpecError
 from train_loop.spec.importers import Outcome
 from train_loop.spec.importers.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
 
@@ -45,6 +45,21 @@ def _default(value: ast.expr | None) -> Any:
 @pytest.fixture(scope="module")
 def arguments() -> Mapping[str, Any]:
     return fields_of("transformers/training_args.py", "TrainingArguments")
+
+
+def test_adapters_of_trl_become_model_lora() -> None:
+    trl = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"], "use_rslora": True}
+    found = imported(LEAST | trl | {"load_in_4bit": True, "lora_task_type": "CAUSAL_LM"})
+    model = job(found).model
+    assert model.lora == LoraSpec(r=8, alpha=32, dropout=0.05, target_modules=("q_proj", "v_proj"), use_rslora=True)
+    assert model.quantize_base == "nf4"
+    assert "load_in_4bit" in marked(found)
+    every = imported(LEAST | {"use_peft": True})
+    assert "model.lora.target_modules" in {row.target for row in every.needed}
+    off = imported(LEAST | {"use_peft": False, "lora_r": 8, "load_in_4bit": True})
+    assert (job(off).model.lora, job(off).model.quantize_base) == (None, None)
+    assert fates(off)["lora_r"] == (Outcome.NOT_NEEDED, None)
+    assert "load_in_4bit" in marked(off)
 
 
 def test_every_field_of_training_arguments_is_known(arguments: Mapping[str, Any]) -> None:

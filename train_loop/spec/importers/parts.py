@@ -1,12 +1,28 @@
-"""Warm-up and optimizer options, whose meaning depends on other fields."""
+"""Parts of a spec that several fields decide together: warm-up, options of optimizers, adapters."""
 
 from collections.abc import Mapping
+from typing import Any
+
+from pydantic import JsonValue
 
 from train_loop.spec.importers.draft import Draft, Drop, put
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import number
+from train_loop.spec.importers.values import flag, names, number
+from train_loop.spec.model import ALL_LINEAR
 from train_loop.spec.optimizer import OPTIMIZER_OPTIONS, SCHEDULE_FREE
 from train_loop.spec.schedule import PLATEAU
+
+_EVERY = ("all", ALL_LINEAR)
+_PATTERN = frozenset("*$|(^\\[")
+_CONVERT = {
+    "r": number,
+    "alpha": number,
+    "dropout": number,
+    "target_parameters": names,
+    "modules_to_save": names,
+    "use_rslora": flag,
+    "use_dora": flag,
+}
 
 
 def read_warmup(draft: Draft, steps: str, ratio: str) -> None:
@@ -67,3 +83,30 @@ def _remove(draft: Draft, name: str, reason: str) -> None:
         )
         for row in draft.rows
     ]  # fmt: skip
+
+
+def read_adapters(draft: Draft, fields: Mapping[str, str], defaults: Mapping[str, JsonValue], *, tool: str) -> None:
+    """Write `model.lora` from the fields of a tool, by field of `model.lora`, and from the tool's own defaults."""
+    _targets(draft, fields["target_modules"], tool=tool)
+    for name, convert in _CONVERT.items():
+        if name not in fields:
+            continue
+        draft.take(fields[name], f"model.lora.{name}", convert)
+        if name in defaults:
+            draft.assume(fields[name], f"model.lora.{name}", defaults[name], tool=tool)
+
+
+def _targets(draft: Draft, field: str, *, tool: str) -> None:
+    """Write the modules with adapters; a pattern of names is left to the user."""
+    target, value = "model.lora.target_modules", draft.get(field)
+    written: Any = names(value)
+    written = [written] if isinstance(written, str) else written
+    if not isinstance(written, list) or not written:
+        reason = f"{tool} chooses the modules by the model's type; name those that get adapters"
+        draft.need(target, ALL_LINEAR, reason, field=field if draft.has(field) else "")
+    elif any(one in _EVERY for one in written):
+        draft.write(field, target, ALL_LINEAR)
+    elif any(_PATTERN & set(str(one)) for one in written):
+        draft.need(target, ALL_LINEAR, "a pattern of names; write the last parts of the modules' names", field=field)
+    else:
+        draft.write(field, target, written)
