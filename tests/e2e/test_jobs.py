@@ -20,10 +20,13 @@ from pydantic import JsonValue
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayJobs
 from service.adapters.ray.session import RayAddress
-from service.api.schemas import ExaminationOut, JobOut, ReasonOut
+from service.api.schemas import ExaminationOut, ExportIn, ExportOut, JobOut, ReasonOut
 from service.domain.doctor.finding import Verdict
 from service.domain.doctor.measurements import Reachability
 from service.domain.jobs.job import JobState
+from tests.support.adapters import ROWS as ADAPTER_ROWS
+from tests.support.adapters import STEPS as ADAPTER_STEPS
+from tests.support.adapters import adapters_job, outputs
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.searches import drawn
 from tests.support.builders.sinks import shown
@@ -36,7 +39,7 @@ from tests.support.servers.live import LiveService
 from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.text_heads import TEXT_HEADS
 from tests.support.turns import turns
-from tests.support.waiting import wait_for
+from tests.support.waiting import SERVICE_PAUSE, wait_for
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.data.read_results import read_rows
 from train_loop.run_dir import local_path
@@ -49,6 +52,7 @@ in_turn = turns(
     [
         *("conversations", "oom", "memory", "layers shared", "fewer layers shared", "other tool", "mixture", "clone"),
         *("link", "own code", "head", "short data", "weights of a job", "inference killed"),
+        "adapters",
     ],
     5,
 )
@@ -460,6 +464,59 @@ def test_published_mixture_keeps_every_sample_through_a_kill_and_other_layouts(s
     exported = Job(service.client, service.client.job(job_id)).export(dtype="fp32", timeout=240)
     assert exported.path is not None
     assert loss_of_export(local_path(exported.path), folder) == pytest.approx(lines[-1]["eval_loss"], rel=1e-5)
+
+
+@in_turn("adapters")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads a deprecated property
+def test_adapters_survive_a_kill_and_a_resize_and_load_in_peft_and_transformers(service: LiveService) -> None:
+    base = service.home / "data" / "llama"
+    spec = adapters_job(base)
+    job_id = service.client.submit(dump(spec)).id
+    service.hold(job_id, 3)
+    service.wait_for_step(job_id, 3)
+    psutil.Process(service.events(job_id, "training_started")[-1]["workers"][1]["pid"]).kill()
+    wait_for(lambda: service.events(job_id, "training_started")[1:], "a restart")
+    service.hold(job_id, 6)
+    service.wait_for_step(job_id, 6)
+    service.client.resume(job_id, scaling=spec.scaling.model_copy(update={"num_workers": 1}))
+    wait_for(lambda: service.run_dir(job_id).stop(attempt=1), "the request in the run directory")
+    service.hold(job_id, None)
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert [(one.result, one.workers) for one in job.attempts] == [("resized", 2), ("succeeded", 1)]
+    assert service.events(job_id, "training_started")[1]["resumed_from"] == 2
+    audit = service.client.audit_job(job_id)
+    assert (audit.clean, audit.steps, audit.samples) == (True, ADAPTER_STEPS, ADAPTER_ROWS)
+    assert [one.step for one in service.client.checkpoints(job_id).data] == [ADAPTER_STEPS]
+
+    wishes = {form: ExportIn(dtype="fp32", form=form) for form in ("adapter", "merged")}
+    for wish in wishes.values():
+        service.client.export(job_id, ADAPTER_STEPS, wish)
+
+    def exported(form: str) -> ExportOut | None:
+        status = service.client.exported(job_id, ADAPTER_STEPS, wishes[form])
+        assert status.state != "failed", status.reason
+        return status if status.state == "done" else None
+
+    folder = local_path(wait_for(lambda: exported("adapter"), "the adapters", pause=SERVICE_PAUSE).path)
+    # So small a rate changes nothing: the run has the adapters of the folder.
+    training = {"learning_rate": 1e-30, "num_train_epochs": None, "max_steps": 1}
+    parts = {"model": {"lora": None, "adapter": folder.as_uri()}, "training": training}
+    again = service.client.submit(dump(override(spec, parts))).id
+    merged = wait_for(lambda: exported("merged"), "the merged model", pause=SERVICE_PAUSE)
+    whole, with_adapters = local_path(merged.path), outputs(base, folder)
+    torch.testing.assert_close(outputs(whole), with_adapters, rtol=1e-5, atol=1e-5)
+    assert (outputs(base) - with_adapters).abs().max() > 1e-2
+    events = {line["form"]: line for line in service.events(job_id, "exported")}
+    assert {form: line["folder"] for form, line in events.items()} == {"adapter": str(folder), "merged": str(whole)}
+    assert events["merged"]["difference"] == merged.difference
+    assert merged.difference is not None
+    assert merged.difference < 1e-5
+    service.wait_for_state(again, JobState.SUCCEEDED)
+    before = load_checkpoint(service.run_dir(job_id).root, ADAPTER_STEPS)["model"]
+    after = load_checkpoint(service.run_dir(again).root, 1)["model"]
+    assert all("lora_" in name for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(after[name], value, rtol=0, atol=1e-20) for name, value in before.items())
 
 
 @in_turn("clone")
