@@ -122,11 +122,12 @@ def test_adapters_of_a_quantised_base_are_added_to_its_restored_weights(call_ran
     exact = model.merge_and_unload().state_dict()
     assert all(torch.equal(value, exact[name]) for name, value in found.state_dict().items() if "q_proj" not in name)
     assert (logits(found) - logits(with_peft(base, run_dir.exports.folder(STEPS, ADAPTER)))).abs().max() > 1e-4
-    wish = ExportWish(dtype="fp32", form="dequantized")
-    assert (
-        "quantised-base, rounded to int8 and restored"
-        in (run_dir.exports.folder(STEPS, wish) / "README.md").read_text()
-    )
+    readmes = {
+        form: (run_dir.exports.folder(STEPS, ExportWish(dtype="fp32", form=form)) / "README.md").read_text()
+        for form in ("adapter", "dequantized")
+    }
+    assert "quantised-base, rounded to int8 and restored" in readmes["dequantized"]
+    assert "The run computed with the base in int8" in readmes["adapter"]
 
 
 def test_average_of_adapters_on_random_weights_is_merged(call_ranks: CallRanks, home: Path) -> None:
@@ -139,6 +140,8 @@ def test_average_of_adapters_on_random_weights_is_merged(call_ranks: CallRanks, 
         for one in ("model", "ema")
     )
     assert (logits(plain) - logits(average)).abs().max() > 0
+    text = (export(run_dir, STEPS, ADAPTER) / "README.md").read_text()
+    assert "peft cannot load it, because no file has these weights: export with form merged" in text
 
 
 def test_changed_base_and_missing_form_are_refused(call_ranks: CallRanks, home: Path) -> None:

@@ -24,14 +24,20 @@ _ROOM = 1.5
 
 _ADAPTER = """# Adapters of step {step}
 
-LoRA with r={lora.r} and alpha={lora.alpha:g}, trained on {base}. peft loads it:
+LoRA with r={lora.r} and alpha={lora.alpha:g}, trained on {base}. {loading}
+"""
+_LOADING = """peft loads it:
 
 ```python
 from peft import PeftModel
 
-model = PeftModel.from_pretrained(base, "<this folder>")  # base: the model above, loaded with transformers
-```
-"""
+model = PeftModel.from_pretrained(base, "<this folder>")  # base: the model in that folder, loaded with transformers
+```"""
+_ROUNDED = """
+
+The run computed with the base in {kind} (`model.quantize_base`). Outputs on the weights of that folder differ by this
+rounding; an export with form dequantized has the model as it was trained."""
+_NO_BASE = "peft cannot load it, because no file has these weights: export with form {form} for a whole model."
 _MERGED = """# Merged model of step {step}
 
 The weights of {base}, with adapters (LoRA, r={lora.r}, alpha={lora.alpha:g}) added in fp32 and rounded once to {dtype}.
@@ -60,13 +66,17 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
             f"For a row of {_TOKENS} tokens, computed in fp32, its outputs differ from those of the model with "
             f"adapters by at most {found.largest:.3g}; the largest output is {found.of:.3g}."
         )
-    base = adapted.spec.model.path or f"random weights of training.seed {adapted.spec.training.seed}"
-    if wish.form == "dequantized":
-        base += f", rounded to {adapted.spec.model.quantize_base} and restored"
-    text = _MERGED if wish.form != "adapter" else _ADAPTER
-    write_durably(
-        folder / "README.md", text.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
-    )
+    path, kind = adapted.spec.model.path, adapted.spec.model.quantize_base
+    base = path or f"random weights of training.seed {adapted.spec.training.seed}"
+    if wish.form == "adapter":
+        rounded = "" if kind is None else _ROUNDED.format(kind=kind)
+        whole = "merged" if kind is None else "dequantized"
+        loading = _NO_BASE.format(form=whole) if path is None else _LOADING + rounded
+        text = _ADAPTER.format(step=step, base=base, lora=adapted.lora, loading=loading)
+    else:
+        base += "" if kind is None else f", rounded to {kind} and restored"
+        text = _MERGED.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
+    write_durably(folder / "README.md", text)
     return None if found is None else found.largest
 
 
