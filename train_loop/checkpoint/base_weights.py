@@ -7,7 +7,11 @@ from train_loop.run_dir import BaseWeights, Manifest
 def check_base(now: BaseWeights | None, manifest: Manifest) -> None:
     """Raise ModelError if a checkpoint's adapters belong to other frozen weights than those of this run."""
     then = manifest.base
-    if then == now or (then is not None and now is not None and then.sha256 == now.sha256):
+    if then == now:
+        return
+    if then is not None and now is not None and then.sha256 == now.sha256:
+        if (fault := other_quantization(manifest, now.quantized)) is not None:
+            raise ModelError(fault)
         return
     which = f"the checkpoint of step {manifest.step}"
     if then is None or now is None:
@@ -22,4 +26,16 @@ def check_base(now: BaseWeights | None, manifest: Manifest) -> None:
     raise ModelError(
         f"{which} has adapters for the weights of {then.path} with the SHA-256 {then.sha256[:12]}, and {now.path} now "
         f"has {now.sha256[:12]}; restore its files, or start a new run"
+    )
+
+
+def other_quantization(manifest: Manifest, quantize_base: str | None) -> str | None:
+    """Return why a run cannot continue the adapters of a checkpoint, if they belong to a base with other values."""
+    if manifest.base is None or manifest.base.quantized == quantize_base:
+        return None
+    then, now = (kind or "null" for kind in (manifest.base.quantized, quantize_base))
+    return (
+        f"the adapters of step {manifest.step} were trained with quantize_base={then}, and quantize_base={now} gives "
+        f"the frozen weights other values; keep quantize_base: {then}, or export the adapters and name their folder in "
+        "model.adapter, which begins a new run"
     )

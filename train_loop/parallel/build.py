@@ -84,7 +84,8 @@ def build_sharded(spec: JobSpec, mesh: Mesh, *, needs_weights: bool = True) -> S
         dtype = DTYPES[spec.strategy.param_dtype]
         if adapters is None:
             draw_adapters(model, lora, seed=spec.training.seed, dtype=dtype, device=mesh.device)
-        base = BaseWeights(path=spec.model.path, sha256=base_sha256(weight_files(spec.model), drawn))
+        sha256 = base_sha256(weight_files(spec.model), drawn)
+        base = BaseWeights(path=spec.model.path, sha256=sha256, quantized=spec.model.quantize_base)
     place_buffers(model, mesh.device)
     sharers = None if mesh.tp is None else mesh.tp.get_group()
     return ShardedModel(anatomy, timer, found.after_head, unused, sharers, base, float8)

@@ -4,6 +4,7 @@ import os
 
 from torch import nn
 
+from train_loop.checkpoint.base_weights import other_quantization
 from train_loop.checkpoint.export.tensors import CheckpointTensors, saved_shapes
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.optimizer_state import check_fits, read_optimizer_state, trained_shapes
@@ -35,6 +36,8 @@ def checkpoint_problems(anatomy: Anatomy, spec: ModelSpec, parent: Parent, point
             has, takes = ("adapters", "all weights") if adapted else ("all weights", "adapters")
             message = f"{which} has {has}, and this job trains {takes}; a clone must keep model.lora"
             return [Problem("/model/lora", message)]
+        if (fault := other_quantization(parent.manifest, spec.quantize_base)) is not None:
+            return [Problem("/model/quantize_base", fault)]
         saved = saved_shapes(folder)
         own = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad or not adapts}
     except OSError as error:

@@ -103,6 +103,8 @@ class BaseWeights(Format):
     """Folder of the model; None for random weights."""
     sha256: str
     """SHA-256 of the folder's config and weights, and of weights that were drawn."""
+    quantized: str | None = None
+    """`model.quantize_base`: how linear layers are stored, which changes their values."""
 
 
 class Manifest(Format):

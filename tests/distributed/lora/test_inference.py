@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH
+from tests.support.builders.small_runs import job_of as clone_of
 from tests.support.builders.small_runs import run as train
 from tests.support.builders.specs import infer_spec, may_read
 from tests.support.ranks.adapters import round_weights
@@ -80,6 +81,17 @@ def test_logprobs_are_those_of_peft_with_the_trained_adapters(
     )
     RunDir(tmp_path / "job").write_parent(parent)
     assert check_model(job_of(tmp_path, 1, quantized).run, may_read(f"file://{tmp_path}"), parent)[1] == []
+    other = None if quantized else "int8"
+    model = {"path": str(tmp_path / "base"), "config": None, "lora": LORA, "quantize_base": other}
+    clone = clone_of(tmp_path / "d.parquet", 1, model=model)
+    (problem,) = check_model(clone, may_read(f"file://{tmp_path}"), parent)[1]
+    then, now = quantized or "null", other or "null"
+    assert (problem.pointer, problem.message) == (
+        "/model/quantize_base",
+        f"the adapters of step 6 were trained with quantize_base={then}, and quantize_base={now} gives the frozen "
+        f"weights other values; keep quantize_base: {then}, or export the adapters and name their folder in "
+        "model.adapter, which begins a new run",
+    )
     call_ranks(workers, compute, tmp_path, quantized)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if quantized is not None:

@@ -85,7 +85,8 @@ class Adapted:
         model, drawn = self.spec.model, DrawnWeights()
         for name, value in drawn_weights(self.plain, self._absent, seed=self.spec.training.seed):
             drawn.add(name, value)
-        check_base(BaseWeights(path=model.path, sha256=base_sha256(weight_files(model), drawn)), manifest)
+        sha256 = base_sha256(weight_files(model), drawn)
+        check_base(BaseWeights(path=model.path, sha256=sha256, quantized=model.quantize_base), manifest)
 
     @cached_property
     def _absent(self) -> list[str]:

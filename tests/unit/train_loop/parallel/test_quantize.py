@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec, spec
+from train_loop.checkpoint.base_weights import check_base
+from train_loop.errors import ModelError
 from train_loop.model.folder import model_shape
 from train_loop.model.quantize import BLOCK, QuantizedLinear, quantise, restore
 from train_loop.plan import plan_job
 from train_loop.preflight.checks import check_model
-from train_loop.run_dir import ExportWish
+from train_loop.run_dir import BaseWeights, ExportWish, Manifest
 from train_loop.spec import SpecError, parse, parse_any
 from train_loop.spec.kinds.infer import InferModelSpec
 from train_loop.spec.kinds.model import model_of_job
@@ -145,6 +147,17 @@ def test_plan_has_the_units_of_quantised_layers() -> None:
         found[kind] = {one.module for one in shape.built.units}
     assert "Embedding" not in found[None]
     assert "Embedding" in found["nf4"]
+
+
+@pytest.mark.parametrize(("then", "now"), [("nf4", "int8"), (None, "nf4"), ("int8", None)])
+def test_worker_refuses_adapters_of_another_quantisation(then: str | None, now: str | None) -> None:
+    base = BaseWeights(path="/m", sha256="a", quantized=then)
+    manifest = Manifest.model_construct(step=5, base=base)  # type: ignore[call-arg]
+    check_base(BaseWeights(path="/elsewhere", sha256="a", quantized=then), manifest)
+    with pytest.raises(
+        ModelError, match=f"trained with quantize_base={then or 'null'}, and quantize_base={now or 'null'}"
+    ):
+        check_base(BaseWeights(path="/m", sha256="a", quantized=now), manifest)
 
 
 @pytest.mark.parametrize(
