@@ -140,3 +140,16 @@ def test_runs_and_resizes_keep_the_quantised_weights_and_save_adapters_only(call
     assert built["parameters"] - built["trained_parameters"] == sum(
         value.numel() for value in load_file(home / "base" / "model.safetensors").values()
     ), config
+
+
+def test_any_size_has_the_bits_of_the_undisturbed_run(call_ranks: CallRanks, home: Path) -> None:
+    training = {"reproducible": "any_size", "reduction_tree": {"max_shards": 4, "max_replicas": 1}}
+    call_ranks(2, train_adapters, home, "any whole", training)
+    for world, last in ((4, {"max_steps": 4}), (1, {})):
+        call_ranks(world, train_adapters, home, "any parts", training | last)
+    whole_run, parts = (load_tensors(home / name, 6) for name in ("any whole", "any parts"))
+    assert whole_run.keys() == parts.keys()
+    assert [path for path, value in whole_run.items() if not torch.equal(parts[path], value)] == []
+    assert [numbers(line) for line in lines(home / "any parts")] == [
+        numbers(line) for line in lines(home / "any whole")
+    ]

@@ -77,6 +77,15 @@ def test_quantised_base_is_not_compiled() -> None:
     )
 
 
+def test_muon_does_not_go_with_adapters_of_experts() -> None:
+    found = problems(EXPERTS, training={"optimizer": "muon"})
+    assert found == {
+        "/training/optimizer": "optimizer=muon with target_parameters is not supported, because an adapter has the "
+        "matrices of all experts in one with model.lora; change it, or remove lora"
+    }
+    assert spec(model={"lora": {}}, training={"optimizer": "muon"}).training.optimizer == "muon"
+
+
 def test_plan_counts_adapters_before_the_model_is_built() -> None:
     job = spec(model={"lora": {"r": 2}, "master_dtype": "bf16"}, training={"ema_decay": 0.9})
     shape, full = model_shape(job.model), model_shape(spec().model)
