@@ -54,6 +54,7 @@ from train_loop.plan.layout import (
 from train_loop.plan.memory.estimate import STATE_PART_BYTES
 from train_loop.plan.memory.forward import MASK_BYTES, chunk_rows, mask_bytes
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm
+from train_loop.plan.memory.worker import needs_units
 from train_loop.plan.mesh import Axis, MeshPlan, Role, divisors, groups_across_hosts, one_of, plan_mesh
 from train_loop.plan.model.config import NEEDED, read_shape
 from train_loop.plan.model.counts import (
@@ -66,7 +67,7 @@ from train_loop.plan.model.counts import (
     UnitSizes,
 )
 from train_loop.plan.model.shape import ModelShape
-from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, needs_units, plan_job, plan_sizes
+from train_loop.plan.plan import Plan, allows_size, fitting_sizes, mesh_of, plan_job, plan_sizes
 from train_loop.plan.remedies import memory_advice, memory_remedies, memory_terms
 from train_loop.plan.reserve import reservation_problem, reservations, task_reservation
 from train_loop.plan.resources import (

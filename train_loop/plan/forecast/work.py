@@ -157,7 +157,7 @@ def memory_bytes(spec: JobSpec, plan: Plan) -> Range:
     most = (fused + separate) / 2 if spec.model.compile else separate
     layers = Range(fused, most).times(float(value * passes * shape.layers * tokens))
     logits = Range(*_LOGIT_BYTES).times(float(shape.outputs * (1 if shape.pools else tokens)))
-    copied = shape.parameters * _gathered_bytes(spec, shape) / (value * shape.parameters)
+    copied = _gathered_bytes(spec, shape) / value
     parts = (layers, logits, Range(*_COPY_BYTES).times(copied), _rounding(spec, plan), restoring_bytes(spec, plan))
     adapted = 0.0 if spec.model.lora is None else (shape.adapters or 0) / spec.model.lora.r
     return total(*parts, Range(*_ADAPTED).times(value * passes * tokens * adapted))
