@@ -23,7 +23,7 @@ from train_loop.data.dataset import Rows
 from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.plan import MeshPlan
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import RunDir
 from train_loop.telemetry import flops
 

@@ -36,7 +36,7 @@ from train_loop.model.folder import model_shape
 from train_loop.model.load import match_folder
 from train_loop.parallel.build import build_sharded
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 LENGTH, ROWS, VOCAB, LABELS = 24, 4, 300, 3

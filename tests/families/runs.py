@@ -31,7 +31,7 @@ from train_loop.loop.session import Session
 from train_loop.parallel.build import build_sharded
 from train_loop.plan import MeshPlan, ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import RunDir, Stop
 from train_loop.spec import JobSpec, parse
 from train_loop.train import train

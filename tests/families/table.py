@@ -26,7 +26,7 @@ from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.layers import tiled_mlps
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import ModelSpec, parse
 
 FILE = Path(__file__).parents[2] / "docs/reference/models.json"

@@ -50,7 +50,7 @@ from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.causal.parallel.tensor import MIXTURES, PROVEN
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
 from train_loop.run_dir import ExportWish, RunDir, read_lines

@@ -28,7 +28,7 @@ from train_loop.model.families.causal.parallel.tensor import MIXTURES, PROVEN
 from train_loop.model.families.causal.parallel.token_parts import SharedParts
 from train_loop.parallel.build import build_sharded
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, parse
 
 Field = tuple[str, str, Any]

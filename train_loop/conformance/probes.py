@@ -43,7 +43,7 @@ from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.parallel.units import find_units
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.preflight.own_code import check_calls
 from train_loop.run_dir import ExportWish, ReadPolicy, RunDir, read_lines
 from train_loop.spec import JobSpec

@@ -18,6 +18,7 @@ from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
 from typing import Any
 
+from train_loop.run_dir import StorageUnavailable
 from train_loop.system.memory_limit import mapped_bytes
 
 Answer = Callable[[dict[str, Any]], object]
@@ -31,6 +32,10 @@ _CODE = "/code"
 _answer_pipe = -1
 """Descriptor to which a fork writes its answer."""
 _subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - each fork replaces it
+
+# pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
+MISTAKES = (ValueError, OSError, RuntimeError)
+"""Errors that users may cause; `message_of` raises those that they do not."""
 
 
 def set_pointer(pointer: str) -> None:
@@ -160,6 +165,19 @@ def lacks_memory(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def message_of(error: Exception) -> str:
+    """Return the message of a user's error. Raise other errors, such as unavailable storage, unchanged."""
+    if isinstance(error, StorageUnavailable):
+        raise error
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply to be read; copy it again, or write it with fewer levels"
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
+        return f"its symbolic links form a loop ({error}); correct or remove them"
+    if lacks_memory(error) or isinstance(error, RuntimeError):
+        raise error
+    return str(error)
 
 
 def _limit(question: dict[str, Any]) -> None:

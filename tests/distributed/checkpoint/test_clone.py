@@ -14,7 +14,7 @@ from tests.support.builders.specs import TINY, may_read
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.errors import UserError
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ModelSpec
 

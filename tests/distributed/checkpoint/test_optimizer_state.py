@@ -18,7 +18,7 @@ from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.checkpoint.export.full import WAYS, gather
 from train_loop.checkpoint.export.huggingface import write_run_configs
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import RunDir
 from train_loop.weights.inputs import find_inputs
 from train_loop.weights.write import write_weights

@@ -19,7 +19,7 @@ from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, SpecError, parse
 from train_loop.train import train

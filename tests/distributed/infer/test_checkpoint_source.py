@@ -23,7 +23,7 @@ from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.infer import infer
 from train_loop.loop.session import Session
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.preflight.parent_checkpoint import has_its_tokenizer
 from train_loop.run_dir import ExportWish, Outcome, Parent, RunDir, Stop
 from train_loop.spec import InferJobSpec, parse_any

@@ -25,7 +25,7 @@ from train_loop.data.stream.local import local_stream
 from train_loop.infer import infer
 from train_loop.loop.session import Session
 from train_loop.model.quantize import Kind
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import InferJobSpec, SpecError, parse_any
 from train_loop.spec.kinds.model import model_of_job

@@ -19,7 +19,7 @@ from train_loop.loop.session import Session
 from train_loop.model.faults import full_memory
 from train_loop.model.folder import model_shape
 from train_loop.plan import memory_remedies
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir
 

@@ -12,7 +12,7 @@ from tests.support.builders.broken_configs import broken
 from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.searches import drawn, seeds
 from tests.support.builders.specs import TINY, may_read, raw_spec
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import Problem, parse
 
 INTERNAL = re.compile(

@@ -23,7 +23,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.load import Stored, match_folder
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import ModelSpec, SpecError, parse
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.builders.families import small
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import may_read, raw_spec
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 ENCODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | {

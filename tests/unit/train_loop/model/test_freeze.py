@@ -6,7 +6,7 @@ from tests.support.builders.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.freeze import freeze
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 

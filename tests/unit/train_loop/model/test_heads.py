@@ -28,7 +28,8 @@ from train_loop.model.build import materialise
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.folder import model_shape
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import answer, check_model
+from train_loop.preflight.checks import answer
+from train_loop.preflight.model import check_model
 from train_loop.preflight.preview import preview_source
 from train_loop.spec import ColumnsSpec, JobSpec, SpecError, parse
 

@@ -13,7 +13,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.precision import find_precision
 from train_loop.parallel.units import find_units, join_units
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, SpecError, parse
 
 TIED = TINY | {"tie_word_embeddings": True}

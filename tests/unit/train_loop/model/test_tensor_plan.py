@@ -12,7 +12,7 @@ from train_loop.model.families.causal.parallel.tensor import check_plan
 from train_loop.model.families.causal.probe import probe
 from train_loop.model.folder import model_shape
 from train_loop.plan import KeptBytes, ModelShape, Plan, groups_across_hosts, plan_job, plan_mesh, why_split
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import ScalingSpec, SpecError, parse
 
 TWO = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 4}}

@@ -13,7 +13,7 @@ from train_loop.optim import build_optimizers, build_scheduler, describe_groups,
 from train_loop.optim.groups import parameter_groups
 from train_loop.plan import plan_job
 from train_loop.plan.built.choices import planned_choices
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, ModelSpec, SpecError, parse
 
 LAYERS = TINY["num_hidden_layers"]

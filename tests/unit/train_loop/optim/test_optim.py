@@ -24,7 +24,7 @@ from train_loop.optim import Ema, build_optimizers, describe_groups
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.build import muon_matrices
 from train_loop.plan import certain_needs, plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import ModelSpec, SpecError, parse
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}

@@ -14,7 +14,7 @@ from train_loop.model.families.choose import family_of
 from train_loop.model.float8 import convert_linears, float8_linears
 from train_loop.parallel.units import repeated_layers
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import RunDir
 from train_loop.spec import JobSpec, SpecError, parse
 
@@ -40,6 +40,10 @@ def test_linears_of_layers_are_chosen_and_odd_sizes_named() -> None:
     assert [*shape.float8.names] == of_layers
     odd = [f"model.layers.{n}.mlp.{p}_proj" for n in range(2) for p in ("gate", "up", "down")]
     assert [*shape.float8.left_out] == odd
+    # q and o have 32 x 32 weights, k and v 16 x 32. The plan without the model counts the odd ones, too.
+    assert shape.float8.values == 2 * (2 * 32 * 32 + 2 * 16 * 32)
+    attention = [inputs * outputs for name, (inputs, outputs) in shape.linear_layers.items() if name[0] in "qkvo"]
+    assert 2 * sum(attention) == shape.float8.values
 
 
 def test_experts_and_routers_are_left_out() -> None:

@@ -20,7 +20,7 @@ from train_loop.model.folder import model_shape
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import apply_fsdp
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, parse
 
 LAYERS = 6

@@ -16,7 +16,7 @@ from train_loop.errors import ModelError
 from train_loop.model.folder import model_shape
 from train_loop.model.quantize import BLOCK, QuantizedLinear, quantise, restore
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import BaseWeights, ExportWish, Manifest
 from train_loop.spec import SpecError, parse, parse_any
 from train_loop.spec.kinds.infer import InferModelSpec

@@ -19,7 +19,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.kept import KeptResults
 from train_loop.parallel.layers import apply_checkpointing, apply_tiled_mlp, tiled_mlps
 from train_loop.parallel.units import repeated_layers
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import Checkpointing, EverySpec, WrapPolicySpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed

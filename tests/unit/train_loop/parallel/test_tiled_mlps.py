@@ -9,7 +9,7 @@ from tests.support.builders.specs import may_read, raw_spec
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.plan import KeptBytes
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import ModelSpec, parse
 
 FIRST_DENSE = {"mlp_only_layers": [0]}

@@ -13,7 +13,7 @@ from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.unit_sizes import unit_sizes
 from train_loop.parallel.units import find_units, repeated_layers
 from train_loop.plan import read_shape
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import SpecError, StrategySpec, WrapPolicySpec, parse
 
 IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)

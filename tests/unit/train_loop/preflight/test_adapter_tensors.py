@@ -17,7 +17,8 @@ from train_loop.model.families.choose import family_of
 from train_loop.model.lora.adapters import inject_adapters, trained_parameters
 from train_loop.model.lora.peft_config import read_adapter, with_adapter
 from train_loop.model.lora.stored import Swapped, match_adapters, stored_name
-from train_loop.preflight.checks import answer, check_model
+from train_loop.preflight.checks import answer
+from train_loop.preflight.model import check_model
 from train_loop.spec import dump
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

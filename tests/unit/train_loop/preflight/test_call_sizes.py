@@ -21,7 +21,7 @@ from train_loop.loop.objectives.own_loss import call_batch, call_loss
 from train_loop.parallel.layers import apply_checkpointing
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.call_sizes import measure_call
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
 from train_loop.spec import JobSpec, override, parse

@@ -9,7 +9,7 @@ from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, may_read
 from tests.unit.train_loop.spec.importers.cases import documents, imported
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 FILES = documents("roll.yaml")

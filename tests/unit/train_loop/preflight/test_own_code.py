@@ -10,7 +10,8 @@ import pytest
 from tests.support.own_code import MODEL, forget_imports, own_spec
 from train_loop.code.package import read_package
 from train_loop.plan import ModelShape, plan_job
-from train_loop.preflight.checks import check_data, check_model
+from train_loop.preflight.checks import check_data
+from train_loop.preflight.model import check_model
 from train_loop.preflight.own_code import check_calls, import_code
 from train_loop.run_dir import ReadPolicy
 from train_loop.spec import JobSpec, Problem, parse

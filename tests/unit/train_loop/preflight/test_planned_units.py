@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.support.builders.specs import TINY, may_read, raw_spec
 from train_loop.plan import UnitGroup, UnitTree
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 NORMS = 2 * 32 + 2 * 8

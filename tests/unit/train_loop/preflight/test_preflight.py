@@ -13,7 +13,8 @@ import pytest
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import TINY, may_read, raw_spec
 from train_loop.model.folder import model_shape
-from train_loop.preflight.checks import check_data, check_model
+from train_loop.preflight.checks import check_data
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, SpecError, parse
 
 

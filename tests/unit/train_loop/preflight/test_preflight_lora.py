@@ -9,7 +9,7 @@ from tests.support.builders.any_size import MOE
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
 from train_loop.plan import ModelShape, plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, Problem
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -11,7 +11,7 @@ from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.units import repeated_layers
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.spec import Problem, WrapPolicySpec, parse, parse_text
 
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
