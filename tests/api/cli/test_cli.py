@@ -40,7 +40,9 @@ def test_job_commands_work_from_submit_to_cancel(home: Path, service: FakeServic
     assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
     service.reconciler().run_once()
     service.event("job-0001", "prepared", samples=3)
-    service.event("job-0001", "storage_available", since=datetime(2026, 11, 27, 19, 8, 10).timestamp())
+    moment = datetime(2026, 11, 27, 19, 8, 10).timestamp()
+    service.event("job-0001", "storage_available", since=moment)
+    service.event("job-0001", "exported", completed=moment)
     service.metric("job-0001", step=1, loss=2.0, rank_seconds=[0.123456789, 1.0])
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
@@ -50,6 +52,7 @@ def test_job_commands_work_from_submit_to_cancel(home: Path, service: FakeServic
     events = run("events", "job-0001").stdout
     assert "event=prepared samples=3" in events
     assert "event=storage_available since=2026-11-27T19:08:10" in events
+    assert "event=exported completed=2026-11-27T19:08:10" in events
     assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001", "--lines").stdout
     assert run("logs", "job-0001").stdout == "[red]first line\n"
     assert "step" in run("checkpoints", "job-0001").stdout

@@ -140,6 +140,8 @@ def test_average_of_adapters_on_random_weights_is_merged(call_ranks: CallRanks, 
         for one in ("model", "ema")
     )
     assert (logits(plain) - logits(average)).abs().max() > 0
+    merged = run_dir.exports.folder(STEPS, ExportWish(dtype="fp32", form="merged"))
+    assert "\nRandom weights of training.seed 0, with adapters (LoRA, r=2" in (merged / "README.md").read_text()
     text = (export(run_dir, STEPS, ADAPTER) / "README.md").read_text()
     assert "peft cannot load it, because no file has these weights: export with form merged" in text
 

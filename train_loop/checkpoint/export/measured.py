@@ -40,7 +40,7 @@ rounding; an export with form dequantized has the model as it was trained."""
 _NO_BASE = "peft cannot load it, because no file has these weights: export with form {form} for a whole model."
 _MERGED = """# Merged model of step {step}
 
-The weights of {base}, with adapters (LoRA, r={lora.r}, alpha={lora.alpha:g}) added in fp32 and rounded once to {dtype}.
+{base}, with adapters (LoRA, r={lora.r}, alpha={lora.alpha:g}) added in fp32 and rounded once to {dtype}.
 
 {difference}
 """
@@ -74,6 +74,7 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
         loading = _NO_BASE.format(form=whole) if path is None else _LOADING + rounded
         text = _ADAPTER.format(step=step, base=base, lora=adapted.lora, loading=loading)
     else:
+        base = f"The weights of {path}" if path else base.capitalize()
         base += "" if kind is None else f", rounded to {kind} and restored"
         text = _MERGED.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
     write_durably(folder / "README.md", text)

@@ -18,7 +18,7 @@ notes = Console(highlight=False, soft_wrap=True, stderr=True)
 Cell = str | Text
 _LEFT_OUT = frozenset({"seq", "time", "tree"})
 """Fields of lines that are not printed, or at another place; a tree has many lines."""
-_TIMES = frozenset({"since", "deadline"})
+_TIMES = frozenset({"since", "deadline", "completed"})
 """Fields of events that hold a Unix time."""
 _NEXT_COMMANDS = {
     JobState.QUEUED: "watch {}",
