@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecError, SpecModel, only
+from train_loop.spec.agreement import check_strategy
+from train_loop.spec.base import SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part
 from train_loop.spec.data import Chats, DataSpec
 from train_loop.spec.heads import check_head
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.model_parallel import expert_faults, float8_faults, lora_faults, tensor_faults
 from train_loop.spec.optimizer import SCHEDULE_FREE
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
@@ -289,111 +289,13 @@ class JobSpec(SpecModel):
             raise ValueError(f"keep_best.metric={best.metric} needs evaluations; add data.eval and training.eval_steps")
         if checkpoint.every_steps is None or checkpoint.every_steps % training.eval_steps:
             raise ValueError(
-                f"keep_best.metric={best.metric} compares evaluated checkpoints, but "
-                f"every_steps={checkpoint.every_steps} is not a multiple of "
-                f"eval_steps={training.eval_steps}; choose a multiple"
+                f"keep_best.metric={best.metric} compares evaluated checkpoints, but every_steps="
+                f"{checkpoint.every_steps} is not a multiple of eval_steps={training.eval_steps}; choose a multiple"
             )
         return checkpoint
 
     @field_validator("strategy")
     @classmethod
-    def _dtypes_agree(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        model = info.data.get("model")
-        if model is not None and model.dtype != strategy.param_dtype:
-            raise ValueError(
-                f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; "
-                "remove one or make them equal"
-            )
-        if model is not None and strategy.output_dtype == "fp16" and model.dtype != "fp16":
-            raise ValueError(
-                f"output_dtype=fp16 needs the gradient scaler of model.dtype=fp16, and model.dtype is {model.dtype}; "
-                "choose output_dtype bf16 or fp32"
-            )
-        if model is not None and "fp16" in strategy.precision.values() and model.dtype != "fp16":
-            raise ValueError(
-                f"precision names fp16, which needs the gradient scaler of model.dtype=fp16, and model.dtype is "
-                f"{model.dtype}; choose bf16 or fp32"
-            )
-        return strategy
-
-    @field_validator("strategy")
-    @classmethod
-    def _any_size_is_proven(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        model, training = info.data.get("model"), info.data.get("training")
-        if model is None or training is None or training.reproducible == "same_size":
-            return strategy
-        unproven = {
-            f"model.dtype={model.dtype}": model.dtype == "fp16",
-            f"model.master_dtype={model.master_dtype}": model.master_dtype != "fp32",
-            f"tp_size={strategy.tp_size}": strategy.tp_size > 1,
-            f"reduce_dtype={strategy.reduce_dtype}": strategy.reduce_dtype != "fp32",
-            "strategy.precision": bool(strategy.precision),
-            f"float8={strategy.float8}, with scales that depend on the tokens of a rank,": strategy.float8 is not None,
-            f"gradient_sync={strategy.gradient_sync}": strategy.gradient_sync == "last",
-            "offload_policy=optimizer": strategy.offload_policy == "optimizer",
-            "ignored_params": bool(strategy.ignored_params),
-            f"matmul_precision={strategy.matmul_precision}": strategy.matmul_precision != "highest",
-            f"ulysses_size={strategy.ulysses_size} with sharding_strategy=NO_SHARD": strategy.ulysses_size > 1
-            and strategy.sharding_strategy == "NO_SHARD",
-            f"ulysses_size={strategy.ulysses_size} with own code (code)": strategy.ulysses_size > 1
-            and info.data.get("code") is not None,
-        }
-        for setting, chosen in unproven.items():
-            if chosen:
-                raise ValueError(
-                    f"{setting} is not proven to give the same bits at every size; change it, or choose "
-                    "training.reproducible=same_size"
-                )
-        return strategy
-
-    @field_validator("strategy")
-    @classmethod
-    def _something_is_offloaded(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        model, training = info.data.get("model"), info.data.get("training")
-        offloads = model is None or model.gradient_checkpointing == "offload" or strategy.offload_policy is not False
-        if not strategy.pin_memory and not offloads:
-            raise ValueError(
-                "pin_memory=false has no effect without offload_policy and model.gradient_checkpointing: offload; "
-                "remove it"
-            )
-        optimizer = None if training is None else training.optimizer
-        if strategy.offload_policy == "optimizer" and optimizer in ("adafactor", "adamw_8bit"):
-            raise ValueError(
-                f"offload_policy=optimizer is not supported with optimizer={optimizer}, whose state is small; choose "
-                "offload_policy true or false, or another optimizer"
-            )
-        return strategy
-
-    @field_validator("strategy")
-    @classmethod
-    def _whole_parameters_are_proven(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        model, training = info.data.get("model"), info.data.get("training")
-        if not strategy.ignored_params or model is None or training is None:
-            return strategy
-        unproven = {
-            f"training.optimizer={training.optimizer}": training.optimizer in ("muon", "adamw_8bit"),
-            "model.dtype=fp16": model.dtype == "fp16",
-        }
-        for setting, chosen in unproven.items():
-            if chosen:
-                raise ValueError(f"ignored_params is not proven with {setting}; change it, or remove ignored_params")
-        return strategy
-
-    @field_validator("strategy")
-    @classmethod
-    def _layers_can_be_shared(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        rules = (tensor_faults, expert_faults, lora_faults, float8_faults)
-        if found := [fault for rule in rules for fault in rule(strategy, info.data)]:
-            raise SpecError(found)
-        return strategy
-
-    @field_validator("strategy")
-    @classmethod
-    def _compiled_layers_are_whole(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
-        model = info.data.get("model")
-        if model is not None and model.compile and strategy.norm_dtype is not None:
-            raise ValueError(
-                f"norm_dtype={strategy.norm_dtype} makes each norm a separate FSDP unit, which breaks the graph of "
-                "its layer, so model.compile has no effect; remove one of the two"
-            )
+    def _goes_with_the_other_parts(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        check_strategy(strategy, info.data)
         return strategy

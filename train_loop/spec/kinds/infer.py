@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import to_json
 
+from train_loop.spec.agreement import expert_faults, lora_faults, tensor_faults
 from train_loop.spec.base import SpecModel, is_default, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, LongRows, Sources
@@ -14,7 +15,6 @@ from train_loop.spec.job import JobSpec, Labels, Name, Priority
 from train_loop.spec.kinds.model import CheckpointSource, model_of_job
 from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.model_parallel import expert_faults, lora_faults, tensor_faults
 from train_loop.spec.scaling import FailureSpec, ScalingSpec
 from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
