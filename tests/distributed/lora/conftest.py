@@ -8,7 +8,7 @@ import pytest
 from tests.support.ranks.ranks import ranks_of_any_number
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def call_ranks() -> Iterator[Callable[..., Any]]:
     """Yield a function that runs another on the first of four ranks."""
     with ranks_of_any_number(4) as call:
