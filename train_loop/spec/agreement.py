@@ -197,48 +197,74 @@ def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Prob
     model, training = job.get("model"), job.get("training")
     if model is None or (model.lora is None and model.adapter is None):
         return
-    name = "lora" if model.adapter is None else "adapter"
-    frozen, experts = model.freeze_module_prefix, model.lora is not None and bool(model.lora.target_parameters)
-    settings = {
-        "/code": (job.get("code") is not None, "own code (code)", "is not supported yet"),
-        "/model/freeze_module_prefix": (
+    name, lora, tp = "lora" if model.adapter is None else "adapter", model.lora, strategy.tp_size
+    frozen, experts = model.freeze_module_prefix, lora is not None and bool(lora.target_parameters)
+    has_dora, quantized = lora is not None and lora.use_dora, f"quantize_base={model.quantize_base}"
+    dropout = 0.0 if lora is None or training is None else lora.dropout
+    settings = [
+        ("/code", job.get("code") is not None, "own code (code)", "is not supported yet"),
+        (
+            "/model/freeze_module_prefix",
             bool(frozen),
             f"freeze_module_prefix={', '.join(frozen)}",
             "has no effect, because only adapters are trained: name modules in target_modules, or layers",
         ),
-        "/model/compile": (
-            model.compile and model.lora is not None and model.lora.use_dora,
+        (
+            "/model/compile",
+            model.compile and has_dora,
             "compile with use_dora",
             "is not supported, because graphs break in peft's code of DoRA",
         ),
-        "/model/quantize_base": (
+        (
+            "/model/compile",
             model.compile and model.quantize_base is not None,
-            f"quantize_base={model.quantize_base} with compile",
+            f"compile with {quantized}",
             "is not proven",
         ),
-        "/strategy/tp_size": (strategy.tp_size > 1, f"tp_size={strategy.tp_size}", "is not proven"),
-        "/strategy/ep_size": (strategy.ep_size > 1, f"ep_size={strategy.ep_size}", "is not proven"),
-        "/strategy/ignored_params": (bool(strategy.ignored_params), "ignored_params", "is not proven"),
-        "/strategy/wrap_policy/moe_experts": (
+        (
+            "/strategy/tp_size",
+            tp > 1 and has_dora,
+            f"tp_size={tp} with use_dora",
+            "is not supported, because a rank has parts of the rows whose norms it needs",
+        ),
+        (
+            "/strategy/tp_size",
+            tp > 1 and dropout > 0,
+            f"tp_size={tp} with dropout={dropout}",
+            "is not supported, because ranks that share layers would have to draw alike",
+        ),
+        (
+            "/strategy/tp_size",
+            tp > 1 and model.quantize_base is not None,
+            f"tp_size={tp} with {quantized}",
+            "is not proven",
+        ),
+        ("/strategy/sequence_parallel", strategy.sequence_parallel, "sequence_parallel", "is not proven"),
+        ("/strategy/ep_size", strategy.ep_size > 1, f"ep_size={strategy.ep_size}", "is not proven"),
+        ("/strategy/ignored_params", bool(strategy.ignored_params), "ignored_params", "is not proven"),
+        (
+            "/strategy/wrap_policy/moe_experts",
             bool(strategy.wrap_policy.moe_experts) and experts,
             "moe_experts with target_parameters",
             "is not supported, because adapters are outside of the experts' unit",
         ),
-    }
+    ]
     if training is not None:
-        settings |= {
-            "/training/optimizer": (
+        settings += [
+            (
+                "/training/optimizer",
                 training.optimizer == "muon" and experts,
                 "optimizer=muon with target_parameters",
                 "is not supported, because an adapter has the matrices of all experts in one",
             ),
-            "/training/optimizer_state": (
+            (
+                "/training/optimizer_state",
                 training.optimizer_state is not None,
                 "optimizer_state",
                 "is not supported: it belongs to the weights of a folder, which are frozen",
             ),
-        }
-    for pointer, (chosen, setting, reason) in settings.items():
+        ]
+    for pointer, chosen, setting, reason in settings:
         if chosen:
             yield Problem(pointer, f"{setting} {reason} with model.{name}; change it, or remove {name}")
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.families.layouts import saved_in_each_layout, values_of
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, events, lines, numbers, run
+from tests.support.builders.specs import TINY, spec
 from tests.support.ranks.adapters import frozen_weights
+from tests.support.ranks.gradients import forget_meshes
 from tests.support.ranks.torchrun import write_tokens
 from train_loop import train
 from train_loop.checkpoint.digest import digest_step
@@ -123,6 +126,44 @@ def test_clone_continues_the_adapters_and_changed_base_is_refused(call_ranks: Ca
         file.write_bytes(before)
     call_ranks(2, train_adapters, home, "parent", {"max_steps": 8})
     assert len(lines(home / "parent")) == 8
+
+
+SHARED = {"fsdp 4": {}, "fsdp 2 x tp 2": {"tp_size": 2}}
+PAIRS = [("fsdp 4", "fsdp 2 x tp 2"), ("fsdp 2 x tp 2", "fsdp 4")]
+"""Layouts in which a checkpoint is saved and loaded."""
+
+
+def saved_adapters(home: Path) -> dict[str, Any]:
+    """Save adapters, optimizer states and averages in each layout, and read them in another."""
+    forget_meshes()
+    model = {"config": TINY | {"tie_word_embeddings": False}, "lora": {"r": 3, "modules_to_save": ["lm_head"]}}
+    states = {
+        name: values_of(spec(model=model, strategy=strategy, training={"ema_decay": 0.5}, scaling={"num_workers": 4}))
+        for name, strategy in SHARED.items()
+    }
+    return saved_in_each_layout(home, states, PAIRS)
+
+
+def test_checkpoint_of_ranks_that_share_layers_loads_in_any_layout(call_ranks: CallRanks, tmp_path: Path) -> None:
+    found = call_ranks(4, saved_adapters, tmp_path)
+    assert found["faults"] == {pair: [] for pair in PAIRS}
+    assert len(set(found["digests"].values())) == 1
+    # A and B of seven targets in two layers, and the head: weights, averages, three states, and means.
+    assert found["tensors"] > 29 * 4
+
+
+def test_ranks_that_share_layers_train_as_one(call_ranks: CallRanks, home: Path) -> None:
+    source, lora = load_file(home / "base" / "model.safetensors"), {"r": 2}
+    tp: dict[str, Any] = {"strategy": {"tp_size": 2}, "max_grad_norm": 0.1}
+    call_ranks(1, train_adapters, home, "one", {"max_grad_norm": 0.1}, None, lora)
+    call_ranks(4, train_adapters, home, "shared", tp, None, lora)
+    for last in ({"max_steps": 4}, {}):
+        frozen = call_ranks(4, train_adapters, home, "stopped", tp | last, None, lora)
+        assert [name for name, value in source.items() if not torch.equal(frozen[name], value)] == []
+    for alone, together in zip(lines(home / "one"), lines(home / "shared"), strict=True):
+        assert numbers(together) == pytest.approx(numbers(alone), rel=1e-5)
+        assert alone["grad_norm"] > 0.1, "clipping has an effect"
+    assert digest_step(RunDir(home / "shared"), 6) == digest_step(RunDir(home / "stopped"), 6)
 
 
 RANDOM = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16}

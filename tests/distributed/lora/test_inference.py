@@ -39,7 +39,7 @@ def train_adapters(home: Path, quantized: str | None) -> None:
     train(home / "d.parquet", home / "trained", model=model, learning_rate=0.05)
 
 
-def job_of(home: Path, workers: int, quantized: str | None = None) -> InferJobSpec:
+def job_of(home: Path, workers: int, quantized: str | None = None, tp: int = 1) -> InferJobSpec:
     job = parse_any(
         infer_spec(
             model={
@@ -52,6 +52,7 @@ def job_of(home: Path, workers: int, quantized: str | None = None) -> InferJobSp
             },
             data={"train": {"path": str(home / "d.parquet")}},
             infer={"output": "logprobs", "rows_per_shard": 8, "batch_size": 2},
+            strategy={"tp_size": tp},
             scaling={"num_workers": workers},
         )
     )
@@ -59,15 +60,15 @@ def job_of(home: Path, workers: int, quantized: str | None = None) -> InferJobSp
     return job
 
 
-def compute(home: Path, quantized: str | None) -> None:
-    job = job_of(home, dist.get_world_size(), quantized)
+def compute(home: Path, quantized: str | None, tp: int) -> None:
+    job = job_of(home, dist.get_world_size(), quantized, tp)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(home / "job"), local_stream)
     infer(job, session, find_dataset(job.run, home))
 
 
-@pytest.mark.parametrize(("quantized", "workers"), [(None, 2), ("int8", 1), ("int8", 2)])
+@pytest.mark.parametrize(("quantized", "workers", "tp"), [(None, 2, 2), ("int8", 1, 1), ("int8", 2, 1)])
 def test_logprobs_are_those_of_peft_with_the_trained_adapters(
-    call_ranks: CallRanks, tmp_path: Path, quantized: Kind | None, workers: int
+    call_ranks: CallRanks, tmp_path: Path, quantized: Kind | None, workers: int, tp: int
 ) -> None:
     write_tokens(tmp_path / "d.parquet", rows=12, length=LENGTH, vocab=300)
     write_model(tmp_path / "base")
@@ -92,7 +93,7 @@ def test_logprobs_are_those_of_peft_with_the_trained_adapters(
         f"weights other values; keep quantize_base: {then}, or export the adapters and name their folder in "
         "model.adapter, which begins a new run",
     )
-    call_ranks(workers, compute, tmp_path, quantized)
+    call_ranks(workers, compute, tmp_path, quantized, tp)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if quantized is not None:
         round_weights(base.model.layers, quantized)

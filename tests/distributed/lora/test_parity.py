@@ -47,6 +47,23 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+SHARED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama": (MODELS["llama"], PEFT["llama"]["target_modules"]),
+    "qwen3": ({}, ["q_proj", "down_proj"]),
+    "phi3": (
+        {"model_type": "phi3", "eos_token_id": 2, "pad_token_id": 0},
+        ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    ),
+}
+"""Models whose layers ranks share, and the targets of their adapters: phi3 has fused ones."""
+SHARING: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "fsdp 2 x tp 2": (4, {"tp_size": 2}),
+    "ddp 2 x tp 2": (4, {"tp_size": 2, "sharding_strategy": "NO_SHARD"}),
+    "sp 2 x tp 2": (4, {"tp_size": 2, "ulysses_size": 2}),
+}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("models")
@@ -54,7 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def job(folder: Path, mesh: str, *, lora: Any, **parts: dict[str, Any]) -> JobSpec:
-    world, strategy = MESHES[mesh]
+    world, strategy = (MESHES | SHARING)[mesh]
     model = {"path": str(folder), "config": None, "lora": lora, "gradient_checkpointing": "full"}
     batch = {"global_batch_size": 8, "per_device_train_batch_size": 1}
     return spec(
@@ -85,6 +102,26 @@ def test_gradients_on_each_mesh_equal_those_of_peft(
     if model == "llama":
         expected["lm_head.weight"] = gradients["lm_head.weight"]
     assert all(grad.norm() > 0 for grad in expected.values())
+    for mesh, (own, grads, values) in steps.items():
+        assert own == pytest.approx(loss, rel=1e-5), mesh
+        assert max(differences(grads, expected).values()) < 1e-5, mesh
+        assert [name for name in weights if not torch.equal(values[name], weights[name])] == [], mesh
+
+
+@pytest.mark.parametrize("model", drawn([*SHARED], 2))
+def test_gradients_of_ranks_that_share_layers_equal_those_of_peft(
+    call_ranks: CallRanks, tmp_path: Path, model: str
+) -> None:
+    config, targets = SHARED[model]
+    folder = write_model(tmp_path / "m", **config)
+    lora = {"r": 3, "target_modules": targets, "modules_to_save": ["lm_head"] if model == "llama" else []}
+    steps: dict[str, Step] = {
+        mesh: call_ranks(world, adapter_step, job(folder, mesh, lora=lora), ROWS)
+        for mesh, (world, _) in SHARING.items()
+    }
+    _, gradients, weights = steps["1"]
+    loss, expected = peft_step(folder, ROWS, weights, r=3, lora_alpha=32, target_modules=targets)
+    expected = gradients | expected
     for mesh, (own, grads, values) in steps.items():
         assert own == pytest.approx(loss, rel=1e-5), mesh
         assert max(differences(grads, expected).values()) < 1e-5, mesh

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -138,11 +138,39 @@ def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict
     return {plain_name(model, name): tensor for name, tensor in named}
 
 
+def without_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model that belong to no adapter, by the names that they have without adapters."""
+    return by_plain_name(model, ((name, p) for name, p in model.named_parameters() if not _is_adapter(name)))
+
+
+def _is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter."""
+    *_, kind, adapter, leaf = ("", "", *name.split("."))
+    return adapter == ADAPTER and leaf == "weight" and kind in ("lora_A", "lora_B", MAGNITUDE)
+
+
 def plain_name(model: nn.Module, name: str) -> str:
     """Return the name of a tensor of a model without adapters; those of adapters keep theirs."""
     renamed: Mapping[str, str] = getattr(model, _RENAMED, {})
     holder, _, leaf = name.rpartition(".")
     return f"{renamed[holder]}.{leaf}" if holder in renamed else name
+
+
+def shared_plan(model: nn.Module, plan: Mapping[str, str], *, rows: Container[str]) -> dict[str, str]:
+    """Return a plan of how ranks share modules, for a model whose modules may have adapters.
+
+    Of a target whose outputs ranks share, they share those of B, and of one whose inputs they share, those of A; each
+    rank has the other matrix whole. `rows` are the styles of shared outputs. Parameters come before their module.
+    """
+    shared, modules = dict[str, str](), dict(model.named_modules())
+    for name, style in plan.items():
+        if not hasattr(modules.get(name), "lora_A"):
+            shared[name] = style
+            continue
+        for part in ("base_layer", f"{'lora_B' if style in rows else 'lora_A'}.{ADAPTER}"):
+            leaves = [f".{leaf}" for leaf, _ in modules[f"{name}.{part}"].named_parameters(recurse=False)]
+            shared |= {f"{name}.{part}{leaf}": style for leaf in (*leaves, "")}
+    return shared
 
 
 def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -153,9 +181,9 @@ def draw_adapters(model: nn.Module, lora: LoraSpec, *, seed: int, dtype: torch.d
     adapters. A collective call with `use_dora`.
     """
     for name, parameter in model.named_parameters():
-        *_, kind, adapter, leaf = ("", "", *name.split("."))
-        if adapter != ADAPTER or leaf != "weight" or kind not in ("lora_A", "lora_B", MAGNITUDE):
+        if not _is_adapter(name):
             continue
+        kind = name.split(".")[-3]
         value = torch.zeros(parameter.shape, dtype=parameter.dtype)
         if kind == "lora_A":
             _draw(value, lora, seed=f"{seed}/{name}")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.builders.any_size import MOE
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
 from train_loop.plan import ModelShape, plan_job
@@ -44,6 +45,31 @@ def test_adapters_are_counted_and_planned(master: str) -> None:
     assert plan.checkpoint_bytes == 16 * adapters
     assert shape.built is not None
     assert ".lora_A" in shape.built.tree or "lora_A" in shape.built.tree
+
+
+def test_adapters_of_ranks_that_share_layers_are_counted() -> None:
+    tp = {"strategy": {"tp_size": 2}, "scaling": {"num_workers": 2}}
+    shape, problems = examined(spec(model={"lora": {"r": 4}}, **tp))
+    assert problems == []
+    assert shape.counts is not None
+    assert shape.counts.of_rank is not None
+    # B of q, k, v, gate and up, and A of o and down are halves.
+    layer = (32 + 16) + 2 * (32 + 8) + (16 + 32) + 2 * (32 + 24) + (24 + 32)
+    assert shape.counts.of_rank.trained == 4 * layer * TINY["num_hidden_layers"]
+    # Its fused projections keep whole outputs.
+    fused, problems = examined(spec(model={"config": small("phi3"), "lora": {"r": 4}}, **tp))
+    assert problems == []
+    assert fused.kept is not None
+
+
+def test_adapters_with_fewer_keys_than_ranks_are_refused() -> None:
+    job = spec(model={"lora": {}}, strategy={"tp_size": 4}, scaling={"num_workers": 4})
+    _, (problem,) = examined(job)
+    assert problem == Problem(
+        "/strategy/tp_size",
+        "tp_size=4 is not proven with adapters for fewer kv heads than tp_size, and model.layers.0.self_attn has 2; "
+        "choose tp_size: 2, or remove lora",
+    )
 
 
 def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:

@@ -48,7 +48,18 @@ def test_invalid_adapters_are_refused(lora: dict[str, Any], field: str, message:
 @pytest.mark.parametrize(
     ("lora", "place", "value", "message"),
     [
-        ({}, "strategy.tp_size", 2, "tp_size=2 is not proven"),
+        (
+            {"use_dora": True},
+            "strategy.tp_size",
+            2,
+            "tp_size=2 with use_dora is not supported, because a rank has parts ",
+        ),
+        (
+            {"dropout": 0.1},
+            "strategy.tp_size",
+            2,
+            "tp_size=2 with dropout=0.1 is not supported, because ranks that share",
+        ),
         ({}, "strategy.ep_size", 2, "ep_size=2 is not proven"),
         ({}, "strategy.ignored_params", ["model.norm"], "ignored_params is not proven"),
         ({}, "model.freeze_module_prefix", ["model.norm"], "freeze_module_prefix=model.norm has no effect, because "),
@@ -67,14 +78,29 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
     assert found[pointer].endswith("with model.lora; change it, or remove lora")
 
 
-def test_quantised_base_is_not_compiled() -> None:
-    with pytest.raises(SpecError) as raised:
-        parse(raw_spec(model={"lora": {}, "quantize_base": "nf4", "compile": True}))
-    (problem,) = raised.value.problems
-    assert problem.pointer == "/model/quantize_base"
-    assert problem.message == (
-        "quantize_base=nf4 with compile is not proven with model.lora; change it, or remove lora"
-    )
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            {"model": {"quantize_base": "nf4", "compile": True}},
+            {"/model/compile": "compile with quantize_base=nf4 is not proven"},
+        ),
+        (
+            {"model": {"quantize_base": "int8"}, "strategy": {"tp_size": 2}},
+            {"/strategy/tp_size": "tp_size=2 with quantize_base=int8 is not proven"},
+        ),
+        (
+            {"strategy": {"tp_size": 2, "sequence_parallel": True}},
+            {"/strategy/sequence_parallel": "sequence_parallel is not proven"},
+        ),
+    ],
+)
+def test_two_settings_that_do_not_go_with_adapters_are_refused(
+    parts: dict[str, dict[str, Any]], expected: dict[str, str]
+) -> None:
+    rest = " with model.lora; change it, or remove lora"
+    found = problems({}, scaling={"num_workers": 2}, **parts)
+    assert found == {pointer: f"{message}{rest}" for pointer, message in expected.items()}
 
 
 def test_muon_does_not_go_with_adapters_of_experts() -> None:

@@ -21,6 +21,7 @@ from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.parallel.sequence import find_regions
 from train_loop.model.families.causal.probe import ModelProbe
 from train_loop.model.families.family import AttentionUse
+from train_loop.model.lora.adapters import shared_plan, without_adapters
 from train_loop.plan import divisors, one_of
 from train_loop.spec import JobSpec
 
@@ -91,6 +92,11 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
                 "divide a rank's kv heads, or be a multiple of them; choose "
                 f"{f'tp_size={one_of(fits)}' if fits else 'another ulysses_size'}"
             )
+        if spec.model.lora is not None and use.kv_heads < size:
+            raise ModelError(
+                f"tp_size={size} is not proven with adapters for fewer kv heads than tp_size, and {name} has "
+                f"{use.kv_heads}; choose tp_size: {use.kv_heads}, or remove lora"
+            )
     if seen.after_head is None and spec.model.label_head is None:
         raise ModelError(
             f"tp_size={size} computes the loss from parts of the logits, and those of {seen.model} are more than the "
@@ -119,9 +125,9 @@ def _check_weights(model: Any, attention: Mapping[str, AttentionUse], size: int)
     In attention and MLPs that ranks share, a weight without a plan would be whole on each rank, which uses it for its
     own heads or rows only.
     """
-    plan = expanded_plan(model, attention, size)
+    plan = _styles(model, attention, size)
     shared = tuple(f"{name.rpartition('.')[0]}." for name, style in plan.items() if style == "rowwise")
-    for name, parameter in model.named_parameters():
+    for name, parameter in without_adapters(model).items():
         style = plan.get(name) or plan.get(name.rpartition(".")[0])
         if style is None and name.startswith(shared):
             raise ModelError(
@@ -218,7 +224,12 @@ def share_layers(
 
 
 def expanded_plan(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, str]:
-    """Return the style of each module and parameter by name; parameters come before their module."""
+    """Return the style of each module and parameter by name, also of adapters; parameters come before their module."""
+    return shared_plan(model, _styles(model, attention, size), rows=SPLIT_ROWS)
+
+
+def _styles(model: Any, attention: Mapping[str, AttentionUse], size: int) -> dict[str, str]:
+    """Return the styles by the names of modules, those with adapters and others, and of parameters of the others."""
     plan: dict[str, str] = model._expand_parallel_plan(_plan(model))
     few = {f"{name}.{leaf}" for name, use in attention.items() if use.kv_heads < size for leaf in _KEYS}
     return {
