@@ -91,9 +91,10 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
 
     FSDP2 copies units also on one rank. The root unit, which has embeddings and head unless they are units,
-    stays gathered while each layer and the one after it are gathered. The peak is inside the layers, where the head has
-    its whole gradient, and the root no sharded one; or at the start of backward, before sharded gradients exist; or
-    when gradients of embeddings and head are reduced. An `ordered` exchange has its buffer among the partial sums.
+    stays gathered while each layer is, and with several ranks the one after it. The peak is inside the layers, where
+    the head has its whole gradient; or at the start of backward; or when gradients of embeddings and head are reduced.
+    Sharded gradients that do not exist yet in a step's first micro-batch are subtracted. An `ordered` exchange has its
+    buffer among the partial sums.
     """
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
@@ -101,18 +102,20 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
     reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
     units, measured = shape.units(spec.strategy), spec.code is not None or shape.is_measured
     by_layer = wrap.min_num_params is None and not spec.strategy.precision
-    outside, ahead = units.root, units.ahead if (mesh.fsdp > 1 or measured) and not ordered else 0
-    inside = outside + ahead
+    # In later micro-batches of a step, all sharded gradients exist.
+    first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
+    outside, ahead = units.root, units.ahead if mesh.fsdp > 1 or measured else units.gathered
+    inside = outside + (0 if ordered else ahead)
     kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
     # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
     without = units.has_head or frozen or ordered or measured or chunk_rows(spec, shape, tokens=tokens) is not None
     head = 0 if without else shape.outputs * shape.hidden
     # Counts in the compute dtype may be more than parameters.
     least = units.gathered * compute // max(compute, *(DTYPE_BYTES[one] for one in spec.strategy.precision.values()), 0)
-    later, shard = (0 if frozen else master * size // mesh.fsdp for size in (outside, outside + least))
+    later, shard = (master * size // mesh.fsdp if first and not frozen else 0 for size in (outside, outside + least))
     # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
     early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
-    both = "two layers" if by_layer else "units gathered at once"
+    both = "layers gathered at once" if by_layer else "units gathered at once"
     restored = 0 if shape.quantized is None else shape.quantized.largest
     both += " + a restored weight" if restored else ""
     peaks = (
@@ -121,11 +124,11 @@ def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, 
             f"{compute} bytes x (embeddings + {both} + head's gradient)",
         ),
         (
-            compute * (outside + kept + head) + early - master * shape.trained // mesh.fsdp,
+            compute * (outside + kept + head) + early - (master * shape.trained // mesh.fsdp if first else 0),
             f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
         ),
         (
-            0 if frozen else compute * outside + reduced * (outside - outside // mesh.fsdp),
+            0 if frozen else compute * outside + reduced * (outside - (outside // mesh.fsdp if first else 0)),
             f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
         ),
         *_of_ends(spec, shape, mesh, units, reduced=reduced),
@@ -147,16 +150,15 @@ def _of_ends(
     # Bytes of sharded gradients here; others are in host memory.
     master = 0 if offloads else trained_bytes(spec)
     frozen, (_, trained) = shape.trained < shape.parameters, shape.on_rank(mesh.fsdp)
+    first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
     if units.head:
-        # In later micro-batches of a step, all other sharded gradients exist.
-        first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
-        absent = trained if first else units.head // mesh.fsdp
+        absent = trained if first else 0
         size = compute * (units.root + (1 if frozen else 2) * units.head) - (0 if frozen else master * absent)
         yield size, f"{compute} bytes x (the head's weights and gradient + the root unit) - gradients to come"
     if units.embeddings and not frozen:
         size = compute * (units.root + units.embeddings) + (reduced * units.embeddings if mesh.fsdp > 1 else 0)
         yield (
-            size - master * units.embeddings // mesh.fsdp,
+            size - (master * units.embeddings // mesh.fsdp if first else 0),
             f"({compute} + {reduced}) bytes x the gradient of embeddings, which are reduced last",
         )
 

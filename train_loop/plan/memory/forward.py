@@ -108,13 +108,16 @@ def _mask(spec: JobSpec) -> int:
 
 
 def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compute: int) -> tuple[MemoryTerm, ...]:
-    """Estimate the mask, and the scores of attention that computes them whole: in fp32, and in the compute dtype."""
-    formula = "1 byte x sequences x sequence_length^2, if packed or masked_lm"
-    if not shape.whole_scores:
-        return (MemoryTerm("attention_mask", _mask(spec), formula),)
-    squares = spec.sequences_per_device * spec.data.sequence_length**2
+    """Estimate the mask, and the scores of attention that computes them whole: in fp32, and in the compute dtype.
+
+    torch's `scaled_dot_product_attention` makes a copy of the mask in the compute dtype for each call, and keeps it.
+    """
     share = recomputed_share(spec.model.gradient_checkpointing, shape.layers)
     layers = max(1, math.ceil((1 - share) * shape.layers))
+    if not shape.whole_scores:
+        formula = f"(1 + {compute} x {layers} of L) bytes x sequences x sequence_length^2, if packed or masked_lm"
+        return (MemoryTerm("attention_mask", (1 + compute * layers) * _mask(spec), formula),)
+    squares = spec.sequences_per_device * spec.data.sequence_length**2
     scores = (4 + 2 * compute) * layers * squares * -(-shape.heads // mesh.sp)
     return (
         MemoryTerm("attention_mask", 4 * squares, "4 bytes x sequences x sequence_length^2"),

@@ -259,6 +259,7 @@ def test_evaluation_counts_hits_in_chunks_as_in_whole_logits(chunk_rows: int | N
 def test_plan_counts_the_padding_mask_and_whole_logits() -> None:
     job = job_of(training={"per_device_train_batch_size": 4})
     terms = {term.name: term.bytes for term in plan_job(job, model_shape(job.model)).memory}
-    assert terms["attention_mask"] == 4 * 32**2
+    # A mask, and its copy in fp32 in the layer that computes.
+    assert terms["attention_mask"] == 4 * (1 + 4) * 32**2
     assert terms["logits"] > 0
     assert model_shape(job.model).tied
