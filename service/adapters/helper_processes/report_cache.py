@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from service.ports import CallCancelled, PreflightReport
-from train_loop.spec import AnyJobSpec
+from train_loop.spec import AnyJobSpec, OptimizerSpec
 
 FRESH_SECONDS = 30.0
-"""Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
+"""Seconds for which a result without problems is reused: many jobs differ only in fields that no check reads."""
 _KEPT = 256
 
 
@@ -80,11 +80,11 @@ def cache_key(spec: AnyJobSpec) -> str:
         "strategy": True,
         "scaling": True,
         "training": {
+            *OptimizerSpec.model_fields,
             "chunked_loss",
             "global_batch_size",
             "gradient_accumulation_steps",
             "label_smoothing_factor",
-            "optimizer",
             "optimizer_state",
             "per_device_train_batch_size",
             "reproducible",
