@@ -240,7 +240,12 @@ def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Prob
             "is not proven",
         ),
         ("/strategy/sequence_parallel", strategy.sequence_parallel, "sequence_parallel", "is not proven"),
-        ("/strategy/ep_size", strategy.ep_size > 1, f"ep_size={strategy.ep_size}", "is not proven"),
+        (
+            "/strategy/ep_size",
+            strategy.ep_size > 1 and experts,
+            f"ep_size={strategy.ep_size} with target_parameters",
+            "is not supported, because an adapter of experts is one matrix for all of them",
+        ),
         ("/strategy/ignored_params", bool(strategy.ignored_params), "ignored_params", "is not proven"),
         (
             "/strategy/wrap_policy/moe_experts",

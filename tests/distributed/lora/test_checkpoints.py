@@ -166,6 +166,23 @@ def test_ranks_that_share_layers_train_as_one(call_ranks: CallRanks, home: Path)
     assert digest_step(RunDir(home / "shared"), 6) == digest_step(RunDir(home / "stopped"), 6)
 
 
+def test_ranks_that_share_experts_train_as_one(call_ranks: CallRanks, home: Path) -> None:
+    mixture = TINY | {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    lora, shared = {"r": 2, "target_modules": ["q_proj", "o_proj"]}, {"strategy": {"ep_size": 2}}
+    source = call_ranks(1, train_adapters, home, "mixture", None, mixture, lora)
+    for world, last in ((4, {"max_steps": 4}), (2, {})):
+        frozen = call_ranks(world, train_adapters, home, "experts", shared | last, mixture, lora)
+        assert frozen.keys() == source.keys()
+        assert [name for name, value in source.items() if not torch.equal(frozen[name], value)] == []
+    for alone, together in zip(lines(home / "mixture"), lines(home / "experts"), strict=True):
+        assert numbers(together) == pytest.approx(numbers(alone), rel=1e-5)
+
+
 RANDOM = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16}
 RANDOM |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -54,13 +54,21 @@ SHARED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model_type": "phi3", "eos_token_id": 2, "pad_token_id": 0},
         ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     ),
+    "qwen3_moe": (MOE, ["q_proj", "o_proj"]),
 }
-"""Models whose layers ranks share, and the targets of their adapters: phi3 has fused ones."""
+"""Models whose layers or experts ranks share, and the targets of their adapters: phi3 has fused ones."""
 SHARING: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "fsdp 2 x tp 2": (4, {"tp_size": 2}),
     "ddp 2 x tp 2": (4, {"tp_size": 2, "sharding_strategy": "NO_SHARD"}),
     "sp 2 x tp 2": (4, {"tp_size": 2, "ulysses_size": 2}),
+}
+OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "fsdp 4, ep 2": (4, {"ep_size": 2}),
+    "ddp 2 x fsdp 2, ep 2": (4, {"fsdp_size": 2, "ep_size": 2}),
+    "sp 2, ep 2": (4, {"ulysses_size": 2, "ep_size": 2}),
+    "fsdp 2 x tp 2, ep 2": (4, {"tp_size": 2, "ep_size": 2}),
 }
 
 
@@ -71,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def job(folder: Path, mesh: str, *, lora: Any, **parts: dict[str, Any]) -> JobSpec:
-    world, strategy = (MESHES | SHARING)[mesh]
+    world, strategy = (MESHES | SHARING | OF_EXPERTS)[mesh]
     model = {"path": str(folder), "config": None, "lora": lora, "gradient_checkpointing": "full"}
     batch = {"global_batch_size": 8, "per_device_train_batch_size": 1}
     return spec(
@@ -108,16 +116,16 @@ def test_gradients_on_each_mesh_equal_those_of_peft(
         assert [name for name in weights if not torch.equal(values[name], weights[name])] == [], mesh
 
 
-@pytest.mark.parametrize("model", drawn([*SHARED], 2))
-def test_gradients_of_ranks_that_share_layers_equal_those_of_peft(
+@pytest.mark.parametrize("model", [*drawn(["llama", "qwen3", "phi3"], 1), "qwen3_moe"])
+def test_gradients_of_ranks_that_share_layers_or_experts_equal_those_of_peft(
     call_ranks: CallRanks, tmp_path: Path, model: str
 ) -> None:
     config, targets = SHARED[model]
+    meshes = OF_EXPERTS if model == "qwen3_moe" else SHARING
     folder = write_model(tmp_path / "m", **config)
     lora = {"r": 3, "target_modules": targets, "modules_to_save": ["lm_head"] if model == "llama" else []}
     steps: dict[str, Step] = {
-        mesh: call_ranks(world, adapter_step, job(folder, mesh, lora=lora), ROWS)
-        for mesh, (world, _) in SHARING.items()
+        mesh: call_ranks(world, adapter_step, job(folder, mesh, lora=lora), ROWS) for mesh, (world, _) in meshes.items()
     }
     _, gradients, weights = steps["1"]
     loss, expected = peft_step(folder, ROWS, weights, r=3, lora_alpha=32, target_modules=targets)

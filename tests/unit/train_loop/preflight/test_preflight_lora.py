@@ -62,6 +62,13 @@ def test_adapters_of_ranks_that_share_layers_are_counted() -> None:
     assert fused.kept is not None
 
 
+@pytest.mark.parametrize("strategy", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}])
+def test_adapters_of_ranks_that_share_experts_are_accepted(strategy: dict[str, int]) -> None:
+    lora, scaling = {"r": 2, "target_modules": ["q_proj", "o_proj"]}, {"num_workers": 2}
+    config = MOE | {"attention_dropout": 0.0}
+    assert examined(spec(model={"config": config, "lora": lora}, strategy=strategy, scaling=scaling))[1] == []
+
+
 def test_adapters_with_fewer_keys_than_ranks_are_refused() -> None:
     job = spec(model={"lora": {}}, strategy={"tp_size": 4}, scaling={"num_workers": 4})
     _, (problem,) = examined(job)

@@ -60,7 +60,7 @@ def test_invalid_adapters_are_refused(lora: dict[str, Any], field: str, message:
             2,
             "tp_size=2 with dropout=0.1 is not supported, because ranks that share",
         ),
-        ({}, "strategy.ep_size", 2, "ep_size=2 is not proven"),
+        (EXPERTS, "strategy.ep_size", 2, "ep_size=2 with target_parameters is not supported, because an adapter of "),
         ({}, "strategy.ignored_params", ["model.norm"], "ignored_params is not proven"),
         ({}, "model.freeze_module_prefix", ["model.norm"], "freeze_module_prefix=model.norm has no effect, because "),
         ({"use_dora": True}, "model.compile", True, "compile with use_dora is not supported, because graphs break in "),
