@@ -42,12 +42,14 @@ ROWS = random_rows(8, 32, vocab=200, packed=False)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
+    "qwen3": {},
     "gpt2": GPT2 | {"n_embd": 32} | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
     "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 PEFT: dict[str, dict[str, Any]] = {
     "llama": {"r": 3, "lora_alpha": 6, "use_dora": True, "modules_to_save": ["lm_head"]}
     | {"target_modules": r".*\.(q_proj|v_proj|down_proj)"},
+    "qwen3": {"r": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "gpt2": {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"]},
     "qwen3_moe": {"r": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
 }
@@ -68,11 +70,12 @@ def adapted(home: Path, name: str, **model: Any) -> dict[str, Any]:
     return {"path": str(home / name), "adapter": str(home / f"{name}-adapter"), "dtype": "fp32"} | model
 
 
-def train_job(home: Path, name: str, **model: Any) -> JobSpec:
+def train_job(home: Path, name: str, tp: int = 1, **model: Any) -> JobSpec:
     job = spec(
         model={"config": None, **adapted(home, name, **model)},
         training={"global_batch_size": 8, "per_device_train_batch_size": 1},
         data={"packing": False},
+        strategy={"tp_size": tp},
         scaling={"num_workers": 2},
     )
     return with_adapter(job).run
@@ -82,9 +85,12 @@ def first_step(job: JobSpec) -> Step:
     return adapter_step(job, ROWS, filled=False)
 
 
-@pytest.mark.parametrize(("model", "load"), [("llama", "every_rank"), ("gpt2", "rank0"), ("qwen3_moe", "every_rank")])
-def test_first_step_equals_that_of_peft(call_ranks: CallRanks, home: Path, model: str, load: str) -> None:
-    job = train_job(home, model, load=load)
+@pytest.mark.parametrize(
+    ("model", "load", "tp"),
+    [("llama", "every_rank", 1), ("qwen3", "every_rank", 2), ("gpt2", "rank0", 1), ("qwen3_moe", "every_rank", 1)],
+)
+def test_first_step_equals_that_of_peft(call_ranks: CallRanks, home: Path, model: str, load: str, tp: int) -> None:
+    job = train_job(home, model, tp, load=load)
     loss, _, weights = call_ranks(2, first_step, job)
     ids, labels = (torch.from_numpy(values).long() for values in (ROWS.input_ids, ROWS.labels))
     logits = peft_logits(home / model, home / f"{model}-adapter", ids.tolist())
