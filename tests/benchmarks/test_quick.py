@@ -15,7 +15,7 @@ from benchmarks.data import data_wait, prepare, resume
 from benchmarks.faults import recover
 from benchmarks.inference import rows
 from benchmarks.training import experts, gpu, ordered, step_overhead, tensor, turns, ulysses
-from benchmarks.training.peak_memory import ends, options
+from benchmarks.training.peak_memory import ends, options, recompute
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -185,6 +185,13 @@ def test_ends_have_a_row_for_every_way_of_both_models(run: Run) -> None:
         *(("untied", way) for way in ends.UNITS),
         *(("tied", way) for way in ends.TIED),
     }
+
+
+def test_each_kind_of_recomputation_has_a_peak_and_an_estimate(run: Run) -> None:
+    needs_time()
+    result = run(recompute.main, "--quick")
+    assert [one["kind"] for one in result["data"]] == [*recompute.KINDS]
+    assert all(one["peak_bytes"] >= 0 and one["planned_bytes"] > 0 for one in result["data"])
 
 
 def test_method_rejected_by_the_spec_is_reported_with_its_message() -> None:
