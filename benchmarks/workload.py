@@ -10,11 +10,12 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from train_loop.model.build import materialise
 from train_loop.model.families.causal.family import CAUSAL
-from train_loop.spec import parse
+from train_loop.model.lora.adapters import draw_adapters
+from train_loop.spec import LoraSpec, parse
 
 SMALL = {
     "model_type": "qwen3",
@@ -60,6 +61,8 @@ class Workload(BaseModel):
     """Number of warm-up steps that are not counted."""
     learning_rate: float = 3e-4
     max_grad_norm: float = 1.0
+    lora: dict[str, Any] | None = None
+    """`r` and `alpha` of adapters of all linear layers; None to train all weights."""
     seed: int = 0
 
     @property
@@ -77,7 +80,7 @@ class Workload(BaseModel):
         folder.mkdir(parents=True, exist_ok=True)
         rows = self.steps * self.global_batch
         write_tokens(folder / "tokens.parquet", rows=rows, length=self.sequence_length, config=self.config)
-        model_spec = parse(self.spec(folder)).model
+        model_spec = parse(self.spec(folder, model={"lora": None})).model
         model, blueprint = CAUSAL.build(model_spec).model, CAUSAL.build(model_spec)
         materialise(model, blueprint, seed=self.seed, device=torch.device("cpu"))
         save_file(
@@ -93,7 +96,7 @@ class Workload(BaseModel):
     def spec(self, folder: Path, **parts: dict[str, Any]) -> dict[str, Any]:
         """Return the workload as a job spec with data in file order; `parts` override sections."""
         base: dict[str, dict[str, Any]] = {
-            "model": {"config": self.config, "dtype": "fp32", "gradient_checkpointing": "none"},
+            "model": {"config": self.config, "dtype": "fp32", "gradient_checkpointing": "none", "lora": self.lora},
             "data": {
                 "train": {"path": f"file://{folder}/tokens.parquet"},
                 "columns": {"input_ids": "ids"},
@@ -115,14 +118,20 @@ class Workload(BaseModel):
         }
         return {"name": "benchmark"} | {name: base.get(name, {}) | parts.get(name, {}) for name in base | parts}
 
-    def first_model(self, folder: Path) -> PreTrainedModel:
-        """Return the unsharded model with the initial weights."""
+    def first_model(self, folder: Path) -> Any:
+        """Return the unsharded model with the initial weights, and around it peft's if the workload has adapters."""
         config = AutoConfig.for_model(**self.config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
         model.load_state_dict(load_file(folder / "first.safetensors"))
-        return model
+        if self.lora is None:
+            return model
+        # It takes seconds.
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+
+        wanted = LoraConfig(r=self.lora["r"], lora_alpha=self.lora["alpha"], target_modules="all-linear")
+        adapted, cpu = get_peft_model(model, wanted), torch.device("cpu")
+        draw_adapters(model, LoraSpec(**self.lora), seed=self.seed, dtype=torch.float32, device=cpu)
+        return adapted
 
     def tokens(self, folder: Path) -> Tensor:
         """Return all rows [steps, data_ranks, rows_per_rank, T]; a step takes the next `global_batch` rows in order."""

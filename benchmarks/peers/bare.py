@@ -43,11 +43,12 @@ def build(workload: Workload, folder: Path) -> Bare:
     """Build the sharded model, its optimizer and its scheduler."""
     model = workload.first_model(folder).train()
     mesh = init_device_mesh("cpu", (workload.world,))
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     check_sharded(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=workload.learning_rate, weight_decay=0.0, fused=True)
     return Bare(model, optimizer, get_cosine_schedule_with_warmup(optimizer, 0, workload.steps))
 
 

@@ -5,7 +5,10 @@ not shard and is not comparable. `switch_on_fsdp` sets the state that it would s
 """
 
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
+from threading import Semaphore, Thread
 from typing import Any
 
 import torch
@@ -32,33 +35,61 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Metrics(TrainerCallback):  # type: ignore[misc]
-    """Callback that records every step when the Trainer logs its loss."""
+    """Callback that passes each step's loss to a function when the Trainer logs it."""
 
-    def __init__(self) -> None:
-        self.trace = Trace()
+    def __init__(self, step_ended: Callable[[float], None]) -> None:
+        self._step_ended = step_ended
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record a step's loss; the summary at the end has none."""
+        """Pass on a step's loss; the summary at the end has none."""
         if "loss" in kwargs["logs"]:
-            self.trace.step_ended(float(kwargs["logs"]["loss"]))
+            self._step_ended(float(kwargs["logs"]["loss"]))
 
 
 def train(workload: Workload, folder: Path) -> Trace:
     """Train this rank's share."""
-    watch = Metrics()
+    trace = Trace()
+    run_trainer(workload, folder, trace.step_ended)
+    return trace
+
+
+def steps(workload: Workload, folder: Path) -> Iterator[float]:
+    """Train step by step; yield the loss of each. The Trainer has a thread, which waits between steps."""
+    losses, go = Queue[float | Exception](), Semaphore(0)
+
+    def step_ended(loss: float) -> None:
+        losses.put(loss)
+        go.acquire()
+
+    def run() -> None:
+        try:
+            run_trainer(workload, folder, step_ended)
+        except Exception as error:
+            losses.put(error)
+
+    Thread(target=run, daemon=True).start()
+    while True:
+        found = losses.get()
+        if isinstance(found, Exception):
+            raise found
+        yield found
+        go.release()
+
+
+def run_trainer(workload: Workload, folder: Path, step_ended: Callable[[float], None]) -> None:
+    """Train this rank's share, and call a function with the loss of each step at its end."""
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=workload.first_model(folder),
             args=arguments(workload, output),
             train_dataset=Rows(workload.tokens(folder)),
             data_collator=collate,
-            callbacks=[watch],
+            callbacks=[Metrics(step_ended)],
         )
         trainer.remove_callback(PrinterCallback)
         switch_on_fsdp(trainer)
         trainer.train()
         check_sharded(trainer.model)
-    return watch.trace
 
 
 def switch_on_fsdp(trainer: Trainer) -> None:

@@ -109,6 +109,7 @@ _8B = _LARGE | {"master_dtype": "bf16"}
 _FLEX = {"attn_implementation": "flex_attention"}
 _PLAIN = {"gradient_checkpointing": "full"}
 """Neither tensor parallelism nor experts are proven with compilation."""
+_ADAPTERS = {"gradient_checkpointing": "none", "master_dtype": "bf16", "lora": {"r": 8, "alpha": 32}}
 _MIXTURE = _PLAIN | {"master_dtype": "bf16"}
 _EXPERT_UNITS = {"wrap_policy": {"moe_experts": ["Qwen3MoeExperts"]}}
 _SIX_LAYERS = QWEN3_30B_A3B | {"num_hidden_layers": 6}
@@ -123,6 +124,8 @@ CASES = {
     "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_8B),
     "llama3-8b-4k-flex": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_8B | _FLEX),
     "llama3-8b-4k-one-document": Case(LLAMA3_8B, 4096, rows=4, model=_8B),
+    # Published for adapters of Llama-3-8B at 4,096 tokens: 12,473 tokens/s on one H100 (NVIDIA NeMo AutoModel, bf16).
+    "llama3-8b-4k-lora": Case(LLAMA3_8B, 4096, rows=2, model=_ADAPTERS),
     "qwen3-4b-8k": Case(QWEN3_4B, 8192, rows=2, model=_LARGE),
     "qwen3-4b-32k": Case(QWEN3_4B, 32768, steps=8, first_counted=3, model=_LARGE),
     "qwen3-4b-128k": Case(QWEN3_4B, 131072, steps=3, first_counted=1, model=_LARGE),

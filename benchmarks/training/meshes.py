@@ -61,9 +61,9 @@ def compare_meshes(
     )
 
 
-def one_start(workload: Workload) -> Measured:
-    """Return Trainshed's median step, with transformers' in the raw data. Raises ProgramError."""
-    turns = take_turns(workload, "benchmarks.peers.hf_distributed")
+def one_start(workload: Workload, peer: str = "benchmarks.peers.hf_distributed") -> Measured:
+    """Return Trainshed's median step, with that of a peer's module in the raw data. Raises ProgramError."""
+    turns = take_turns(workload, peer)
     raw = {THEIRS: median(workload, turns.theirs), **turns._asdict()}
     return Measured(median(workload, turns.ours), raw)
 
@@ -86,13 +86,14 @@ def _steps(samples: Sequence[Sample]) -> dict[str, str | None]:
     both = [replace(one, variant=THEIRS) for one in taken(samples, THEIRS)]
     theirs, ours = compare([*both, *(replace(one, variant=OURS) for one in samples)], THEIRS)
     return {
-        f"{THEIRS}, seconds a step": _seconds(theirs),
-        OURS: _seconds(ours),
+        f"{THEIRS}, seconds a step": seconds_text(theirs),
+        OURS: seconds_text(ours),
         "ratio, median [95 % interval]": ours.ratio_text,
     }
 
 
-def _seconds(row: Row) -> str | None:
+def seconds_text(row: Row) -> str | None:
+    """Return a row's median in seconds; None if it has none."""
     return None if row.median is None else f"{row.median:.4f}"
 
 

@@ -26,6 +26,9 @@ class Turns(NamedTuple):
     theirs: tuple[float, ...]
     """Seconds of each step."""
     ours: tuple[float, ...]
+    their_cpu: tuple[float, ...]
+    """CPU seconds of each step of rank 0."""
+    our_cpu: tuple[float, ...]
     loss_difference: float
     traffic: list[dict[str, Any]]
     """What `Traffic` counted in a step of each loop, by rank."""
@@ -68,9 +71,9 @@ def take_turns(workload: Workload, peer: str) -> Turns:
         arguments, log = loop_arguments(workload.spec(folder), run_dir)
         run_module("benchmarks.training.turns_run", out, peer, folder, *arguments, log=log, ranks=workload.world)
         ranks = [json.loads(Path(f"{out}.{rank}").read_bytes()) for rank in range(workload.world)]
-        theirs, ours, losses = zip(*ranks[0]["turns"], strict=True)
+        theirs, ours, their_cpu, our_cpu, losses = zip(*ranks[0]["turns"], strict=True)
         off = loss_difference(Trace.of_metrics(metrics(run_dir)).losses[:-1], losses)
-    return Turns(theirs, ours, off, [rank["traffic"] for rank in ranks])
+    return Turns(theirs, ours, their_cpu, our_cpu, off, [rank["traffic"] for rank in ranks])
 
 
 def median(workload: Workload, seconds: tuple[float, ...]) -> float:

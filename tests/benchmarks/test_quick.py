@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.checkpoints import commits, reshard, reshard_run, saves, saves_run
 from benchmarks.control_plane import accepts, first_step, full_queue, open_streams
 from benchmarks.data import data_wait, prepare, resume
 from benchmarks.faults import recover
 from benchmarks.inference import rows
-from benchmarks.training import experts, gpu, ordered, step_overhead, tensor, turns, ulysses
+from benchmarks.training import adapters, experts, gpu, ordered, step_overhead, tensor, turns, ulysses
 from benchmarks.training.peak_memory import ends, options, recompute
 from benchmarks.workload import TOY
 
@@ -82,6 +83,31 @@ def test_both_loops_alternate_in_the_same_ranks(run: Run) -> None:
     result = run(turns.main, "--quick")
     assert agreed(result) == {turns.BARE, turns.OURS}
     assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2]
+
+
+def test_adapters_are_compared_with_peft_in_the_same_ranks(run: Run) -> None:
+    needs_time()
+    result = run(adapters.main, "--quick", "--only", "steps")
+    assert [(one["error"], one["raw"]["loss_difference"] < 1e-5) for one in result["data"]] == [(None, True)] * 4
+
+
+def test_adapters_have_peaks_of_each_number_of_ranks(run: Run) -> None:
+    needs_time()
+    result = run(adapters.main, "--quick", "--only", "memory")
+    assert [one["ranks"] for one in result["data"]] == [1, 2]
+    assert all(one["held_bytes"] >= one["terms"]["frozen_parameters"] for one in result["data"])
+
+
+def test_checkpoints_of_adapters_are_smaller_than_those_of_all_weights(run: Run) -> None:
+    needs_time()
+    result = run(adapters.main, "--quick", "--only", "saves")
+    sizes = {one["variant"]: one["raw"]["bytes"] for one in result["data"]}
+    assert sizes[adapters.ADAPTERS] < sizes[adapters.FULL]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the case")
+def test_case_of_adapters_on_a_gpu_is_skipped_with_the_reason(run: Run) -> None:
+    assert "needs 1 GPUs, and this machine has 0" in run(adapters.main, "--only", "gpu")["table"]
 
 
 def test_any_size_has_a_ratio_on_each_number_of_ranks(run: Run) -> None:

@@ -4,9 +4,11 @@ Run as `torchrun -m benchmarks.training.peak_memory.peak_run OUT SPEC --run-dir 
 
 The window runs from the end of the first step, when weights, gradients and optimizer state exist, to the second step's
 last gradient. On the CPU the result is the kernel's peak (VmHWM, reset at the start) minus the resident memory at the
-start (VmRSS). On a GPU it is the allocator's peak minus its allocated memory.
+start (VmRSS). On a GPU it is the allocator's peak minus its allocated memory. `held_bytes` are those of all tensors at
+the start.
 """
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from train_loop import run
@@ -25,11 +28,13 @@ class Peak:
 
     def __init__(self) -> None:
         self.before: int | None = None
+        self.held = 0
         self.bytes: int | None = None
 
     def step_ended(self, *_: Any) -> None:
         """Start the window at the end of the first step."""
         if self.before is None:
+            self.held = held_bytes()
             self.before = begin_peak()
 
     def gradients_ready(self, *_: Any) -> None:
@@ -45,7 +50,16 @@ def main() -> None:
     register_optimizer_step_pre_hook(watch.gradients_ready)
     run.main()
     if os.environ["RANK"] == "0":
-        out.write_text(json.dumps({"peak_bytes": watch.bytes}))
+        out.write_text(json.dumps({"peak_bytes": watch.bytes, "held_bytes": watch.held}))
+
+
+def held_bytes() -> int:
+    """Return the bytes of the storages of all tensors in this process."""
+    # The loop hides what exists at its start from the garbage collector.
+    gc.unfreeze()
+    plain = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in plain}
+    return sum(storages.values())
 
 
 def begin_peak() -> int:
