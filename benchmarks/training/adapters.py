@@ -34,7 +34,7 @@ from benchmarks.training.peak_memory.options import ALLOCATOR
 from benchmarks.training.turns import OURS
 from benchmarks.workload import SMALL, TOY, Workload
 from train_loop.plan import plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir import ReadPolicy
 from train_loop.spec import parse as parse_spec
 

@@ -24,7 +24,7 @@ from train_loop.loop.build import build_token_loss
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.plan import Plan, plan_job
-from train_loop.preflight.checks import check_model
+from train_loop.preflight.model import check_model
 from train_loop.run_dir.read_policy import ReadPolicy
 from train_loop.spec import JobSpec
 from train_loop.spec import parse as parse_spec
