@@ -213,6 +213,7 @@ def test_plan_names_mesh_and_warnings(home: Path) -> None:
     output = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
     assert "fsdp 99, ulysses 1" in output
     assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
+    assert re.search(r"a checkpoint +1\.6 MiB", output), output
 
 
 def test_plan_shows_what_was_written_and_the_setting_that_ends_the_run(home: Path) -> None:

@@ -36,7 +36,7 @@ def show_plan(plan: PlanOut) -> None:
             "FLOPs per row": None if plan.flops_per_row is None else f"{plan.flops_per_row:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
             "documents": _documents(plan),
-            "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
+            "a checkpoint": _mebibytes(plan.checkpoint_bytes),
             "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
@@ -80,6 +80,12 @@ def _documents(plan: PlanOut) -> str | None:
     if len(with_bos) == len(texts):
         return "begin with the tokenizer's BOS token"
     return f"of {', '.join(with_bos)} begin with the tokenizer's BOS token, all others without one"
+
+
+def _mebibytes(size: int) -> str:
+    """Return a size in MiB, with a decimal below ten: checkpoints of adapters are small."""
+    value = size / 2**20
+    return f"{value:,.1f} MiB" if value < 10 else f"{value:,.0f} MiB"
 
 
 def _trained(plan: PlanOut) -> str | None:
