@@ -65,7 +65,10 @@ def _computing(spec: AnyJobSpec, shape: ModelShape) -> list[str]:
             trains and training.optimizer == "adamw" and whole_layers and strategy.ep_size == 1,
             "training.optimizer: adamw_8bit",
         ),
-        (trains and checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
+        (
+            trains and checkpointing == "full" and _has_gpu(spec) and not spec.model.compile,
+            "model.gradient_checkpointing: offload",
+        ),
         (strategy.offload_policy is not True and _has_gpu(spec), "strategy.offload_policy: true"),
         (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
     ]

@@ -15,7 +15,7 @@ from train_loop.plan.model.shape import ModelShape
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.remedies import can_select, may_split_states
 from train_loop.plan.savings import Patch, describe_patch, merge_patches
-from train_loop.spec import MOST_WORKERS, Checkpointing, JobSpec, SpecError, override
+from train_loop.spec import MOST_WORKERS, JobSpec, ModelSpec, SpecError, override
 
 _TOGETHER = 3
 """Maximum number of changes that a suggestion combines."""
@@ -130,7 +130,7 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
         (strategy.gradient_sync == "last", {"strategy": {"gradient_sync": "every"}}),
     ]
     yield from (Choice((patch,)) for helps, patch in simple if helps)
-    if recompute := _stronger(model.gradient_checkpointing, selects=can_select(spec, plan.shape)):
+    if recompute := _stronger(model, selects=can_select(spec, plan.shape)):
         yield Choice(tuple({"model": {"gradient_checkpointing": mode}} for mode in recompute))
     if strategy.offload_policy is not True:
         levels: list[bool | str] = [True] if strategy.offload_policy else ["optimizer", True]
@@ -144,9 +144,10 @@ def _choices(spec: JobSpec, plan: Plan) -> Iterator[Choice]:
     yield Choice(tuple({"scaling": {"num_workers": one}, "training": kept} for one in more))
 
 
-def _stronger(how: Checkpointing, *, selects: bool) -> list[str]:
-    """Return the kinds of recomputation that save more memory than a given one, the mildest first."""
-    kinds = ["selective", "full", "offload"] if selects else ["full", "offload"]
+def _stronger(model: ModelSpec, *, selects: bool) -> list[str]:
+    """Return the kinds of recomputation that save more memory than the model's, the mildest first."""
+    strongest, how = ["full"] if model.compile else ["full", "offload"], model.gradient_checkpointing
+    kinds = ["selective", *strongest] if selects else strongest
     if how == "none":
         return kinds
-    return kinds[kinds.index(how) + 1 :] if how in kinds else ["full", "offload"]
+    return kinds[kinds.index(how) + 1 :] if how in kinds else strongest

@@ -166,8 +166,9 @@ def test_another_base_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_go_with_the_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"tp_size=2 is not proven with model\.adapter; change it, or remove adapter"):
-        job(tmp_path, strategy={"tp_size": 2}, scaling={"num_workers": 2})
+    message = r"sequence_parallel is not proven with model\.adapter; change it, or remove adapter"
+    with pytest.raises(SpecError, match=message):
+        job(tmp_path, strategy={"tp_size": 2, "sequence_parallel": True}, scaling={"num_workers": 2})
     with pytest.raises(SpecError, match=r"adapter needs the model that it was trained on; set model\.path, or remove"):
         spec(model={"adapter": str(tmp_path)})
     with pytest.raises(SpecError, match="hf download you/lora --local-dir /models/lora"):
