@@ -97,7 +97,7 @@ def report_status(run_dir: RunDir, step: int, wish: ExportWish, before: ExportSt
 def finish(run_dir: RunDir, status: ExportStatus) -> None:
     """Write the event of a complete export, if it is missing, and then the last status.
 
-    After a kill in between, another call writes what is missing. Raises OSError.
+    After a kill in between, another call writes the rest. Raises OSError.
     """
     now = time.time()
     completed = status.completed or now

@@ -8,7 +8,7 @@ from typing import Any
 class UnitSizes:
     """Numbers of parameters of a model's FSDP units.
 
-    A parameter with a dtype of its own counts as the number of values in the compute dtype that need its bytes.
+    A parameter with its own dtype counts as the number of values in the compute dtype that need its bytes.
     """
 
     root: int

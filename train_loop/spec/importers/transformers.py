@@ -151,7 +151,7 @@ def _best(draft: Draft) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    """Translate the adapters of TRL, whose files have the fields of its ModelConfig beside these."""
+    """Translate the adapters of TRL, whose files have the fields of its ModelConfig together with these."""
     if not flag(draft.get("use_peft", False)):
         return
     draft.note("use_peft", Outcome.NOT_NEEDED, reason="model.lora")
