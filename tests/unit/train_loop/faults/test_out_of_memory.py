@@ -109,7 +109,7 @@ def test_killed_rank_is_reported_with_sizes_and_remedies(tmp_path: Path) -> None
     )
     assert (event["rank"], event["committed"]) == (1, 10)
     assert event["error"].startswith(
-        "rank 1 on a was killed; the plan estimates 1.2 MiB per rank: checkpoint_staging 0.5 MiB"
+        "rank 1 on a was killed; the plan estimates 1.3 MiB per rank: checkpoint_staging 0.5 MiB"
     )
     assert "cheapest first: failure.spare_workers: false" in event["error"]
     assert {"parameters", "optimizer"} <= event["estimate"].keys()
