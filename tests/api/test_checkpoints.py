@@ -15,12 +15,16 @@ from service.ports import Cancellation, Digests
 from tests.support.builders.checkpoints import checkpoint, edit
 from tests.support.builders.tensors import tensor_checkpoint
 from tests.support.fakes.service import FakeService, spec_body
+from tests.support.turns import turns
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.digest import digest_checkpoint
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import ExportStatus, ExportWish, Fence
 from train_loop.spec import CheckpointSpec
+
+in_turn = turns(["failed export", "bad digests"], 1)
+"""Each starts processes that import torch."""
 
 
 @pytest.fixture
@@ -80,6 +84,7 @@ def test_digests_are_those_of_the_tensors(client: TestClient, service: FakeServi
     assert answer.json()["tensors"]["model.w"]["shape"] == [3, 2]
 
 
+@in_turn("bad digests")
 def test_digests_of_a_damaged_checkpoint_are_a_problem(
     client: TestClient, service: FakeService, job_id: str, url: str
 ) -> None:
@@ -92,6 +97,7 @@ def test_digests_of_a_damaged_checkpoint_are_a_problem(
     )
 
 
+@in_turn("bad digests")
 def test_digests_of_an_unreadable_checkpoint_are_a_problem(client: TestClient, url: str) -> None:
     answer = client.get(f"{url}/20/digests")
     assert (answer.status_code, answer.json()["code"]) == (503, "verify_failed")
@@ -151,6 +157,7 @@ def test_call_for_missing_checkpoint_returns_404(client: TestClient, url: str, m
     assert client.request(method, f"/jobs/job-9/checkpoints/10/{path}").json()["code"] == "job_not_found"
 
 
+@in_turn("failed export")
 @pytest.mark.slow
 def test_failed_export_reports_its_reason_and_can_be_retried(client: TestClient, url: str) -> None:
     """Export a fake checkpoint; the tests of the export cover real ones."""

@@ -21,7 +21,7 @@ from tests.support.ranks.ranks import ranks_of_any_number
 ALONE = ("one rank, packed", "one rank, chunked loss")
 TOGETHER = ("HSDP 2 x 2, plain", "Ulysses 4, plain", "HSDP 2 x Ulysses 2, packed")
 """Cases of the kinds of families: two of these meshes for each."""
-SOME = [*KINDS] if os.environ.get("MORE") else random.Random(SEED).sample(KINDS, 6)
+SOME = [*KINDS] if os.environ.get("MORE") else random.Random(SEED).sample(KINDS, 4)
 """Kinds of families that this commit computes."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 LIBRARY = re.compile(

@@ -138,13 +138,20 @@ def save_while_storage_is_unmounted(folder: Path) -> list[str]:
     subprocess.run(["mount", "--bind", disk, mount_point], check=True)
     write_run_marker(mount_point, RootMarker.new())
     expect_run_dir(mount_point)
-    run = a_run(folder)
-    saver = a_saver(run)
+    run, reported = a_run(folder), list[str]()
+    saver, report = a_saver(run), run.session.journal.event
+
+    def event(name: str, **fields: Any) -> None:
+        report(name, **fields)
+        reported.append(name)
+
+    run.session.journal.event = event  # type: ignore[method-assign]
     run.session.journal.metrics(step=1)
     subprocess.run(["umount", "--lazy", mount_point], check=True)
     run.session.journal.metrics(step=2)
     save_at(run, saver, 2)
-    wait_for(lambda: run.session.journal.waits, "the save waits for its storage")
+    # The lines wait for the storage, too, and may do so before the save.
+    wait_for(lambda: "checkpoint_delayed" in reported, "the save waits for its storage")
     found = os.listdir(mount_point)
     subprocess.run(["mount", "--bind", disk, mount_point], check=True)
     saver.close()

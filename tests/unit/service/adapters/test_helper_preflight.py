@@ -24,13 +24,17 @@ from service.adapters.helper_processes.report_cache import FRESH_SECONDS, cache_
 from service.errors import PreflightFailed, ResultsUnreadable, StorageAway
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.folders import write_model, write_tokenizer
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY, infer_spec, may_read
 from tests.support.fakes.service import a_spec
 from tests.support.servers.s3 import S3Server, s3_server
+from tests.support.turns import turns
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
 from train_loop.run_dir import RunDir
 from train_loop.spec import Problem, parse_any
+
+in_turn = turns(["storage", "gzip"], 1)
 
 
 @contextmanager
@@ -367,15 +371,15 @@ def test_real_helper_returns_shape_of_model_in_a_folder(helper: HelperPreflight,
     assert units == {"Embedding", "Qwen3ForCausalLM", "Qwen3DecoderLayer", "Linear"}
 
 
-@pytest.mark.parametrize(
-    ("template", "rule"),
-    [
-        ("{{ 'a'*2000000000 }}", "MiB of memory"),
-        # Which limit a billion characters meet first depends on the speed and the memory of the machine.
-        ("{{ '%1000000000d' % 1 }}", "characters of 2 messages|MiB of memory|s of CPU time"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
-    ],
-)
+TEMPLATES = [
+    ("{{ 'a'*2000000000 }}", "MiB of memory"),
+    # Which limit a billion characters meet first depends on the speed and the memory of the machine.
+    ("{{ '%1000000000d' % 1 }}", "characters of 2 messages|MiB of memory|s of CPU time"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
+]
+
+
+@pytest.mark.parametrize(("template", "rule"), drawn(TEMPLATES, 1))
 def test_chat_template_exceeding_a_limit_is_a_problem_of_its_field(
     helper: HelperPreflight, tmp_path: Path, template: str, rule: str
 ) -> None:
@@ -397,6 +401,7 @@ def test_check_exceeding_its_timeout_is_a_problem_of_its_field() -> None:
         assert "took over 1 s; choose a smaller config" in problem.message
 
 
+@in_turn("gzip")
 def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     # Of 2 GiB: a gzip file may have several members.
@@ -410,6 +415,7 @@ def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: 
     assert "MiB" in problem.message
 
 
+@in_turn("storage")
 @pytest.mark.slow
 def test_data_on_unavailable_storage_raises_storage_away_within_seconds(
     helper: HelperPreflight, s3: S3Server, monkeypatch: pytest.MonkeyPatch
