@@ -72,14 +72,14 @@ DRAWN = MATRIX if MORE else [(_draw.choice(ATTENDING), TOKENS), (_draw.choice(ST
 """
 _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
-COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 3) + _draw.sample(_objectives, 2)
+COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 2) + _draw.sample(_objectives, 1)
 """Kinds whose bytes and operations are counted."""
 TENSOR = tuple(
     Case("fsdp 2 x tp 2", 4, tp_size=2, others=(("strategy", "sequence_parallel", splits),)) for splits in (False, True)
 )
 """Ranks that share layers, with all tokens between projections, and with a part of them."""
 _heads = [(family, name) for family, name in OTHERS if family != OWN]
-COMPARED = _heads if MORE else _draw.sample(_heads, 2)
+COMPARED = _heads if MORE else _draw.sample(_heads, 1)
 """Kinds whose steps are computed on meshes, besides those of `test_table.py` and `trainshed check-model`."""
 
 

@@ -195,6 +195,7 @@ def _setting_problems(anatomy: Anatomy, found: Examination, spec: JobSpec) -> li
         ("/strategy/wrap_policy/moe_experts", lambda: expert_units(anatomy, policy)),
         ("/strategy/precision", lambda: check_precision(anatomy, spec)),
         ("/model/gradient_checkpointing", lambda: check_selective(anatomy, spec)),
+        ("/model/gradient_checkpointing", lambda: _check_offload(spec.model)),
         ("/strategy/ignored_params", lambda: whole_parameters(anatomy.model, strategy.ignored_params)),
         ("/model/freeze_module_prefix", lambda: freeze(anatomy.model, spec.model.freeze_module_prefix)),
         # After frozen parameters are known.
@@ -211,3 +212,12 @@ def _setting_problems(anatomy: Anatomy, found: Examination, spec: JobSpec) -> li
     if strategy.apply_tiled_mlp:
         checks.append(("/strategy/apply_tiled_mlp", lambda: tiled_mlps(anatomy, repeated_layers(anatomy, policy))))
     return _failed(checks)
+
+
+def _check_offload(model: ModelSpec) -> None:
+    """Raise ModelError if compile would have no effect. Stored specs may have both: earlier versions accepted them."""
+    if model.compile and model.gradient_checkpointing == "offload":
+        raise ModelError(
+            "gradient_checkpointing=offload moves the inputs of layers by hooks that torch.compile does not "
+            "translate, so that compile has no effect; choose full, or remove compile"
+        )

@@ -28,7 +28,7 @@ from train_loop.liveness.fencing import NewestEpoch, begin_group
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
 from train_loop.ray_train.rank_setup import RankSettings, set_up_rank
-from train_loop.ray_train.raylet import silent, unregister_node
+from train_loop.ray_train.raylet import unreachable, unregister_node
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
 from train_loop.spec import JobSpec
 from train_loop.system.retry import retry_storage
@@ -245,7 +245,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
 
     def answers(self, host: str) -> bool:
         """Return whether the Ray daemon of a host accepts connections."""
-        return host in self._nodes and not silent({self._nodes[host]})
+        return host in self._nodes and not unreachable({self._nodes[host]})
 
     def avoided(self) -> Collection[str]:
         """Return the ids of nodes on lost hosts, which Ray may still consider alive."""
@@ -259,11 +259,11 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         failed = self._monitor.hosts_without_storage()
         return [node for host, node in self._nodes.items() if host in failed]
 
-    def waiting(self, missing: str) -> None:
+    def waiting(self, missing: str, unreachable: Collection[str]) -> None:
         """Report missing capacity for the next worker group; called several times a second while it waits."""
         assert self._monitor is not None
         # Ray may still list a host as alive that the monitor has declared lost.
-        usable = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*self.avoided()}
+        usable = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*self.avoided(), *unreachable}
         self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in usable])
 
     def _stacks(self) -> dict[str, list[str]]:

@@ -55,11 +55,11 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
 
         Raises WorkerGroupStartupTimeoutError if the nodes have no room within the timeout.
         """
-        silent = set[str]()
+        unreachable = set[str]()
         for waited in _ticks():
             total, free = self._usable_nodes()
-            silent = self.silent(silent)
-            free = {node: has for node, has in free.items() if node not in silent}
+            unreachable = self.unreachable(unreachable)
+            free = {node: has for node, has in free.items() if node not in unreachable}
             doubtful = self.doubtful()
             trusted = {node: has for node, has in free.items() if node not in doubtful}
             if len(trusted) < len(free) and self._lay_out(scaling, trusted) is not None:
@@ -70,31 +70,35 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
                 names = list(free)
                 chosen = [names[node] for node, mine in ranks.items() for _ in mine]
                 # Ray lists a node for some seconds after its host has died, and would wait a minute for it.
-                silent = self.silent({*chosen})
-                if not silent:
+                found = self.unreachable({*chosen})
+                if not found:
                     return chosen
+                unreachable |= found
             elif ranks is None and settled and self._autoscaled:
                 return None
             if waited >= self._timeout:
                 break
             if ranks is None and settled:
-                self.waiting(missing_places(scaling, list(free.values())))
+                self.waiting(missing_places(scaling, list(free.values())), unreachable)
         raise WorkerGroupStartupTimeoutError(num_workers=scaling.world)
 
     def avoided(self) -> Collection[str]:
         """Return ids of nodes to exclude, in addition to draining nodes. Subclasses override it."""
         return ()
 
-    def silent(self, nodes: Collection[str]) -> set[str]:
+    def unreachable(self, nodes: Collection[str]) -> set[str]:
         """Return those of the nodes, by id, that do not answer."""
-        return raylet.silent(nodes)
+        return raylet.unreachable(nodes)
 
     def doubtful(self) -> Collection[str]:
         """Return ids of nodes to use only if the others have no room. Subclasses override it."""
         return ()
 
-    def waiting(self, missing: str) -> None:
-        """Report missing capacity; called several times a second while nodes have no room. Subclasses override it."""
+    def waiting(self, missing: str, unreachable: Collection[str]) -> None:
+        """Report missing capacity, and ids of nodes that do not answer. Subclasses override it.
+
+        It is called several times a second while nodes have no room.
+        """
 
     def _lay_out(self, scaling: ScalingSpec, nodes: Nodes) -> dict[int, range] | None:
         return lay_out(scaling, list(nodes.values()), group=self._group, whole=self._whole)

@@ -56,7 +56,7 @@ def idle_nodes() -> dict[str, Mapping[str, float]]:
     return {node: has for node, has in total.items() if node not in held}
 
 
-def silent(nodes: Collection[str]) -> set[str]:
+def unreachable(nodes: Collection[str]) -> set[str]:
     """Return those of the nodes, by id, that have left or whose daemon does not accept a connection within 2 s."""
     if not nodes:
         return set()

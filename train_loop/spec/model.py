@@ -228,16 +228,11 @@ class ModelSpec(SpecModel):
         )
 
     @model_validator(mode="after")
-    def _recomputation_goes_with_compile(self) -> "ModelSpec":
+    def _budget_is_of_the_compiler(self) -> "ModelSpec":
         if isinstance(self.gradient_checkpointing, BudgetSpec) and not self.compile:
             raise ValueError(
                 f"gradient_checkpointing={self.gradient_checkpointing} is a memory budget of torch.compile, and "
                 "compile is false; set compile: true, or choose selective or {every: 2}"
-            )
-        if self.gradient_checkpointing == "offload" and self.compile:
-            raise ValueError(
-                "gradient_checkpointing=offload moves the inputs of layers by hooks that torch.compile does not "
-                "translate, so that compile has no effect; choose full, or remove compile"
             )
         return self
 

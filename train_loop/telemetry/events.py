@@ -58,8 +58,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "checkpoint_delayed": "storage failed during a save, which is retried",
         "checkpoint_failed": "a save was given up; training continues until the next save",
         "checkpoint_rejected": "a damaged checkpoint was skipped and set aside",
-        "exported": "the export of the checkpoint of `step` to `folder` was complete at `completed`; of adapters with "
-        "`form`, and merged ones with the largest `difference` of outputs, which is null if it was not measured",
+        "exported": "the checkpoint of `step` was exported to `folder`, with files written at `completed`; of adapters "
+        "with `form`, and merged ones with the largest `difference` of outputs, which is null if it was not measured",
     }
 )
 """Each event's name and meaning. A test compares the list with the code that writes events."""

@@ -79,6 +79,7 @@ def cache_key(spec: AnyJobSpec) -> str:
         "data": True,
         "strategy": True,
         "scaling": True,
+        "infer": True,
         "training": {
             *OptimizerSpec.model_fields,
             "chunked_loss",

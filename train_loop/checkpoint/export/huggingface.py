@@ -116,7 +116,8 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
             finish(run_dir, before or ExportStatus(step=step, wish=wish, state="running", time=time.time()))
             return folder
         with (
-            report_status(run_dir, step, wish, before) as progress,
+            # Without its folder, a local export begins again; objects may be complete.
+            report_status(run_dir, step, wish, before if is_remote(folder) else None) as progress,
             _kept(run_dir, step, wish),
             _workplace(folder) as work,
         ):

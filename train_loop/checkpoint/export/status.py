@@ -16,6 +16,7 @@ from train_loop.run_dir import (
     JsonLines,
     RunDir,
     read_all_lines,
+    size_appended,
     storage_may_fail,
 )
 
@@ -119,11 +120,12 @@ def _has_event(run_dir: RunDir, status: ExportStatus) -> bool:
 
 
 def _write_event(run_dir: RunDir, status: ExportStatus, completed: float) -> None:
-    """Write the event `exported` to the newest attempt."""
+    """Write the event `exported` to the newest attempt that has events: one without has not begun."""
     fields = {"step": status.step} | status.wish.model_dump(exclude_none=True)
     fields |= {"difference": status.difference} if status.wish.form in ("merged", "dequantized") else {}
     fields |= {"folder": str(run_dir.exports.folder(status.step, status.wish)), "completed": completed}
-    newest = [run_dir.attempt(1), *run_dir.attempts()][-1]
+    begun = [attempt for attempt in run_dir.attempts() if size_appended(attempt.events)]
+    newest = [run_dir.attempt(1), *begun][-1]
     lines = JsonLines(newest.events, attempt=newest.number)
     lines.append(event="exported", **fields)
     lines.flush()

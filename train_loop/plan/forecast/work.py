@@ -118,7 +118,7 @@ def matrix_flops(spec: JobSpec, plan: Plan) -> float:
 
 
 def float8_values(spec: JobSpec, shape: ModelShape) -> int:
-    """Return the weights of a worker's linear layers that compute in float8, with all of their three products."""
+    """Return the weights of a worker's linear layers that compute in float8."""
     if spec.strategy.float8 is None:
         return 0
     if shape.float8 is not None:
@@ -129,7 +129,8 @@ def float8_values(spec: JobSpec, shape: ModelShape) -> int:
 def float8_flops(spec: JobSpec, plan: Plan) -> float:
     """Return those of the FLOPs of matrix products that are computed in float8."""
     shape = _of_worker(plan)
-    return 2.0 * tokens_of(spec, plan) * float8_values(spec, shape) * (3 + repeated(spec, shape).products)
+    passes = 2 + shape.trained / shape.parameters + repeated(spec, shape).products
+    return 2.0 * tokens_of(spec, plan) * float8_values(spec, shape) * passes
 
 
 def attention_flops(spec: JobSpec, plan: Plan) -> AttentionWork:

@@ -49,8 +49,7 @@ def _adapted_experts(spec: JobSpec, shape: ModelShape, compute: int) -> Iterator
     lora, counts = spec.model.lora, shape.counts
     if lora is None or not lora.target_parameters or counts is None:
         return
-    share = recomputed_share(spec.model.gradient_checkpointing, shape.layers)
-    kept = max(1, math.ceil((1 - share) * shape.layers))
+    kept = _kept_layers(spec.model.gradient_checkpointing, shape.layers)
     formula = f"{compute} bytes x experts of a layer x ({kept} layers with their adapters + a gradient)"
     yield MemoryTerm("adapted_experts", compute * counts.experts * (kept + 1), formula)
 
@@ -112,8 +111,7 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
 
     torch's `scaled_dot_product_attention` makes a copy of the mask in the compute dtype for each call, and keeps it.
     """
-    share = recomputed_share(spec.model.gradient_checkpointing, shape.layers)
-    layers = max(1, math.ceil((1 - share) * shape.layers))
+    layers = _kept_layers(spec.model.gradient_checkpointing, shape.layers)
     if not shape.whole_scores:
         formula = f"(1 + {compute} x {layers} of L) bytes x sequences x sequence_length^2, if packed or masked_lm"
         return (MemoryTerm("attention_mask", (1 + compute * layers) * _mask(spec), formula),)
@@ -221,6 +219,13 @@ def recomputed_share(how: Checkpointing, layers: int) -> float:
     if isinstance(how, EverySpec):
         return -(-layers // how.every) / max(layers, 1)
     return 1 - how.budget if isinstance(how, BudgetSpec) else float(how != "none")
+
+
+def _kept_layers(how: Checkpointing, layers: int) -> int:
+    """Return the layers whose activations stay until backward, at least the one that computes; rounded up."""
+    kept = (1 - recomputed_share(how, layers)) * layers
+    # Only a budget keeps a part of a layer.
+    return max(1, math.ceil(kept) if isinstance(how, BudgetSpec) else round(kept))
 
 
 def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:

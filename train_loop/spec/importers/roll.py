@@ -11,7 +11,7 @@ from train_loop.spec.importers.parts import drop_unused, read_adapters, read_war
 from train_loop.spec.importers.references import Read, compose, resolve
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.roll_data import read_data, read_length
-from train_loop.spec.importers.roll_fields import ADAPTERS, DEFAULTS, PIPELINE, WORKER
+from train_loop.spec.importers.roll_fields import ADAPTERS, DEFAULTS, INFERENCE, PIPELINE, WORKER
 from train_loop.spec.importers.roll_infer import keep_inference
 from train_loop.spec.importers.values import (
     devices,
@@ -73,7 +73,7 @@ def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[
     else:
         read_length(draft)
     _experts(draft, chosen)
-    draft.apply(WORKER if trains else {name: rule for name, rule in WORKER.items() if name != _BATCH}, below=chosen)
+    draft.apply(WORKER if trains else {name: rule for name, rule in INFERENCE.items() if name != _BATCH}, below=chosen)
     draft.apply(PIPELINE)
     _others(draft, chosen, whole, is_sft=role == "sft_train")
     if trains:

@@ -13,6 +13,7 @@ _RUN = unneeded("the service chooses the run directory")
 _RAY = unneeded("the service runs on its own Ray cluster")
 _OPERATOR = unneeded("the operator chooses trackers (TRAINSHED_SINKS)")
 _LORA = unneeded("the worker trains no adapters: they need lora_target")
+_OF_INFERENCE = Drop("inference reads adapters from a folder; set model.adapter, or model.job", numbers=True)
 _ROLLOUT = Drop("rollouts and rewards are not part of a training job", Outcome.NOT_IMPORTED)
 _PIXELS = Drop("images are not supported", numbers=True)
 _DYNAMIC = Drop("micro-batches have a fixed number of sequences; use data.packing")
@@ -188,3 +189,6 @@ DEFAULTS: dict[str, tuple[str, JsonValue]] = {
     "training_args.num_train_epochs": ("training.num_train_epochs", 1.0),
 }
 """ROLL's own defaults of a worker, which are written out."""
+
+INFERENCE = WORKER | {name: _OF_INFERENCE for name, rule in WORKER.items() if rule is _LORA}
+"""Rules of a worker that infers."""

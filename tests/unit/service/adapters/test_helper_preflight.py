@@ -106,6 +106,11 @@ def test_result_is_not_reused_for_other_resources() -> None:
     assert cache_key(a_spec(scaling={"resources_per_worker": {"GPU": 1}})) != cache_key(a_spec())
 
 
+def test_result_is_not_reused_for_other_inference() -> None:
+    keys = {cache_key(parse_any(infer_spec() | {"infer": {"output": one}})) for one in ("logprobs", "embeddings")}
+    assert len(keys) == 2
+
+
 OWN_CODE = """{
     "exits": lambda: os._exit(3),
     "sleeps": lambda: time.sleep(99),

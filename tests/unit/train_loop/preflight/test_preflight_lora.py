@@ -79,6 +79,21 @@ def test_adapters_with_fewer_keys_than_ranks_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "setting", "proven"),
+    [("helium", "tp_size", "cohere, gemma3_text, glm4,"), ("olmoe", "ep_size", "deepseek_v3, gpt_oss, mixtral,")],
+)
+def test_adapters_of_other_families_are_refused(family: str, setting: str, proven: str) -> None:
+    lora = {"target_modules": ["q_proj"]}
+    job = spec(model={"config": small(family), "lora": lora}, strategy={setting: 2}, scaling={"num_workers": 2})
+    problem, *_ = examined(job)[1]
+    assert problem.pointer == f"/strategy/{setting}"
+    assert problem.message.startswith(
+        f"{setting}=2 is not proven with adapters for model_type={family}; those proven are {proven} "
+    )
+    assert problem.message.endswith(f"; choose {setting}: 1")
+
+
 def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
     lora = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
     job = spec(model={"config": MOE, "lora": lora})

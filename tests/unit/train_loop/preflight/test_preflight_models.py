@@ -62,6 +62,16 @@ FALCON = {"model_type": "falcon", "vocab_size": 384, "hidden_size": 32, "num_hid
 }
 
 
+def test_offloaded_inputs_of_compiled_layers_are_rejected() -> None:
+    job = parse(raw_spec(model={"compile": True, "gradient_checkpointing": "offload"}))
+    _, (problem,) = check_model(job, may_read())
+    assert problem == Problem(
+        "/model/gradient_checkpointing",
+        "gradient_checkpointing=offload moves the inputs of layers by hooks that torch.compile does not translate, so "
+        "that compile has no effect; choose full, or remove compile",
+    )
+
+
 def test_model_that_bypasses_the_attention_registry_is_rejected_for_ulysses_only() -> None:
     shared = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
     _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), may_read())

@@ -25,10 +25,10 @@ class Cluster(Placement):
         self.scaling, self.free, self.reported = scaling, [*free], list[str]()
         self.dead = set[str]()
 
-    def waiting(self, missing: str) -> None:
+    def waiting(self, missing: str, unreachable: Collection[str]) -> None:
         self.reported.append(missing)
 
-    def silent(self, nodes: Collection[str]) -> set[str]:
+    def unreachable(self, nodes: Collection[str]) -> set[str]:
         return self.dead & set(nodes)
 
     def _usable_nodes(self) -> tuple[Nodes, Nodes]:
@@ -69,10 +69,13 @@ def test_choose_without_room_reports_what_is_missing_and_gives_up() -> None:
     assert set(cluster.reported) == {"4 workers with 1 CPU each; the nodes have room for 3"}
 
 
-def test_choose_leaves_out_a_dead_node_that_ray_still_lists() -> None:
+def test_choose_leaves_out_dead_nodes_that_ray_still_lists() -> None:
     cluster = Cluster({"a": {"CPU": 4.0}, "b": {"CPU": 4.0}})
     cluster.dead = {"a"}
     assert cluster.choose(cluster.scaling) == 4 * ["b"]
+    cluster = Cluster({name: {"CPU": 4.0} for name in "abcd"})
+    cluster.dead = {"a", "b"}
+    assert cluster.choose(cluster.scaling) == 4 * ["c"]
     cluster = Cluster(TWO_HOSTS)
     cluster.dead = {"b"}
     with pytest.raises(WorkerGroupStartupTimeoutError):

@@ -212,6 +212,9 @@ def test_adapters_need_targets_in_names() -> None:
     without = imported(block(model_args={"lora_rank": 4, "lora_alpha": 8}))
     assert job(without).model.lora is None
     assert fates(without)["sft_train.model_args.lora_rank"] == (Outcome.NOT_NEEDED, None)
+    worker = {"strategy_args": {"strategy_name": "fsdp2_infer"}, "model_args": {"lora_target": "all"}}
+    found = imported(block(**worker), worker="sft_train")
+    assert fates(found)["sft_train.model_args.lora_target"] == (Outcome.NOT_SUPPORTED, None)
 
 
 def test_public_example_with_adapters_trains_them() -> None:

@@ -30,6 +30,8 @@ _KINDS = """
     mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next solar_open zaya
 """
 PROVEN = frozenset(_KINDS.split())
+_ADAPTED = {"deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}
+"""Mixtures of which gradients of adapters outside of experts have been compared."""
 """Families whose loss and gradients `tests/families/test_expert_parallel.py` compares with those of one rank."""
 _DISPATCH, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers for a module whose tokens are exchanged, and for a weight with a row for each expert."""
@@ -74,6 +76,11 @@ def check_expert_plan(model: Any, experts: Experts, spec: JobSpec) -> None:
         raise ModelError(
             f"ep_size={size} is not proven for model_type={kind}; see the proven families on the page on mixtures of "
             "experts; choose ep_size: 1, or another mixture, for example qwen3_moe"
+        )
+    if spec.model.lora is not None and kind not in _ADAPTED:
+        raise ModelError(
+            f"ep_size={size} is not proven with adapters for model_type={kind}; those proven are "
+            f"{one_of(sorted(_ADAPTED))}; choose ep_size: 1"
         )
 
 

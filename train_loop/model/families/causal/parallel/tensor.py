@@ -48,6 +48,9 @@ PROVEN = frozenset(_KINDS.split())
 
 Others have a plan, too, but for example the sharing of apertus' activations gives other gradients.
 """
+_ADAPTED = {"llama", "phi3", "qwen2", "qwen3", "qwen3_moe"} | {"cohere", "gemma3_text", "gpt_neox", "glm4"}
+_ADAPTED |= {"nemotron", "olmo2", "youtu"}
+"""Families of which gradients of adapters have been compared, those of the first line with peft's, too."""
 _SPLIT_HEADS = ("k_proj", "qkv_proj", "query_key_value")
 """Projections that give a rank the keys of its heads, if their plan is `colwise`."""
 _KEYS = ("k_proj", "v_proj")
@@ -82,6 +85,11 @@ def check_plan(model: Any, seen: ModelProbe, spec: JobSpec) -> None:
         raise ModelError(
             f"tp_size={size} is not proven for model_type={kind}; see the proven families on the page on tensor "
             "parallelism; choose tp_size: 1, or another family, for example qwen3 or llama"
+        )
+    if spec.model.lora is not None and kind not in _ADAPTED:
+        raise ModelError(
+            f"tp_size={size} is not proven with adapters for model_type={kind}; those proven are "
+            f"{one_of(sorted(_ADAPTED))}; choose tp_size: 1"
         )
     for name, use in seen.attention.items():
         if not _can_divide(_own_heads(model, use, size), sequences):
