@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.agreement import check_strategy
+from train_loop.spec.agreement.strategy import check_strategy
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec, check_part

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import to_json
 
-from train_loop.spec.agreement import expert_faults, lora_faults, tensor_faults
+from train_loop.spec.agreement.adapters import lora_faults
+from train_loop.spec.agreement.strategy import expert_faults, tensor_faults
 from train_loop.spec.base import SpecModel, is_default, only
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.data import ColumnsSpec, DataSpec, LongRows, Sources

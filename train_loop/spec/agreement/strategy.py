@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from train_loop.spec.agreement.adapters import lora_faults
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.model import BudgetSpec
 from train_loop.spec.optimizer import SCHEDULE_FREE
@@ -190,88 +191,6 @@ def expert_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Pr
         if chosen:
             fault = f"{setting} is not proven with ep_size={strategy.ep_size}"
             yield Problem(pointer, f"{fault}; change it, or choose ep_size=1")
-
-
-def lora_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the settings of a job that do not go with adapters; `job` has its valid parts."""
-    model, training = job.get("model"), job.get("training")
-    if model is None or (model.lora is None and model.adapter is None):
-        return
-    name, lora, tp = "lora" if model.adapter is None else "adapter", model.lora, strategy.tp_size
-    frozen, experts = model.freeze_module_prefix, lora is not None and bool(lora.target_parameters)
-    has_dora, quantized = lora is not None and lora.use_dora, f"quantize_base={model.quantize_base}"
-    dropout = 0.0 if lora is None or training is None else lora.dropout
-    settings = [
-        ("/code", job.get("code") is not None, "own code (code)", "is not supported yet"),
-        (
-            "/model/freeze_module_prefix",
-            bool(frozen),
-            f"freeze_module_prefix={', '.join(frozen)}",
-            "has no effect, because only adapters are trained: name modules in target_modules, or layers",
-        ),
-        (
-            "/model/compile",
-            model.compile and has_dora,
-            "compile with use_dora",
-            "is not supported, because graphs break in peft's code of DoRA",
-        ),
-        (
-            "/model/compile",
-            model.compile and model.quantize_base is not None,
-            f"compile with {quantized}",
-            "is not proven",
-        ),
-        (
-            "/strategy/tp_size",
-            tp > 1 and has_dora,
-            f"tp_size={tp} with use_dora",
-            "is not supported, because a rank has parts of the rows whose norms it needs",
-        ),
-        (
-            "/strategy/tp_size",
-            tp > 1 and dropout > 0,
-            f"tp_size={tp} with dropout={dropout}",
-            "is not supported, because ranks that share layers would have to draw alike",
-        ),
-        (
-            "/strategy/tp_size",
-            tp > 1 and model.quantize_base is not None,
-            f"tp_size={tp} with {quantized}",
-            "is not proven",
-        ),
-        ("/strategy/sequence_parallel", strategy.sequence_parallel, "sequence_parallel", "is not proven"),
-        (
-            "/strategy/ep_size",
-            strategy.ep_size > 1 and experts,
-            f"ep_size={strategy.ep_size} with target_parameters",
-            "is not supported, because an adapter of experts is one matrix for all of them",
-        ),
-        ("/strategy/ignored_params", bool(strategy.ignored_params), "ignored_params", "is not proven"),
-        (
-            "/strategy/wrap_policy/moe_experts",
-            bool(strategy.wrap_policy.moe_experts) and experts,
-            "moe_experts with target_parameters",
-            "is not supported, because adapters are outside of the experts' unit",
-        ),
-    ]
-    if training is not None:
-        settings += [
-            (
-                "/training/optimizer",
-                training.optimizer == "muon" and experts,
-                "optimizer=muon with target_parameters",
-                "is not supported, because an adapter has the matrices of all experts in one",
-            ),
-            (
-                "/training/optimizer_state",
-                training.optimizer_state is not None,
-                "optimizer_state",
-                "is not supported: it belongs to the weights of a folder, which are frozen",
-            ),
-        ]
-    for pointer, chosen, setting, reason in settings:
-        if chosen:
-            yield Problem(pointer, f"{setting} {reason} with model.{name}; change it, or remove {name}")
 
 
 def float8_faults(strategy: StrategySpec, job: Mapping[str, Any]) -> Iterator[Problem]:
