@@ -76,7 +76,7 @@ def test_resized_run_equals_the_plain_loop(folder: Path, resized: Path) -> None:
     assert found[-1]["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
     saved = load_tensors(resized, STEPS)
     for name, values in weights.items():
-        torch.testing.assert_close(saved[f"/model/{name}"], values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(saved[f"/model/{name}"], values, rtol=1e-5, atol=1e-5)
 
 
 def test_export_loads_into_the_plain_module(folder: Path, resized: Path, monkeypatch: pytest.MonkeyPatch) -> None:

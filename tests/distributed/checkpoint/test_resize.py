@@ -64,7 +64,10 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
         training={"max_steps": None, "num_train_epochs": EPOCHS, "global_batch_size": BATCH, "audit_samples": True}
         | {"per_device_train_batch_size": 2, "eval_steps": 5}
         # Clipping depends on all ranks, and the rate of each step on the number of steps.
-        | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"},
+        | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"}
+        # Adam divides a gradient by its own size: without a floor, the rounding noise of one that is almost zero
+        # moves its weight by a part of a whole rate, and meshes round differently.
+        | {"adam_epsilon": 1e-4},
         strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp, "tp_size": leg.tp},
         checkpoint={"every_steps": 7},
         scaling={"num_workers": leg.world},
@@ -162,4 +165,4 @@ def test_final_weights_moments_and_average_equal_the_fixed_size_run(undisturbed:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         off = (found[name] - value).norm() / value.norm().clamp(min=1e-12)
-        assert off < 1e-4, name
+        assert off < 1e-5, name
