@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import SettingCheck
+from train_loop.model.lora.product import OneProduct
 from train_loop.model.lora.targets import (
     Targets,
     chosen_layers,
@@ -80,6 +81,9 @@ def inject_adapters(anatomy: Anatomy, lora: LoraSpec) -> None:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Conv1D
         peft.inject_adapter_in_model(peft_config(lora, targets, prefix="model."), around, ADAPTER)
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.layer.Linear) and not module.lora_variant:
+            module.lora_variant[ADAPTER] = OneProduct()
     renamed = {
         name: before[id(module)] for name, module in model.named_modules() if before.get(id(module), name) != name
     }
