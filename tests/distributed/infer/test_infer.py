@@ -132,26 +132,35 @@ def stopped_run(data: Path, folder: Path) -> Outcome:
 
 
 def test_perplexity_and_embeddings_equal_a_plain_loop(data: Path) -> None:
-    (found,) = on_ranks(1, other_outputs, data)
+    (found,) = on_ranks(1, other_outputs, data, {})
+    split, _ = on_ranks(2, other_outputs, data, {"strategy": {"ulysses_size": 2}})
+    np.testing.assert_allclose(split["embedding"], found["embedding"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(split["mean"], plain_embeddings(data, "mean"), rtol=0, atol=1e-5)
     losses = [-float(np.mean(row)) if row else math.nan for row in plain_logprobs(data)]
     perplexities = np.array([math.nan if one is None else one for one in found["perplexity"]])
     np.testing.assert_allclose(perplexities, np.exp(np.array(losses)), rtol=1e-5)
-    np.testing.assert_allclose(found["embedding"], plain_embeddings(data), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found["embedding"], plain_embeddings(data, "last_token"), rtol=0, atol=1e-5)
 
 
-def plain_embeddings(data: Path) -> list[list[float]]:
-    """Return the state of each row's last token, divided by its norm, by a plain loop of transformers."""
+def plain_embeddings(data: Path, pooling: str) -> list[list[float]]:
+    """Return the state of each row's last token, or the mean of all, divided by its norm, by plain transformers."""
     model, found = AutoModel.from_pretrained(data / FOLDER, dtype=torch.float32).eval(), []
     for ids in pq.read_table(data / "d.parquet")["ids"].to_pylist():
         with torch.no_grad():
-            last = model(torch.tensor([ids])).last_hidden_state[0, -1]
-        found.append((last / last.norm()).tolist())
+            states = model(torch.tensor([ids])).last_hidden_state[0]
+        pooled = states[-1] if pooling == "last_token" else states.mean(0)
+        found.append((pooled / pooled.norm()).tolist())
     return found
 
 
-def other_outputs(data: Path) -> dict[str, list[Any]]:
-    found = {}
-    for output, column in (("perplexity", "perplexity"), ("embeddings", "embedding")):
-        run(data, data / output, infer={"output": output})
-        found[column] = [row[column] for row in read_rows(RunDir(data / output))]
+def other_outputs(data: Path, parts: dict[str, Any]) -> dict[str, list[Any]]:
+    found, mean = {}, {"head": {"embedding": {"pooling": "mean"}}}
+    for name, column, model in (
+        ("perplexity", "perplexity", {}),
+        ("embeddings", "embedding", {}),
+        ("mean", "embedding", mean),
+    ):
+        folder = data / f"{name} {len(parts)}"
+        run(data, folder, infer={"output": "embeddings" if model else name}, model=model, **parts)
+        found[name if model else column] = [row[column] for row in read_rows(RunDir(folder))]
     return found

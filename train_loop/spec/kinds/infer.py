@@ -261,8 +261,6 @@ class InferJobSpec(SpecModel):
         for name, size in (("tp_size", strategy.tp_size), ("ep_size", strategy.ep_size)):
             if output == "embeddings" and size > 1:
                 yield f"strategy.{name}={size} is not supported with output: embeddings; remove {name}"
-        if output == "embeddings" and strategy.ulysses_size > 1:
-            yield "output: embeddings reads whole rows, and ranks would see parts of a row; set ulysses_size: 1"
         if output == "embeddings" and self.data.has_messages:
             yield "output: embeddings reads texts, and columns.messages names conversations; name columns.text"
         if output == "generate":

@@ -126,7 +126,6 @@ def generates(**generation: Any) -> dict[str, Any]:
         ),
         ({"strategy": {"tp_size": 2, "reshard_after_forward": 2}}, "", "does not support reshard_after_forward=2"),
         ({"strategy": {"reduce_dtype": "bf16"}}, "", "strategy.reduce_dtype="),
-        ({"infer": {"output": "embeddings"}, "strategy": {"ulysses_size": 2}}, "", "set ulysses_size: 1"),
         ({"training": {"learning_rate": 1.0}}, "/training", "training belongs to training jobs"),
         ({"checkpoint": {}}, "/checkpoint", "checkpoint belongs to training jobs"),
     ],

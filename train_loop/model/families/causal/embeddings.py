@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
@@ -32,6 +33,12 @@ def check_pooling(model: nn.Module) -> None:
         )
 
 
+def share_rows(model: Any, part: Any) -> None:
+    """Let a model that embeds rows do so from this rank's `SequencePart` of each, without gradients; others stay."""
+    if embedding_of(model) is not None:
+        model.sequence_part = part
+
+
 def embed_rows(model: Any) -> None:
     """Make a model that embeds rows do so when it is called, in place; other models stay."""
     if embedding_of(model) is None:
@@ -45,18 +52,27 @@ def embed_rows(model: Any) -> None:
 def _embed(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
     """Return the embeddings [B, H] of rows whose last tokens are at `ends` [B]; without these the states [B, T, H]."""
     states = type(model).forward(model, **arguments).last_hidden_state
-    return output_of(states if ends is None else _pooled(states, ends, model.row_embedding))
+    part = getattr(model, "sequence_part", None)
+    return output_of(states if ends is None else _pooled(states, ends, model.row_embedding, part))
 
 
-def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec) -> Tensor:
-    if head.pooling == "cls":
-        pooled = states[:, 0]
-    elif head.pooling == "last_token":
-        pooled = states[torch.arange(len(ends), device=ends.device), ends]
+def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec, part: Any) -> Tensor:
+    """Return embeddings [B, H] of states [B, T/P, H] and whole rows' ends. A collective call of a part's ranks."""
+    # A row of padding has no tokens: it gets its first state, and no weight in the loss.
+    ends, width = ends.clamp(min=0), states.shape[1]
+    first = 0 if part is None else part.rank * width
+    if head.pooling == "mean":
+        is_token = torch.arange(first, first + width, device=ends.device) <= ends[:, None]
+        pooled = (states.float() * is_token[..., None]).sum(1)
     else:
-        # A row of padding has no tokens: it gets its first state, and no weight in the loss.
-        is_token = torch.arange(states.shape[1], device=ends.device) <= ends.clamp(min=0)[:, None]
-        pooled = (states.float() * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
+        places = (ends if head.pooling == "last_token" else torch.zeros_like(ends)) - first
+        pooled = states[torch.arange(len(ends), device=ends.device), places.clamp(0, width - 1)]
+        if part is not None:
+            pooled = pooled.where(((places >= 0) & (places < width))[:, None], 0)
+    if part is not None:
+        dist.all_reduce(pooled, group=part.group)
+    if head.pooling == "mean":
+        pooled = pooled / (ends + 1)[:, None]
     return nn.functional.normalize(pooled.float(), dim=-1) if head.normalize else pooled
 
 

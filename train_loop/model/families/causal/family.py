@@ -34,7 +34,13 @@ from train_loop.model.families.causal.build import (
 )
 from train_loop.model.families.causal.cache import extend, is_exact
 from train_loop.model.families.causal.config import SOURCE, stated
-from train_loop.model.families.causal.embeddings import check_pooling, embed_rows, embedding_of, write_sentence_configs
+from train_loop.model.families.causal.embeddings import (
+    check_pooling,
+    embed_rows,
+    embedding_of,
+    share_rows,
+    write_sentence_configs,
+)
 from train_loop.model.families.causal.experts import (
     anatomy_of_experts,
     check_experts,
@@ -192,6 +198,11 @@ class Causal(Family):
     ) -> Mapping[str, AttentionUse]:
         """Return the heads of each attention module that a rank has if `ranks` of them share the layers."""
         return heads_of_rank(model, attention, ranks)
+
+    def split_sequence(self, model: PreTrainedModel, part: object) -> bool:
+        """Let embeddings take states from all parts of a row; attention is diverted."""
+        share_rows(model, part)
+        return False
 
     def divert_attention(self, model: PreTrainedModel) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""
