@@ -112,10 +112,12 @@ hosts: $(INSTALLED)
 	MORE_HOSTS=1 $(BIN)/python -m pytest tests/hosts
 
 # Trains a small model of each family of transformers on several meshes, and writes the table of models. Takes 15 minutes.
-# MODELS="gpt2 llama" computes only these families.
+# Then compares all families whose layers or experts ranks can share, on all meshes of both. Takes longer.
+# MODELS="gpt2 llama" computes only these families of the table.
 models: $(INSTALLED)
 	$(BIN)/python -W ignore -m tests.families.table $(MODELS)
 	$(BIN)/python -m tools.docs.pages
+	$(if $(MODELS),,MORE=1 $(BIN)/python -m pytest tests/families/test_tensor.py tests/families/test_expert_parallel.py tests/families/test_sequence_parallel.py)
 
 # Both images, without a Docker engine. Needs root, buildah and debootstrap; takes minutes.
 images: $(INSTALLED)
