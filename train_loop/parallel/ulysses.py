@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: attention sees the whole sequence and a part of the heads.
 
 Jacobs et al., "DeepSpeed Ulysses" (2023). A model's family makes each attention module compute by the `Ulysses` that
-the module has.
+the module has. In generation every rank has the new token, and keeps the keys and values of its heads.
 
 Shapes: B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the group.
 """
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import HEAD_BIAS, SPLIT_ATTENTION, Attention, AttentionUse
+from train_loop.model.families.states import AttentionStates
 from train_loop.telemetry.timers import ComputeTimer
 
 
@@ -60,6 +61,8 @@ class Ulysses(Exchanges):
         self.inner = inner
         self.uses: list[AttentionUse] = []
         """The attention modules that use this object."""
+        self.states: AttentionStates | None = None
+        """Keys and values of this rank's heads, while a forward pass keeps them."""
         self._by_head = set[nn.Module]()
         """Modules with numbers by head, such as sinks."""
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
@@ -74,17 +77,34 @@ class Ulysses(Exchanges):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention: query [B, H, T/P, D]; key, value [B, K, T/P, D]; mask [B, 1, T, T] → [B, T/P, H, D]."""
+        """Compute attention: query [B, H, T/P, D]; key, value [B, K, T/P, D]; mask [B, 1, T, T] → [B, T/P, H, D].
+
+        If a token is added to `states`, each rank has it: query [B, H, 1, D] → [B, 1, H, D].
+        """
         if key.shape[1] < self.ranks:
             key, value = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (key, value))
-        q, k, v = (seq_to_heads(x, self.group, owner=self.name) for x in (query, key, value))
+        q, k, v = (self._heads_of_rank(x) for x in (query, key, value))
+        if self.states is not None:
+            k, v = self.states.add(k, v)
         if HEAD_BIAS in kwargs:
             kwargs[HEAD_BIAS] = kwargs[HEAD_BIAS].chunk(self.ranks)[dist.get_rank(self.group)]
         if module in self._by_head:
             module, kwargs = self._own_heads(module, kwargs, query.shape[1])
         out, weights = self.inner(module, q, k, v, attention_mask, **kwargs)  # [B, T, H/P, D]
+        # Each rank gets the new token.
+        out = out.expand(-1, self.ranks, -1, -1) if self._adds_token else out
         mine = heads_to_seq(out.transpose(1, 2), self.group, owner=self.name).transpose(1, 2)
         return mine.contiguous(), weights
+
+    @property
+    def _adds_token(self) -> bool:
+        return self.states is not None and self.states.extends
+
+    def _heads_of_rank(self, x: Tensor) -> Tensor:
+        """Return this rank's heads of the whole sequence, which it has if that is one new token."""
+        if self._adds_token:
+            return x.chunk(self.ranks, dim=1)[dist.get_rank(self.group)]
+        return seq_to_heads(x, self.group, owner=self.name)
 
     def _own_heads(self, module: nn.Module, named: dict[str, Any], heads: int) -> tuple[Any, dict[str, Any]]:
         """Return a module and arguments whose numbers by head [H] are those of this rank's heads."""
@@ -113,8 +133,8 @@ class Ulysses(Exchanges):
         """
         queries = {(shape[3] * self.ranks, shape[2]) for shape in self.exchanged}
         expected = {(sequence_length, use.heads // self.ranks) for use in self.uses}
-        # Queries, keys, values and outputs.
-        exchanges = 4 * sum(use.calls for use in self.uses)
+        # Queries, keys, values and outputs; of a new token, outputs alone.
+        exchanges = (1 if self._adds_token else 4) * sum(use.calls for use in self.uses)
         if not expected or not expected <= queries or self.exchanged.total() != exchanges:
             raise ModelError(
                 f"Ulysses is not active in all layers: {self.exchanged.total()} exchanges of (sequence, heads) "

@@ -1,5 +1,6 @@
 """Generation: greedy tokens are those of transformers, and the tokens of a row depend on no other row and no rank."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,16 +15,19 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
+from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY, infer_spec
 from tests.support.ranks.infer_runs import infer_rows, save_model
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.errors import ModelError
+from train_loop.loop.infer.calls import SplitCalls
 from train_loop.model.families.choose import family_of
 from train_loop.model.folder import model_shape
 from train_loop.parallel.build import build_sharded
 from train_loop.parallel.mesh import build_mesh
 from train_loop.plan import plan_job
+from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import parse_any
 
 LENGTH, ROWS, NEW = 20, 11, 12
@@ -34,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gemma2": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
     "mpt": {"attn_config": {}},
+    "bloom": {},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 Call = Callable[..., Any]
@@ -82,6 +87,7 @@ def tokens_of(found: list[dict[str, Any]]) -> list[list[int]]:
     return [row["generated_tokens"] for row in found]
 
 
+@functools.cache
 def plain_tokens(data: Path, kind: str, **more: Any) -> list[list[int]]:
     """Return the tokens that transformers generates after each row alone."""
     model = AutoModelForCausalLM.from_pretrained(data / kind, dtype=torch.float32).eval()
@@ -92,23 +98,28 @@ def plain_tokens(data: Path, kind: str, **more: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", drawn(list(FAMILIES), 4))
 def test_greedy_tokens_equal_those_of_transformers(data: Path, tmp_path: Path, call_ranks: Call, kind: str) -> None:
     _, found = call_ranks(1, infer_rows, job(data, kind), tmp_path)
     assert tokens_of(found) == plain_tokens(data, kind)
 
 
 def test_tokens_do_not_depend_on_ranks_and_batches(data: Path, tmp_path: Path, call_ranks: Call) -> None:
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
-    _, one = call_ranks(1, infer_rows, job(data, **drawn), tmp_path / "drawn-1")
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
+    _, one = call_ranks(1, infer_rows, job(data, **sampled), tmp_path / "sampled-1")
     greedy = plain_tokens(data, "qwen3")
     assert tokens_of(one) != greedy
     outcome, found = call_ranks(4, infer_rows, job(data, batch=2, strategy={"fsdp_size": 2}), tmp_path / "greedy")
     assert (outcome.result, outcome.step) == ("succeeded", ROWS)
     assert tokens_of(found) == greedy
-    for world, batch, strategy in ((2, 1, {"sharding_strategy": "NO_SHARD"}), (4, 2, {"fsdp_size": 2}), (4, 5, {})):
+    sizes: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (2, 1, {"sharding_strategy": "NO_SHARD"}),
+        (2, 2, {"ulysses_size": 2}),
+        (4, 5, {"fsdp_size": 2, "ulysses_size": 2}),
+    )
+    for world, batch, strategy in sizes:
         name = f"{world}-{batch}"
-        raw = job(data, batch=batch, strategy=strategy, **drawn)
+        raw = job(data, batch=batch, strategy=strategy, **sampled)
         _, found = call_ranks(world, infer_rows, raw, tmp_path / name)
         assert tokens_of(found) == tokens_of(one)
         assert_logprobs(found, one)
@@ -135,6 +146,44 @@ def test_ranks_that_share_layers_or_experts_compute_as_one(
             assert rate["perplexity"] is None
 
 
+SHARED: dict[str, tuple[str, int, dict[str, int]]] = {
+    "fewer kv heads than ranks": ("qwen3", 4, {"ulysses_size": 4}),
+    "windows and copies of the weights": ("gemma2", 4, {"ulysses_size": 2, "fsdp_size": 2}),
+    "learned positions": ("gpt2", 2, {"ulysses_size": 2}),
+    "shared layers": ("llama", 4, {"ulysses_size": 2, "tp_size": 2}),
+    "experts": ("qwen3_moe", 2, {"ulysses_size": 2}),
+    "biases by head": ("mpt", 2, {"ulysses_size": 2}),
+    "no exact cache": ("bloom", 2, {"ulysses_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", drawn(list(SHARED), 3))
+def test_ranks_that_share_sequences_write_the_tokens_of_one(
+    data: Path, tmp_path: Path, call_ranks: Call, case: str
+) -> None:
+    kind, world, strategy = SHARED[case]
+    _, found = call_ranks(world, infer_rows, job(data, kind, strategy=strategy), tmp_path)
+    assert tokens_of(found) == plain_tokens(data, kind)
+    warned = [one["event"] for one in read_lines(RunDir(tmp_path).attempt(1).events)].count("warning")
+    assert warned == (case == "no exact cache"), "keys and values are cached unless a warning reports it"
+
+
+def test_new_token_without_exchange_is_an_error(data: Path, tmp_path: Path, call_ranks: Call) -> None:
+    with pytest.raises(AssertionError, match=r"not active in all layers: 0 exchanges .*; expected 2, among them"):
+        call_ranks(2, rows_without_exchange, job(data, strategy={"ulysses_size": 2}), tmp_path)
+
+
+def rows_without_exchange(raw: dict[str, Any], folder: Path) -> None:
+    add = SplitCalls.add
+
+    def add_alone(calls: SplitCalls, tokens: torch.Tensor) -> torch.Tensor:
+        with mock.patch("train_loop.parallel.ulysses.heads_to_seq", lambda x, *_, **__: x[:, :, :1].repeat(1, 2, 1, 1)):
+            return add(calls, tokens)
+
+    with mock.patch.object(SplitCalls, "add", add_alone):
+        infer_rows(raw, folder)
+
+
 def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for row, other in zip(found, expected, strict=True):
         assert len(row["generated_logprobs"]) == len(row["generated_tokens"])
@@ -142,8 +191,8 @@ def assert_logprobs(found: list[dict[str, Any]], expected: list[dict[str, Any]])
 
 
 def test_logprobs_of_drawn_tokens_are_those_of_the_model(data: Path, tmp_path: Path, call_ranks: Call) -> None:
-    drawn: dict[str, Any] = {"temperature": 2.0, "top_k": 9, "seed": 5, "logprobs": True, "stop_tokens": []}
-    _, found = call_ranks(1, infer_rows, job(data, **drawn), tmp_path)
+    sampled: dict[str, Any] = {"temperature": 2.0, "top_k": 9, "seed": 5, "logprobs": True, "stop_tokens": []}
+    _, found = call_ranks(1, infer_rows, job(data, **sampled), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(data / "qwen3", dtype=torch.float32).eval()
     for row in found:
         assert (len(row["generated_tokens"]), row["finish_reason"]) == (NEW, "length")

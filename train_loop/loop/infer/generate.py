@@ -31,7 +31,7 @@ class Generate:
 
     def __call__(self, anatomy: Anatomy, batch: MicroBatch, mesh: Mesh, any_busy: AnyBusy) -> list[RowResult]:
         """Generate until each row of all ranks has ended. Ranks whose rows have ended compute until the others end."""
-        calls = calls_of(anatomy, batch, cached=self.cached)
+        calls = calls_of(anatomy, batch, mesh, cached=self.cached)
         rows, logits = _Rows(self, batch), calls.begin()
         while True:
             tokens = rows.add(logits)

@@ -90,7 +90,11 @@ def token_logprobs(anatomy: Anatomy, batch: MicroBatch, mesh: Mesh) -> Tensor:
     logits, labels = call_model(anatomy, batch), batch.labels
     parts = zip(*(torch.split(one, _TOKENS_AT_ONCE) for one in (logits.flatten(0, 1), labels.flatten())), strict=True)
     losses = [F.cross_entropy(some.float(), its, ignore_index=IGNORE, reduction="none") for some, its in parts]
-    mine = -torch.cat(losses).view(labels.shape)
+    return join_parts(-torch.cat(losses).view(labels.shape), mesh)
+
+
+def join_parts(mine: Tensor, mesh: Mesh) -> Tensor:
+    """Return whole sequences [n, T] from the parts of the ranks that share them, a collective call of these."""
     if mesh.plan.sp == 1:
         return mine
     whole = [torch.empty_like(mine) for _ in range(mesh.plan.sp)]

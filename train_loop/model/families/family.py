@@ -290,11 +290,21 @@ class Family(Protocol):
         """Return whether `extend` gives the logits of calls with whole rows, which have up to `positions` tokens."""
         return False
 
+    def prefill(
+        self, model: nn.Module, columns: Mapping[str, Tensor], arguments: Mapping[str, Any], last: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Call a model whose ranks share sequences as `call` does, and return logits and a cache for `extend`.
+
+        The logits [n, V] are those of column `last` [n] of this rank's part of each row. Rows are padded on the right.
+        """
+        missing = f"{type(model).__name__} has no cache"
+        raise NotImplementedError(missing)
+
     def extend(self, model: nn.Module, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Return the logits [n, V] after the last of some new columns, and the cache with them, if the model `caches`.
 
         `columns` has `input_ids` and `position_ids` [n, T], and `is_token` [n, K] of all K columns so far, which is 0
-        at padding on the left. `cache` is None for the first call.
+        at padding on the left. `cache` is None for the first call; if ranks share sequences, that is `prefill`.
         """
         missing = f"{type(model).__name__} has no cache"
         raise NotImplementedError(missing)

@@ -72,14 +72,14 @@ def inference_terms(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
 
 
 def _cache(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> MemoryTerm:
-    """Return the keys and values of all tokens of the rows that are generated together."""
+    """Return the keys and values of this worker's heads, for all tokens of the rows that are generated together."""
     size = DTYPE_BYTES[spec.strategy.param_dtype]
-    heads = shape.shared(tp=mesh.tp).kv_heads
+    heads = max(shape.shared(tp=mesh.tp).kv_heads // mesh.sp, 1)
     values = spec.sequences_per_device * spec.positions * shape.layers * heads * shape.head_dim
     return MemoryTerm(
         "kv_cache",
         2 * size * values,
-        f"2 x {size} bytes x rows x (sequence_length + max_new_tokens) x L x kv heads / tp x head_dim",
+        f"2 x {size} bytes x rows x (sequence_length + max_new_tokens) x L x kv heads / tp / sp x head_dim",
     )
 
 

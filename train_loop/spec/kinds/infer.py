@@ -267,11 +267,6 @@ class InferJobSpec(SpecModel):
             yield from self._generation_faults()
 
     def _generation_faults(self) -> Iterator[str]:
-        if self.strategy.ulysses_size > 1:
-            yield (
-                "output: generate computes one token at a time, which ranks cannot split, and needs the states of "
-                "whole rows; set ulysses_size: 1, or let ranks share layers with tp_size, which splits states by heads"
-            )
         if self.model.attn_implementation == "flex_attention":
             yield "attn_implementation=flex_attention is not proven with output: generate; choose sdpa or auto"
         if self.data.has_messages and self.data.on_long_rows == "truncate":

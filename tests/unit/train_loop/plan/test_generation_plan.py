@@ -15,9 +15,11 @@ def test_plan_counts_the_cache_and_the_logits_of_one_token_per_row() -> None:
     sizes = {term.name: term.bytes for term in plan_job(job, shape).memory}
     assert sizes["kv_cache"] == 2 * 4 * 3 * (32 + 96) * shape.layers * shape.kv_heads * shape.head_dim
     assert sizes["logits"] == 3 * shape.vocab * (4 + 40)
-    shared = job.model_copy(update={"strategy": job.strategy.model_copy(update={"tp_size": 2})}).at(2)
-    (half,) = (term.bytes for term in plan_job(shared, shape).memory if term.name == "kv_cache")
-    assert 2 * half == sizes["kv_cache"]
+    # The model has 2 kv heads: with 4 ranks, two of them keep the same one.
+    for field, workers, parts in (("tp_size", 2, 2), ("ulysses_size", 2, 2), ("ulysses_size", 4, 2)):
+        shared = job.model_copy(update={"strategy": job.strategy.model_copy(update={field: workers})}).at(workers)
+        (part,) = (term.bytes for term in plan_job(shared, shape).memory if term.name == "kv_cache")
+        assert parts * part == sizes["kv_cache"]
     scored = plan_job(parse_any(infer_spec()), shape)
     assert "kv_cache" not in {term.name for term in scored.memory}
 

@@ -95,12 +95,6 @@ def generates(**generation: Any) -> dict[str, Any]:
         ({"infer": {"generation": {"stop": ["\n"]}}}, "/infer", "set output: generate, or remove it"),
         (generates(temperature=0.0, top_k=5), "/infer/generation", "top_k=5 has no effect at temperature=0"),
         (generates(stop=["\n"]), "", "columns.input_ids names rows that are tokenised already; use stop_tokens"),
-        (
-            generates() | {"strategy": {"ulysses_size": 2}},
-            "",
-            "output: generate computes one token at a time, which ranks cannot split, and needs the states of whole "
-            "rows; set ulysses_size: 1, or let ranks share layers with tp_size, which splits states by heads",
-        ),
         (generates() | {"model": {"attn_implementation": "flex_attention"}}, "", "choose sdpa or auto"),
         ({"infer": {"path": "/out"}}, "/infer/path", "is not supported yet; choose null"),
         ({"infer": {"infer_batch_size": 2, "batch_size": 2}}, "/infer", "are the same field; remove one"),

@@ -32,7 +32,7 @@ from train_loop.model.families.causal.build import (
     layers_of,
     set_constants,
 )
-from train_loop.model.families.causal.cache import extend, is_exact
+from train_loop.model.families.causal.cache import extend, is_exact, prefill
 from train_loop.model.families.causal.config import SOURCE, stated
 from train_loop.model.families.causal.embeddings import (
     check_pooling,
@@ -280,11 +280,17 @@ class Causal(Family):
         return logits
 
     def caches(self, model: PreTrainedModel, positions: int) -> bool:
-        """Return whether transformers' cache is exact for the model, which a small copy shows."""
+        """Return whether a cache is exact for the model, which a small copy shows."""
         return not takes_only_tokens(model) and is_exact(model, positions)
 
+    def prefill(
+        self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any], last: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Call the model as in training; its attention keeps keys and values."""
+        return prefill(model, columns, arguments, last)
+
     def extend(self, model: PreTrainedModel, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
-        """Call the model with transformers' cache."""
+        """Call the model with transformers' cache, or that of its attention."""
         return extend(model, columns, cache)
 
     def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
