@@ -16,21 +16,23 @@ NAMES = {
         num_train_epochs strategy_args strategy_name fsdp2_train fsdp2_infer strategy_config fsdp_size param_dtype
         reduce_dtype float32 reshard_after_forward offload_policy device_mapping infer_batch_size ulysses_size
         wrap_policy transformer_layer_cls_to_wrap wrap_embeddings wrap_lm_output moe_experts apply_expert_patch
-        apply_tiled_mlp tiled_num_shards async_save_ckpt freeze_module_prefix _no_split_modules""",
+        apply_tiled_mlp tiled_num_shards async_save_ckpt freeze_module_prefix _no_split_modules TiledMLP
+        ddp_size""",
     "pytorch": """fully_shard unshard device_mesh init_device_mesh reshard_after_forward set_modules_to_forward_prefetch
         set_modules_to_backward_prefetch num_to_forward_prefetch num_to_backward_prefetch mp_policy MixedPrecisionPolicy
         param_dtype reduce_dtype output_dtype cast_forward_inputs offload_policy CPUOffloadPolicy clip_grad_norm_
         full_tensor distribute_tensor load_state_dict mmap weights_only set_model_state_dict get_model_state_dict
         set_optimizer_state_dict get_optimizer_state_dict full_state_dict broadcast_from_rank0 cpu_offload to_empty
         reset_parameters set_requires_gradient_sync ignored_params no_sync nproc_per_node torchrun LOCAL_RANK RANK
-        WORLD_SIZE set_device init_process_group DeviceMesh""",
+        WORLD_SIZE set_device init_process_group DeviceMesh DTensor to_local DistributedDataParallel StateDictOptions
+        map_location OffloadPolicy async_save get_state_dict set_state_dict Stateful zero_grad amp forward""",
     "fsdp1": """FullyShardedDataParallel sharding_strategy FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD _HYBRID_SHARD_ZERO2
         NO_SHARD auto_wrap_policy size_based_auto_wrap_policy transformer_auto_wrap_policy transformer_layer_cls
         min_num_params ModuleWrapPolicy cpu_offload CPUOffload offload_params backward_prefetch BACKWARD_PRE
         BACKWARD_POST device_id mixed_precision buffer_dtype cast_root_forward_inputs sync_module_states
         forward_prefetch limit_all_gathers use_orig_params no_sync ignored_states param_init_fn FullStateDictConfig
         state_dict_type offload_to_cpu rank0_only optim_state_dict_config FullyShardedDataParallelPlugin
-        LlamaDecoderLayer""",
+        LlamaDecoderLayer StateDictType FullOptimStateDictConfig enable_wrap current_device""",
     "ray-train": """auto_wrap_policy size_based_auto_wrap_policy min_num_params transformer_auto_wrap_policy cpu_offload
         mixed_precision backward_prefetch CrossEntropyLoss Adam lr TorchTrainer ScalingConfig""",
 }
