@@ -84,6 +84,8 @@ def test_models_that_cannot_be_split_are_refused_with_numbers_and_remedy() -> No
     heads = {"num_attention_heads": 24, "num_key_value_heads": 6}
     assert "choose tp_size=1, 3, 6 or 12" in fault(TINY | heads, ulysses_size=2)
     assert "attention_dropout: 0.1; set it to 0.0" in fault(TINY | {"attention_dropout": 0.1})
+    noisy = small("mixtral") | {"router_jitter_noise": 0.1}
+    assert "noise on inputs of routers, and the model's config has router_jitter_noise: 0.1" in fault(noisy, ep_size=2)
     assert fault(small("gpt_neox")) == "", "its classifier_dropout belongs to a head of labels"
     assert "tp_size=8 leaves a worker without a part of model.layers.0.mlp." in fault(
         TINY | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}, tp_size=8

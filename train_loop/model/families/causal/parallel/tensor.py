@@ -152,18 +152,19 @@ def _check_weights(model: Any, attention: Mapping[str, AttentionUse], size: int)
 
 
 def _check_config(model: Any, size: int) -> None:
-    """Raise ModelError for dropout, for which ranks would have to draw alike, and for clipped projections.
+    """Raise ModelError for dropout and noise, for which ranks would have to draw alike, and for clipped projections.
 
     transformers clips them in place, which torch rejects for parts of a `DTensor`.
     """
     config: dict[str, Any] = config_of(model).to_dict()
     unused = "classifier_dropout" if not has_labels(model) else None
-    rates = {name: value for name, value in config.items() if "drop" in name and name != unused and _is_rate(value)}
-    found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
-    if found is not None:
-        raise ModelError(
-            f"tp_size={size} is not proven with dropout, and the model's config has {found}; set it to 0.0"
-        )
+    for kind, part in (("dropout", "drop"), ("noise on inputs of routers", "jitter")):
+        rates = {name: value for name, value in config.items() if part in name and name != unused and _is_rate(value)}
+        found = next((f"{name}: {value}" for name, value in rates.items() if value), None)
+        if found is not None:
+            raise ModelError(
+                f"tp_size={size} is not proven with {kind}, and the model's config has {found}; set it to 0.0"
+            )
     if (limit := config.get("clip_qkv")) is not None:
         raise ModelError(
             f"tp_size={size} cannot clip projections, and the model's config has clip_qkv: {limit}; "
