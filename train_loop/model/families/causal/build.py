@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.activations import XIELUActivation
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,10 +29,13 @@ from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import modules_of
 from train_loop.model.families.causal.config import SOURCE, read_config, stated, with_values
-from train_loop.model.families.causal.refused import check_encoder, check_language, check_name
+from train_loop.model.families.causal.refused import check_encoder, check_language, check_layers, check_name
 from train_loop.model.folder import model_config
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
+
+Model, Config = PreTrainedModel, PretrainedConfig
+"""A model of transformers, and its config, for the other files of this folder."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -159,6 +163,22 @@ def embeddings_of(model: PreTrainedModel) -> nn.Embedding:
     return table
 
 
+def initialise_by(owner: PreTrainedModel, module: nn.Module) -> None:
+    """Apply the rule of a model to one of its modules. It has no common error class."""
+    owner._init_weights(module)
+
+
+def tie(model: PreTrainedModel) -> None:
+    """Tie the weights of a model as its config says."""
+    model.tie_weights()
+
+
+def stored_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[Any]:
+    """Return transformers' rules between a model's tensors and those in folders, also of older layouts."""
+    rules: list[Any] = get_model_conversion_mapping(model, add_legacy=legacy)
+    return rules
+
+
 def check_kind(config: PretrainedConfig) -> None:
     """Raise ModelError for a config of anything else than a language model alone."""
     kind = config.model_type
@@ -237,23 +257,6 @@ def check_decoder(model: PreTrainedModel, *, another: str = _DECODER) -> None:
     if missing:
         raise ModelError(
             f"{type(model).__name__} is not supported: its config has no {', '.join(missing)}; choose {another}"
-        )
-
-
-ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
-"""Types of layers that have attention."""
-_LAYERS = ATTENDING | {"linear_attention", "conv", "mlp", "moe"}
-"""Types of layers that compute plain rows in this loop as in transformers; a small copy shows the rest."""
-
-
-def check_layers(config: PretrainedConfig) -> None:
-    """Raise ModelError for types of layers that need other masks, or select tokens."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    strange = sorted(kinds - _LAYERS)
-    if strange:
-        raise ModelError(
-            f"not supported yet: {config.model_type} has layers of type {', '.join(strange)}; choose a model "
-            "whose layers have full, sliding, chunked or linear attention"
         )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Experts
+from train_loop.model.families.causal.build import Config, Model, config_of, embeddings_of
 from train_loop.model.families.causal.config import SOURCE
 from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import has_labels
@@ -45,7 +45,7 @@ def experts_of(model: nn.Module) -> tuple[nn.Module, ...]:
     )
 
 
-def check_no_experts(model: PreTrainedModel, *, another: str) -> None:
+def check_no_experts(model: Model, *, another: str) -> None:
     """Raise ModelError for a mixture of experts; `another` names models without."""
     names = {type(module).__name__ for module in model.modules()}
     experts = sorted(n for n in names if "Expert" in n) or sorted(n for n in names if n.endswith("MoE"))
@@ -55,14 +55,14 @@ def check_no_experts(model: PreTrainedModel, *, another: str) -> None:
         )
 
 
-def check_fused(model: PreTrainedModel) -> None:
+def check_fused(model: Model) -> None:
     """Raise ModelError for experts that do not have the interface of transformers' fused ones."""
     experts = experts_of(model)
     if not experts or not all(hasattr(one, "_apply_gate") for one in experts):
         check_no_experts(model, another="another mixture, for example qwen3_moe")
 
 
-def anatomy_of_experts(model: PreTrainedModel, config: PretrainedConfig) -> Experts | None:
+def anatomy_of_experts(model: Model, config: Config) -> Experts | None:
     """Return a model's experts; None if it is dense."""
     modules = experts_of(model)
     if not modules:
@@ -95,7 +95,7 @@ def _corrections(model: nn.Module, experts: tuple[nn.Module, ...]) -> dict[int, 
     }
 
 
-def prepare_experts(model: PreTrainedModel) -> None:
+def prepare_experts(model: Model) -> None:
     """Keep what routers add to their scores in fp32, and leave the auxiliary loss to this loop, in place."""
     if not experts_of(model):
         return
@@ -110,17 +110,17 @@ def prepare_experts(model: PreTrainedModel) -> None:
                 module.register_buffer(leaf, parameter.detach())
             else:
                 # Some routers are in fp32, and FSDP2 needs one dtype in a unit.
-                parameter.data = parameter.data.to(model.get_input_embeddings().weight.dtype)
+                parameter.data = parameter.data.to(embeddings_of(model).weight.dtype)
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = buffer.float()
-    config = model.config
+    config = config_of(model)
     if getattr(config, "output_router_logits", None):
         model.trains_routers = True
         config.output_router_logits = False
 
 
-def _auxiliary(model: PreTrainedModel, config: PretrainedConfig) -> float | None:
+def _auxiliary(model: Model, config: Config) -> float | None:
     coefficient = getattr(config, "router_aux_loss_coef", None)
     has_tokens = not has_labels(model) and embedding_of(model) is None
     if (
@@ -132,7 +132,7 @@ def _auxiliary(model: PreTrainedModel, config: PretrainedConfig) -> float | None
     return float(coefficient) if getattr(model, "trains_routers", False) else 0.0
 
 
-def _routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+def _routers_of(model: Model) -> tuple[nn.Module, ...]:
     """Return the modules that choose experts, as transformers records their logits."""
     recorders = [getattr(one, "_can_record_outputs", None) for one in (model, model.base_model)]
     stated: Any = next((one["router_logits"] for one in recorders if one and "router_logits" in one), [])
@@ -145,7 +145,7 @@ def _routers_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     )
 
 
-def _chosen(config: PretrainedConfig) -> int:
+def _chosen(config: Config) -> int:
     for part in (config, getattr(config, "ffn_config", None)):
         for name in _CHOSEN:
             value = getattr(part, name, None)
@@ -159,7 +159,7 @@ def _chosen(config: PretrainedConfig) -> int:
     )
 
 
-def choose_experts(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
+def choose_experts(model: Model, spec: JobSpec, device: torch.device) -> None:
     """Set the implementation of experts of a spec. Raises ModelError if the model or the device has none."""
     if not experts_of(model):
         return
@@ -179,13 +179,13 @@ def choose_experts(model: PreTrainedModel, spec: JobSpec, device: torch.device) 
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _odd_sizes(model: PreTrainedModel, spec: JobSpec) -> list[int]:
+def _odd_sizes(model: Model, spec: JobSpec) -> list[int]:
     """Return the sizes of experts with which rows are not aligned as grouped matrix products need."""
     sizes = {size for one in experts_of(model) for p in one.parameters() if p.ndim == 3 for size in p.shape[1:]}
     return sorted(size for size in sizes if size * DTYPES[spec.strategy.param_dtype].itemsize % _ALIGNED)
 
 
-def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
+def _faults_of_settings(model: Model, experts: Experts, spec: JobSpec) -> dict[str, str | bool]:
     """Return the faults of settings that do not fit a model with experts, by pointer; false for settings that do."""
     name, training, z_loss = type(model).__name__, spec.training, spec.training.router_z_loss
     return {
@@ -201,7 +201,7 @@ def _faults_of_settings(model: PreTrainedModel, experts: Experts, spec: JobSpec)
     }
 
 
-def _kernel_fault(model: PreTrainedModel, spec: JobSpec) -> str | bool:
+def _kernel_fault(model: Model, spec: JobSpec) -> str | bool:
     name, dtype = type(model).__name__, spec.strategy.param_dtype
     if not model._can_set_experts_implementation():
         return f"experts_implementation=grouped_mm is not available for {name}; choose auto"
@@ -212,7 +212,7 @@ def _kernel_fault(model: PreTrainedModel, spec: JobSpec) -> str | bool:
     )
 
 
-def _balance_fault(model: PreTrainedModel, experts: Experts, spec: JobSpec) -> str | bool:
+def _balance_fault(model: Model, experts: Experts, spec: JobSpec) -> str | bool:
     name, rate = type(model).__name__, spec.model.router_bias_update
     if rate is None:
         return False
@@ -262,7 +262,7 @@ def _auxiliary_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
     )
 
 
-def check_experts(model: PreTrainedModel, experts: Experts | None, spec: JobSpec) -> tuple[SettingCheck, ...]:
+def check_experts(model: Model, experts: Experts | None, spec: JobSpec) -> tuple[SettingCheck, ...]:
     """Return a check for each setting that does not fit the experts of a model, or their absence."""
     if experts is None:
         return rejecting(faults_without_experts(type(model).__name__, spec))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
@@ -23,14 +22,17 @@ from train_loop.model.families.causal.attention import (
     register_attention,
 )
 from train_loop.model.families.causal.build import (
-    ATTENDING,
+    Model,
     build_model,
     check_decoder,
     config_of,
     decoder_of,
+    embeddings_of,
+    initialise_by,
     kernel_of,
     layers_of,
     set_constants,
+    tie,
 )
 from train_loop.model.families.causal.cache import extend, is_exact, prefill
 from train_loop.model.families.causal.config import SOURCE, stated
@@ -73,7 +75,7 @@ from train_loop.model.families.causal.probe import (
     probe,
 )
 from train_loop.model.families.causal.published import own_names, splits, write_configs
-from train_loop.model.families.causal.refused import check_decoder_name, check_modes, check_padding_token
+from train_loop.model.families.causal.refused import ATTENDING, check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
 from train_loop.model.families.family import (
     Attention,
@@ -111,7 +113,7 @@ class Causal(Family):
         embed_rows(model)
         return self.anatomy(model)
 
-    def anatomy(self, model: PreTrainedModel) -> Anatomy:
+    def anatomy(self, model: Model) -> Anatomy:
         """Return the parts of a model."""
         config = config_of(model)
         heads, types = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None)
@@ -119,7 +121,7 @@ class Causal(Family):
             model,
             self,
             layers=tuple(layers_of(model)),
-            embeddings=model.get_input_embeddings(),
+            embeddings=embeddings_of(model),
             head=head_of(model),
             norms=tuple(one for one in model.modules() if is_norm(one)),
             depth=sum(kind in ATTENDING for kind in types) if types else config.num_hidden_layers if heads else 0,
@@ -161,7 +163,7 @@ class Causal(Family):
             cut=cut,
         )
 
-    def choose_attention(self, model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
+    def choose_attention(self, model: Model, spec: JobSpec, device: torch.device) -> None:
         """Set the implementations of attention and experts of a spec. Raises ModelError if they cannot run here."""
         apply_attention(model, spec, device)
         choose_experts(model, spec, device)
@@ -170,7 +172,7 @@ class Causal(Family):
         """Return the implementation that transformers uses."""
         return kernel_of(model)
 
-    def fit_positions(self, model: PreTrainedModel, *, part: int, parts: int) -> None:
+    def fit_positions(self, model: Model, *, part: int, parts: int) -> None:
         """Make each document use longrope's factors for its own length, and RoBERTa's kind count its tokens."""
         apply_longrope(model, part=part, parts=parts)
         apply_counted(model, part=part, parts=parts)
@@ -194,25 +196,25 @@ class Causal(Family):
         share_experts(anatomy, mesh, tokens)
 
     def heads_of_rank(
-        self, model: PreTrainedModel, attention: Mapping[str, AttentionUse], ranks: int
+        self, model: Model, attention: Mapping[str, AttentionUse], ranks: int
     ) -> Mapping[str, AttentionUse]:
         """Return the heads of each attention module that a rank has if `ranks` of them share the layers."""
         return heads_of_rank(model, attention, ranks)
 
-    def split_sequence(self, model: PreTrainedModel, part: object) -> bool:
+    def split_sequence(self, model: Model, part: object) -> bool:
         """Let embeddings take states from all parts of a row; attention is diverted."""
         share_rows(model, part)
         return False
 
-    def divert_attention(self, model: PreTrainedModel) -> Attention:
+    def divert_attention(self, model: Model) -> Attention:
         """Return the function in the transformers registry, which from then on is used only by modules without own."""
         return divert_attention(model)
 
-    def fused_attention(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+    def fused_attention(self, model: Model) -> AbstractContextManager[None]:
         """Replace the function in the transformers registry."""
         return attention_replaced(model, keep_attention)
 
-    def initialise(self, model: PreTrainedModel, name: str) -> None:
+    def initialise(self, model: Model, name: str) -> None:
         """Apply a module's own rule, then those of its parents: GPT-2's redraw some weights of their children.
 
         As in transformers, the rule is that of the innermost model among a module and its parents.
@@ -221,9 +223,9 @@ class Causal(Family):
         holders = list(dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)))
         for place, holder in enumerate(holders):
             models = (model.get_submodule(parent) for parent in holders[place:])
-            owner = next(one for one in models if isinstance(one, PreTrainedModel))
+            owner = next(one for one in models if isinstance(one, Model))
             try:
-                owner._init_weights(model.get_submodule(holder))
+                initialise_by(owner, model.get_submodule(holder))
             except Exception as error:  # rules have no common error class
                 raise ModelError(
                     f"{SOURCE} cannot initialise {holder or type(model).__name__}"
@@ -231,11 +233,11 @@ class Causal(Family):
                 ) from error
         set_constants(model.get_submodule(name))
 
-    def tie(self, model: PreTrainedModel, blueprint: PreTrainedModel) -> None:
+    def tie(self, model: Model, blueprint: Model) -> None:
         """Tie as the config says."""
-        model.tie_weights()
+        tie(model)
 
-    def stored_names(self, model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
+    def stored_names(self, model: Model, stored: Mapping[str, tuple[int, ...]]) -> StoredNames:
         """Map old names and the base model's prefix as transformers does."""
         (own, joins), known = own_names(model, stored), model.state_dict()
         optional, replaced = list(model._keys_to_ignore_on_load_missing or ()), set[str]()
@@ -260,11 +262,11 @@ class Causal(Family):
             joins=joins,
         )
 
-    def splits(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Split]:
+    def splits(self, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Split]:
         """Return the public layout of experts; dense models are stored as they are."""
         return splits(model, shapes) if experts_of(model) else {}
 
-    def arguments(self, model: PreTrainedModel, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+    def arguments(self, model: Model, columns: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return masks or bounds of documents, longrope's lengths, and ends for heads that pool."""
         ends = {"ends": columns["length"] - 1} if pools(model) or embedding_of(model) is not None else {}
         if takes_only_tokens(model):
@@ -273,27 +275,27 @@ class Causal(Family):
         more = position_inputs(model, columns["input_ids"], positions, columns["length"])
         return attention_inputs(model, positions) | more | ends
 
-    def call(self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    def call(self, model: Model, columns: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         """Return the logits."""
         positions = {} if takes_only_tokens(model) else {"position_ids": columns["position_ids"]}
         logits: Tensor = model(input_ids=columns["input_ids"], use_cache=False, **positions, **arguments).logits
         return logits
 
-    def caches(self, model: PreTrainedModel, positions: int) -> bool:
+    def caches(self, model: Model, positions: int) -> bool:
         """Return whether a cache is exact for the model, which a small copy shows."""
         return not takes_only_tokens(model) and is_exact(model, positions)
 
     def prefill(
-        self, model: PreTrainedModel, columns: Mapping[str, Tensor], arguments: Mapping[str, Any], last: Tensor
+        self, model: Model, columns: Mapping[str, Tensor], arguments: Mapping[str, Any], last: Tensor
     ) -> tuple[Tensor, Any]:
         """Call the model as in training; its attention keeps keys and values."""
         return prefill(model, columns, arguments, last)
 
-    def extend(self, model: PreTrainedModel, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
+    def extend(self, model: Model, columns: Mapping[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Call the model with transformers' cache, or that of its attention."""
         return extend(model, columns, cache)
 
-    def write_configs(self, model: PreTrainedModel, folder: Path, facts: ExportFacts) -> None:
+    def write_configs(self, model: Model, folder: Path, facts: ExportFacts) -> None:
         """Write config.json and generation_config.json, or the files of sentence-transformers."""
         write_configs(model, config_of(model), folder, facts)
         if (head := embedding_of(model)) is not None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
     PrefixChange,
@@ -23,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from train_loop.errors import DataError, ModelError
+from train_loop.model.families.causal.build import Model, config_of, stored_rules
 from train_loop.model.families.causal.heads import pools
 from train_loop.model.families.family import ExportFacts, Join, Rows, SpecialTokens, Split, Unchanged
 from train_loop.run_dir import write_durably
@@ -31,9 +30,9 @@ from train_loop.system.input_files import read_input
 Shape = tuple[int, ...]
 
 
-def own_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[str, str], dict[str, Join]]:
+def own_names(model: Model, stored: Iterable[str]) -> tuple[dict[str, str], dict[str, Join]]:
     """Return a model's names of stored tensors, and its tensors that are made of several, by transformers' rules."""
-    rules = get_model_conversion_mapping(model)
+    rules = stored_rules(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     # A rule with several targets splits a tensor of an older layout, which no folder of a supported model has.
     joining = [rule for rule in rules if isinstance(rule, WeightConverter) and len(rule.target_patterns) == 1]
@@ -73,7 +72,7 @@ class _Joined:
     parts: tuple[tuple[str, ...], ...]
     patterns: tuple[str, ...]
     rule: WeightConverter
-    model: PreTrainedModel
+    model: Model
     target: str
 
     @cached_property
@@ -88,7 +87,7 @@ class _Joined:
             for tensor in tensors:
                 rule.add_tensor(self.target, self.target, pattern, tensor)
         try:
-            (made,) = rule.convert(self.target, model=self.model, config=self.model.config).values()
+            (made,) = rule.convert(self.target, model=self.model, config=config_of(self.model)).values()
         except Exception as error:  # operations have no common error class
             raise ModelError(
                 f"the stored tensors do not make one {self.target}: {', '.join(self._facts(parts))}; "
@@ -118,9 +117,9 @@ def _keeps_rows(operation: Any) -> bool:
     return bool(dims) and all(type(dim) is int and dim > 0 for dim in dims)
 
 
-def splits(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, Split]:
+def splits(model: Model, shapes: Mapping[str, Shape]) -> dict[str, Split]:
     """Return how a model's tensors are stored in the public layout, if it differs, by the model's names."""
-    rules = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    rules = stored_rules(model, legacy=False)[::-1]
     back = [rule.reverse_transform() for rule in rules if not isinstance(rule, PrefixChange)]
     renamings = [rule for rule in back if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in back if isinstance(rule, WeightConverter)]
@@ -143,7 +142,7 @@ class _Reverted:
     renamed: str
     pattern: str
     rule: WeightConverter
-    model: PreTrainedModel
+    model: Model
     renamings: list[WeightRenaming]
     shape: Shape
 
@@ -170,7 +169,7 @@ class _Reverted:
     def _convert(self, tensor: Tensor) -> dict[str, Tensor]:
         rule = deepcopy(self.rule)
         rule.add_tensor(self.renamed, self.name, self.pattern, tensor)
-        made = rule.convert(self.renamed, model=self.model, config=self.model.config)
+        made = rule.convert(self.renamed, model=self.model, config=config_of(self.model))
         return {_renamed(name, self.renamings): one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 

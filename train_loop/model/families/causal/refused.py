@@ -118,3 +118,20 @@ def check_encoder(config: Any) -> None:
                 f"{field}: {json.dumps(value)} is not supported for {config.model_type}: {reason}; set it to "
                 f"{json.dumps(right[0])}"
             )
+
+
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+"""Types of layers that have attention."""
+_LAYERS = ATTENDING | {"linear_attention", "conv", "mlp", "moe"}
+"""Types of layers that compute plain rows in this loop as in transformers; a small copy shows the rest."""
+
+
+def check_layers(config: Any) -> None:
+    """Raise ModelError for types of layers that need other masks, or select tokens."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    strange = sorted(kinds - _LAYERS)
+    if strange:
+        raise ModelError(
+            f"not supported yet: {config.model_type} has layers of type {', '.join(strange)}; choose a model "
+            "whose layers have full, sliding, chunked or linear attention"
+        )
