@@ -20,6 +20,8 @@ _BESIDE = frozenset(
 """Keys of what belongs to training, and not to the model."""
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
 """Beginnings of the names in models that DDP, torch.compile or DeepSpeed has wrapped."""
+_INNER = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Parts of the names in models whose layers torch.compile, recomputation or FSDP1 has wrapped one by one."""
 
 
 class Chosen(NamedTuple):
@@ -94,9 +96,19 @@ def _unwrapped(names: dict[tuple[str, ...], str], notes: list[str]) -> dict[tupl
     while True:
         prefix = next((one for one in _WRAPPERS if all(name.startswith(one) for name in names.values())), None)
         if prefix is None:
-            return names
+            return _without_inner(names, notes)
         names = {path: name.removeprefix(prefix) for path, name in names.items()}
         notes.append(f"removed {prefix} from the beginning of all {len(names)} names")
+
+
+def _without_inner(names: dict[tuple[str, ...], str], notes: list[str]) -> dict[tuple[str, ...], str]:
+    """Return names without the parts that wrappers of layers have added to some of them."""
+    wrapped = {path: found for path, name in names.items() if (found := _INNER.intersection(name.split(".")))}
+    if not wrapped:
+        return names
+    notes.append(f"removed {', '.join(sorted(set().union(*wrapped.values())))} from {len(wrapped)} names")
+    plain = {path: ".".join(one for one in names[path].split(".") if one not in _INNER) for path in wrapped}
+    return names | plain
 
 
 def _check(names: dict[tuple[str, ...], str]) -> None:

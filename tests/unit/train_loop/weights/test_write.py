@@ -139,6 +139,12 @@ SMALL = {"a": torch.ones(2), "b": torch.zeros(3)}
             None,
             ["took model, and left out lr", "removed _orig_mod.", "removed module."],
         ),
+        # Layers that were compiled, recomputed and wrapped one by one.
+        (
+            {"_fsdp_wrapped_module.a": SMALL["a"], "_orig_mod._checkpoint_wrapped_module.b": SMALL["b"]},
+            None,
+            ["removed _checkpoint_wrapped_module, _fsdp_wrapped_module, _orig_mod from 2 names"],
+        ),
         ({"model": SMALL, "teacher": {"a": torch.ones(1)}}, "model", ["took model, and left out teacher"]),
         ({"weights": SMALL, "other": SMALL}, "weights", ["took weights, and left out other"]),
         ({"a": SMALL["a"], "b": SMALL["b"]}, None, []),
