@@ -56,7 +56,7 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
     drafts: list[tuple[SourceFile, str, Draft]] = []
     for file in files:
         try:
-            drafts.append((file, *_read(read_yaml(file.text), file.read, worker)))
+            drafts.append((file, *_read(read_yaml(file.text, aliases=True), file.read, worker)))
         except SpecError as error:
             raise _located(error.problems, file) from error
     spec = _merge([draft for _, _, draft in drafts])

@@ -94,6 +94,8 @@ def _wrapping(draft: Draft, field: str, given: dict[str, str]) -> None:
             draft.take(path, "strategy.wrap_policy.min_num_params", number)
         else:
             draft.note(path, Outcome.NOT_NEEDED, reason="without effect unless auto_wrap_policy is SIZE_BASED_WRAP")
+    if policy.upper() == "SIZE_BASED_WRAP" and "transformer_layer_cls_to_wrap" in given:
+        draft.leave(f"{field}.{given['transformer_layer_cls_to_wrap']}", "units are chosen by size")
     if "auto_wrap_policy" not in given:
         return
     path = f"{field}.{given['auto_wrap_policy']}"

@@ -5,10 +5,9 @@ run Python's parsers on tagged values, and take seconds for a body that libyaml 
 """
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,29 +15,32 @@ from typing import Any
 import yaml
 
 from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.text.aliases import Anchors, merge_keys
+from train_loop.spec.text.limits import (
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_YAML_BYTES,
+    TOO_DEEP,
+    TOO_MANY,
+    Position,
+    as_pointer,
+    check_data,
+    refused,
+)
 from train_loop.spec.text.scalars import TAG, read_scalar, show_tag
 
-MAX_YAML_BYTES = 256 * 1024
-"""Maximum bytes of a YAML body. JSON is faster to read and may be as large as the service accepts bodies."""
-MAX_DEPTH = 32
-"""Maximum depth of lists and mappings inside one another."""
-MAX_NODES = 10_000
-"""Maximum number of values, keys, lists and mappings in all."""
-
-_TOO_DEEP = f"lists and mappings are nested over {MAX_DEPTH} levels deep; use fewer levels"
-_TOO_MANY = f"the body holds over {MAX_NODES} values; send a smaller spec"
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-Position = tuple[int, int]
-"""Line and column in a text, both from 1; columns count characters."""
 
 
-def read_yaml(text: str | bytes) -> Any:
-    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError with the position."""
+def read_yaml(text: str | bytes, *, aliases: bool = False) -> Any:
+    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError with the position.
+
+    `aliases`: replace YAML's aliases and merge keys by their values, as in configurations of other tools.
+    """
     _check_count(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-    data = _read(text)
+    data = _read(text, Anchors() if aliases else None)
     check_data(data)
-    return data
+    return merge_keys(data) if aliases else data
 
 
 def read_positions(text: str | bytes) -> dict[str, Position]:
@@ -47,7 +49,7 @@ def read_positions(text: str | bytes) -> dict[str, Position]:
     The position of a field is that of its key. Invalid text gives the fields before its first error. JSON of one line,
     which programs write, and text that is too large for YAML, give none.
     """
-    builder = _Builder(positions={})
+    builder = _Builder(positions={}, anchors=Anchors())
     if len(text) <= MAX_YAML_BYTES and not (_is_one_line(text) and _is_json(text)):
         # The fields before an error are known all the same.
         with suppress(yaml.YAMLError, UnicodeError, SpecError):
@@ -69,22 +71,22 @@ def _is_json(text: str | bytes) -> bool:
     return True
 
 
-def _read(text: str | bytes) -> Any:
+def _read(text: str | bytes, anchors: Anchors | None) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_mapping_once, parse_constant=_refuse_constant)
     except SpecError:
         raise
     except RecursionError:
-        raise _refused("", _TOO_DEEP) from None
+        raise refused("", TOO_DEEP) from None
     except ValueError as error:
         # Text that is not JSON is read as YAML, which reports its errors, unless it is too large for YAML.
         if len(text) > MAX_YAML_BYTES:
-            raise _refused(
+            raise refused(
                 "",
                 f"the body is not JSON ({error}), and YAML may have at most {MAX_YAML_BYTES} bytes, not {len(text)}; "
                 "send JSON or a smaller spec",
             ) from error
-        return _read_events(text)
+        return _read_events(text, anchors)
 
 
 def _check_count(text: bytes) -> None:
@@ -93,21 +95,13 @@ def _check_count(text: bytes) -> None:
     if text.count(b",") + text.count(b":") > MAX_NODES and text.lstrip()[:1] in (b"{", b"["):
         outside = _JSON_STRING.sub(b"", text)
         if outside.count(b",") + outside.count(b":") > MAX_NODES:
-            raise _refused("", _TOO_MANY)
-
-
-def _refused(pointer: str, message: str, position: Position | None = None) -> SpecError:
-    """Return the error for one problem. A position becomes part of the message, too."""
-    if position is None:
-        return SpecError([Problem(pointer, message)])
-    line, column = position
-    return SpecError([Problem(pointer, f"line {line}, column {column}: {message}", line, column)])
+            raise refused("", TOO_MANY)
 
 
 def _mapping_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(whole := dict(pairs)) < len(pairs):
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        raise _refused("", _given_twice(twice))
+        raise refused("", _given_twice(twice))
     return whole
 
 
@@ -135,27 +129,32 @@ class _Container:
 class _Builder:
     """A builder of data from YAML events, without recursion."""
 
-    def __init__(self, positions: dict[str, Position] | None = None) -> None:
+    def __init__(self, positions: dict[str, Position] | None = None, anchors: Anchors | None = None) -> None:
         self.root: Any = None
         self.positions = positions
         """Position of each field by JSON pointer; None if they are not needed."""
+        self._anchors = anchors
+        """None if aliases are not allowed."""
         self._open: list[_Container] = []
         self._nodes = 0
 
     def take(self, event: yaml.Event) -> None:
         """Add the data of an event. Raises SpecError."""
-        if isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.AliasEvent) and self._anchors is None:
             # Nested aliases expand a small body to gigabytes.
             raise self._fault(event, "aliases (*name) are not allowed in a job spec; write the value out")
         if isinstance(event, yaml.CollectionEndEvent):
             self._open.pop()
-        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            self._nodes += 1
-            if self._nodes > MAX_NODES:
-                raise self._fault(event, _TOO_MANY)
+        elif isinstance(event, yaml.NodeEvent):
+            self._count(event, 1)
             self._add(event)
 
-    def _add(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
+    def _count(self, event: yaml.NodeEvent, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            raise self._fault(event, TOO_MANY)
+
+    def _add(self, event: yaml.NodeEvent) -> None:
         above = self._open[-1] if self._open else None
         if above is not None and isinstance(above.data, dict) and above.key is None:
             above.key = self._key(event, above.data)
@@ -173,7 +172,7 @@ class _Builder:
         else:
             step = str(len(above.data))
             above.data.append(value)
-        if not isinstance(event, yaml.ScalarEvent):
+        if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Container(value, step))
 
     def _key(self, event: yaml.NodeEvent, mapping: dict[str, Any]) -> str:
@@ -184,14 +183,30 @@ class _Builder:
             raise self._fault(event, _given_twice(name))
         return name
 
-    def _value(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> Any:
+    def _value(self, event: yaml.NodeEvent) -> Any:
+        try:
+            value = self._own_value(event)
+        except ValueError as error:
+            if isinstance(error, SpecError):
+                raise
+            raise self._fault(event, str(error)) from error
+        if self._anchors is not None and not isinstance(event, yaml.AliasEvent):
+            self._anchors.note(event.anchor, value)
+        return value
+
+    def _own_value(self, event: yaml.NodeEvent) -> Any:
         if isinstance(event, yaml.ScalarEvent):
-            try:
-                return read_scalar(event)
-            except ValueError as error:
-                raise self._fault(event, str(error)) from error
+            return read_scalar(event)
+        if isinstance(event, yaml.AliasEvent):
+            assert self._anchors is not None, "aliases are refused without anchors"
+            value, nodes = self._anchors.copy(event.anchor, [one.data for one in self._open])
+            self._count(event, nodes)
+            # An alias in the value of another one may nest them deep.
+            check_data(value)
+            return value
+        assert isinstance(event, yaml.CollectionStartEvent), "the other nodes"
         if len(self._open) >= MAX_DEPTH:
-            raise self._fault(event, _TOO_DEEP)
+            raise self._fault(event, TOO_DEEP)
         kind, data = ("seq", list[Any]()) if isinstance(event, yaml.SequenceStartEvent) else ("map", dict[str, Any]())
         if event.tag not in (None, "!", TAG + kind):
             raise self._fault(event, f"{show_tag(event.tag)} does not fit here; remove the tag")
@@ -212,7 +227,7 @@ class _Builder:
         return as_pointer(steps)
 
     def _fault(self, event: yaml.Event, message: str) -> SpecError:
-        return _refused(self._pointer(), message, _position(event))
+        return refused(self._pointer(), message, _position(event))
 
 
 def _position(event: yaml.Event) -> Position:
@@ -221,8 +236,8 @@ def _position(event: yaml.Event) -> Position:
     return mark.line + 1, mark.column + 1
 
 
-def _read_events(text: str | bytes) -> Any:
-    builder = _Builder()
+def _read_events(text: str | bytes, anchors: Anchors | None) -> Any:
+    builder = _Builder(anchors=anchors)
     try:
         _feed(builder, text)
     except (yaml.YAMLError, UnicodeError) as error:
@@ -248,7 +263,7 @@ def _feed(builder: _Builder, text: str | bytes) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                raise _refused("", "a second document begins; send one spec", _position(event))
+                raise refused("", "a second document begins; send one spec", _position(event))
         builder.take(event)
 
 
@@ -258,48 +273,3 @@ def _events(loader: yaml.CSafeLoader) -> Iterator[yaml.Event]:
             yield event
     finally:
         loader.dispose()
-
-
-def as_pointer(steps: list[str]) -> str:
-    """Return steps as an RFC 6901 pointer."""
-    return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
-
-
-def check_data(data: Any) -> None:
-    """Raise SpecError for data that is too large or too deep, or holds infinite numbers, lone surrogates or NUL."""
-    nodes, depth, level = 0, 0, [(data, list[str]())]
-    while level:
-        depth, below = depth + 1, []
-        for value, steps in level:
-            nodes += 1
-            if isinstance(value, dict | list):
-                if depth > MAX_DEPTH:
-                    raise _refused(as_pointer(steps), _TOO_DEEP)
-                nodes += len(value) if isinstance(value, dict) else 0
-                # Checked before its values are listed: there may be a million.
-                if nodes + len(value) > MAX_NODES:
-                    raise _refused("", _TOO_MANY)
-                below += [(one, [*steps, str(key)]) for key, one in _items(value)]
-            _check_scalar(value, steps)
-        level = below
-
-
-def _items(value: dict[Any, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
-    return value.items() if isinstance(value, dict) else enumerate(value)
-
-
-def _check_scalar(value: Any, steps: list[str]) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _refused(as_pointer(steps), f"{value} is not a JSON number; write a finite number")
-    if isinstance(value, str):
-        _check_text(value, steps)
-    if isinstance(value, dict):
-        for key in value:
-            _check_text(str(key), steps)
-
-
-def _check_text(text: str, steps: list[str]) -> None:
-    if _LONE_SURROGATE.search(text):
-        raise _refused(as_pointer(steps), "the text holds half of a character (a lone surrogate); write it whole")
-    if "\0" in text:
-        raise _refused(as_pointer(steps), "the text holds a NUL character, which no path or name may hold; remove it")

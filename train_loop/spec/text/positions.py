@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from train_loop.spec.base import Problem
-from train_loop.spec.text.document import Position, read_positions
+from train_loop.spec.text.document import read_positions
+from train_loop.spec.text.limits import Position
 
 
 def add_positions(problems: Iterable[Problem], text: str | bytes) -> list[Problem]:

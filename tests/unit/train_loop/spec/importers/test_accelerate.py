@@ -105,6 +105,9 @@ def test_wrap_policies_are_classes_or_a_size() -> None:
     assert classes.strategy.wrap_policy.transformer_layer_cls_to_wrap == ("A", "B")
     size = job(imported(config(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100_000_000)))
     assert size.strategy.wrap_policy.min_num_params == 100_000_000
+    both = imported(config(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=5, transformer_layer_cls_to_wrap="A"))
+    assert job(both).strategy.wrap_policy.transformer_layer_cls_to_wrap == ()
+    assert fates(both)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"][0] is Outcome.NOT_NEEDED
     ignored = imported(config(min_num_params=7))
     assert job(ignored).strategy.wrap_policy.min_num_params is None
     assert fates(ignored)["fsdp_config.fsdp_min_num_params"][0] is Outcome.NOT_NEEDED
@@ -164,7 +167,7 @@ def test_unknown_and_unsupported_fields_are_marked() -> None:
     [
         ("just text", "not a mapping of fields"),
         ("a: 1", "unknown format; expected a pipeline of ROLL"),
-        ("distributed_type: FSDP\nx: &a [1]\ny: *a", "aliases"),
+        ("distributed_type: FSDP\nx: &a [1]\ny: *b", r"\*b refers to no anchor"),
         ("distributed_type: FSDP\ndistributed_type: NO", "given twice"),
         ("mixed_precision: fp12\nnum_processes: 2", r"fp12.*\(model.dtype of the spec\)"),
         ("distributed_type: " + "[" * 40, "levels deep"),

@@ -14,6 +14,13 @@ def test_references_take_values_of_any_type_through_other_references() -> None:
     assert found == {**given, "n": 3, "whole": given["a"], "deep": 2, "text": "x-3-1"}
 
 
+def test_references_may_be_relative_to_their_mapping_and_have_brackets() -> None:
+    given: dict[str, Any] = {"a": {"b": [1, {"c": "${..d}"}], "e": "${.b[0]}"}, "f": "${a.b[1].c}-${.g-h}", "g-h": 5}
+    given["a"] |= {"d": 4}
+    assert resolve(given) == {"a": {"b": [1, {"c": "${..d}"}], "e": 1, "d": 4}, "f": "${..d}-5", "g-h": 5}
+    assert resolve({"a": {"b": {"c": "${..d}"}, "d": 4}, "e": "${a.b.c}"})["e"] == 4
+
+
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "${.sibling}", "${a.${b}}", "${missing}", "x ${oc.env:HOME,y}"])
 def test_other_references_stay_as_they_are(text: str) -> None:
     assert resolve({"a": text, "b": "c"})["a"] == text
@@ -39,7 +46,13 @@ FILES = {
     "base": b"a: 1\nb: {x: 1, y: 1}",
     "model/small": b"size: 1",
     "../up": b"a: 3\nup: true",
-    "nested": b"defaults: [base]",
+    "nested": b"defaults: [base, model: small]\na: 5",
+    "server/apache": b"defaults: [{tls: strict}, /model: small]\nport: 80",
+    "server/tls/strict": b"defaults: [{/model@_global_.other: large}]\nkey: 1",
+    "model/large": b"size: 9",
+    "roots/fsdp": b"# a comment\n# @package _global_\nfsdp: 2",
+    "roots/inner": b"# @package net.inner\nsize: 3",
+    "circle": b"defaults: [circle]",
 }
 
 
@@ -52,8 +65,20 @@ FILES = {
         ({"defaults": ["model/small"]}, {"model": {"size": 1}}),
         ({"defaults": [{"model@net.inner": "small"}]}, {"net": {"inner": {"size": 1}}}),
         ({"defaults": ["../up@_here_"], "a": 2}, {"a": 2, "up": True}),
+        ({"defaults": ["base.yaml"], "a": 2}, {"a": 2, "b": {"x": 1, "y": 1}}),
+        ({"defaults": ["nested"]}, {"a": 5, "b": {"x": 1, "y": 1}, "model": {"size": 1}}),
+        ({"defaults": [{"roots": "fsdp"}, "roots/inner"]}, {"fsdp": 2, "net": {"inner": {"size": 3}}}),
+        ({"defaults": [{"roots@here": "fsdp"}]}, {"here": {"fsdp": 2}}),
         (
-            {"defaults": [{"optional model": "large"}, {"override hydra/launcher": "x"}, {"model": None}], "a": 2},
+            {"defaults": [{"server": "apache"}]},
+            {"server": {"port": 80, "tls": {"key": 1}, "model": {"size": 1}}, "other": {"size": 9}},
+        ),
+        (
+            {"defaults": ["nested", {"override model": "large"}]},
+            {"a": 5, "b": {"x": 1, "y": 1}, "model": {"size": 9}},
+        ),
+        (
+            {"defaults": [{"optional model": "absent"}, {"override hydra/launcher": "x"}, {"model": None}], "a": 2},
             {"a": 2},
         ),
     ],
@@ -66,7 +91,8 @@ def test_defaults_are_composed_as_hydra_does(data: dict[str, Any], expected: dic
     ("defaults", "message"),
     [
         (["absent"], "absent.yaml of defaults cannot be read"),
-        (["nested"], "nested.yaml has defaults, too"),
+        (["circle"], "over 16 configs"),
+        ([{"override model": "large"}], "overrides model, which no entry of defaults names"),
         (["../up"], "has no package; write ../up@_here_"),
         (["base"] * 17, "over 16 configs"),
         ([3], "is not the name of a config"),

@@ -76,6 +76,32 @@ def test_values_follow_the_yaml_core_schema(text: str, value: object) -> None:
     assert (type(read), read) == (type(value), value)
 
 
+def test_aliases_of_other_tools_are_replaced_by_their_values() -> None:
+    text = """
+        base: &base {a: 1, b: &list [1, x]}
+        more: &more {a: 2, c: 3}
+        first: {<<: *base, a: 0}
+        second: {<<: [*base, *more], d: *list}
+    """
+    found = read_yaml(text, aliases=True)
+    assert found["first"] == {"a": 0, "b": [1, "x"]}
+    assert found["second"] == {"a": 1, "b": [1, "x"], "c": 3, "d": [1, "x"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("a: *b", r"line 1, column 4: \*b refers to no anchor before it"),
+        ("a: &a {b: *a}", r"column 11: \*a lies inside of its own value"),
+        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "over 10000 "),
+        ("a0: &a0 x\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40)), "over 32 levels"),
+    ],
+)
+def test_aliases_without_end_are_refused(text: str, rule: str) -> None:
+    with pytest.raises(SpecError, match=rule):
+        read_yaml(text, aliases=True)
+
+
 _LARGE: list[tuple[bytes, str]] = [
     ("".join(f"k{number}: 1\n" for number in range(20_000)).encode(), "over 10000 values"),
     (json.dumps({f"k{number}": 1 for number in range(80_000)}).encode(), "over 10000 values"),

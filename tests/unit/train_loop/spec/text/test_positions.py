@@ -95,7 +95,7 @@ def test_positions_keep_the_limits_of_yaml() -> None:
     assert read_positions("a: " + "x" * MAX_YAML_BYTES) == {}
     assert len(read_positions("a:\n" + "- 1\n" * (2 * MAX_NODES))) <= MAX_NODES
     assert len(read_positions("x: " + "[" * 1000)) <= MAX_DEPTH + 2
-    assert read_positions("a: 1\nb: &b 2\nc: [*b, 3]\nd: 1\n").keys() == {"", "/a", "/b", "/c"}
+    assert read_positions("a: 1\nb: &b 2\nc: [*b, 3]\nd: 1\n").keys() == {"", "/a", "/b", "/c", "/c/0", "/c/1", "/d"}
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"\x00", b"# only a comment", "\ud800"])
