@@ -16,6 +16,8 @@ from train_loop.faults.out_of_memory import memory_watched
 from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows, trim
+from train_loop.loop.build import report_unused
+from train_loop.loop.built import record_model
 from train_loop.loop.coordination import StopSignal, agree_on_stop, agree_to_go_on, gather_workers, warn_of_hosts
 from train_loop.loop.infer.build import build_output
 from train_loop.loop.infer.of_job import load_weights_of_job
@@ -85,6 +87,7 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec.run, mesh, needs_weights=not spec.model.is_of_job)
+    report_unused(sharded, spec.run, session)
     if spec.model.is_of_job:
         spec = load_weights_of_job(spec, sharded, session.access)
     sharded.model.eval()
@@ -114,8 +117,9 @@ def build_inference(spec: InferJobSpec, session: Session, dataset: Dataset) -> I
 
 
 def record_start(job: Inference) -> None:
-    """Write `work_started`, and warn about slow groups of ranks. A collective call."""
-    workers = gather_workers()
+    """Write `model_built` and `work_started`, and warn about slow groups of ranks. A collective call."""
+    workers, run = gather_workers(), job.spec.run
+    record_model(job.session, run, job.mesh, job.sharded.anatomy, workers)
     output = job.spec.infer.output
     log.info("%s of rows %d to %d on %s", output, job.start, job.dataset.samples, job.mesh.plan.axes)
     job.session.journal.event(

@@ -106,7 +106,7 @@ def build_run(
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout, wholes=wholes)
     parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     sharded = build_sharded(spec, mesh, needs_weights=newest is None and parent is None)
-    _report_unused(sharded, spec, session)
+    report_unused(sharded, spec, session)
     optimizer_state = None if parent is not None else read_optimizer_state(spec.training)
     if optimizer_state is not None:
         check_fits(optimizer_state, spec.training, trained_shapes(sharded.model))
@@ -152,7 +152,7 @@ def _reduction(sharded: ShardedModel, spec: JobSpec, plan: Plan, mesh: Mesh) -> 
     return build_reduction(sharded.model, plan.tree, mesh, seed=spec.training.seed, own=own, once=once)
 
 
-def _report_unused(sharded: ShardedModel, spec: JobSpec, session: Session) -> None:
+def report_unused(sharded: ShardedModel, spec: JobSpec, session: Session) -> None:
     """Report stored tensors and settings that the model does not use."""
     if sharded.unused:
         first, count = sharded.unused[0], len(sharded.unused)

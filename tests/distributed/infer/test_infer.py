@@ -99,6 +99,12 @@ def test_logprobs_equal_a_plain_loop_at_every_mesh_and_batch_size(data: Path) ->
         outcomes = on_ranks(world, run_with, data, data / name, parts)
         assert outcomes == [Outcome(result="succeeded", step=ROWS)] * world
         check(data, data / name, expected)
+        (built,) = [
+            line for line in read_lines(RunDir(data / name).attempt(1).events) if line["event"] == "model_built"
+        ]
+        units = {one["module"]: one["count"] for one in built["units"]}
+        assert units.get("Qwen3DecoderLayer") == (2 if world > 1 else None)
+        assert (built["optimizer_groups"], built["trained_parameters"]) == ([], 0)
 
 
 def test_job_without_the_service_splits_rows_and_computes_the_same(data: Path) -> None:

@@ -27,7 +27,7 @@ _MODEL = (
 _STRATEGY = (
     *("sharding_strategy", "fsdp_size", "ulysses_size", "param_dtype", "output_dtype", "norm_dtype", "wrap_policy"),
     *("reshard_after_forward", "forward_prefetch", "apply_tiled_mlp", "tiled_num_shards", "matmul_precision"),
-    *("tp_size", "ep_size"),
+    *("tp_size", "ep_size", "apply_expert_patch"),
 )
 _COLUMNS = ("text", "input_ids", "messages", "tools")
 _RESULTS = (
@@ -80,7 +80,10 @@ class InferModelSpec(ModelSpec):
         if self.is_of_job and self.adapter is not None:
             raise ValueError("adapter contradicts job, whose checkpoint has the weights; remove one of them")
         adapted = ("lora", "quantize_base") if self.is_of_job or self.adapter is not None else ()
-        for fault in _unused(self, (*_MODEL, *adapted, "router_dtype"), "with kind: infer, which trains nothing"):
+        # Nothing is recomputed, as this setting says.
+        plain = ("gradient_checkpointing",) if self.gradient_checkpointing == "none" else ()
+        used = (*_MODEL, *adapted, *plain, "router_dtype")
+        for fault in _unused(self, used, "with kind: infer, which trains nothing"):
             raise ValueError(fault)
         for name, value, default in (("step", self.step, "latest"), ("weights", self.weights, "model")):
             if self.job is None and value != default:

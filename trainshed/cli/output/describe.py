@@ -9,16 +9,17 @@ from trainshed.cli.output.printing import show_facts, show_table, show_text
 
 def show_built(built: Line, *, tree: bool) -> None:
     """Print the event `model_built`; with `tree`, also the module tree, in which the names of units begin with FSDP."""
-    chunk = built["loss_chunk_tokens"]
+    chunk, trains = built["loss_chunk_tokens"], bool(built["optimizer_groups"])
+    loss = "all logits at once" if chunk is None else f"in chunks of {chunk} tokens"
     show_facts(
         {
             "mesh": _pairs(built["mesh"]),
             "hosts": "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in _items(built["hosts"])),
             "dtypes": _pairs(built["dtypes"]),
             "attention": built["attention"],
-            "loss": "all logits at once" if chunk is None else f"in chunks of {chunk} tokens",
-            "checkpointing": built["checkpointing"],
-            "parameters": _parameters(built),
+            "loss": loss if trains else None,
+            "checkpointing": built["checkpointing"] if trains else None,
+            "parameters": _parameters(built, trains=trains),
             "cores of a rank": built["cores"],
             "backend": built["backend"],
         }
@@ -26,18 +27,19 @@ def show_built(built: Line, *, tree: bool) -> None:
     )
     show_text("")
     show_units(built["units"])
-    show_text("")
-    show_groups(built["optimizer_groups"])
+    if trains:
+        show_text("")
+        show_groups(built["optimizer_groups"])
     if tree:
         show_tree(str(built["tree"]))
 
 
-def _parameters(built: Line) -> str | None:
+def _parameters(built: Line, *, trains: bool) -> str | None:
     """Return the parameters, with the trained ones if some are frozen; None in runs of older versions."""
     every, trained = built.get("parameters"), built.get("trained_parameters")
     if not isinstance(every, int) or not isinstance(trained, int):
         return None
-    return f"{every:,}" if trained == every else f"{every:,}, of which {trained:,} are trained"
+    return f"{every:,}" if trained == every or not trains else f"{every:,}, of which {trained:,} are trained"
 
 
 def _float8(found: Any) -> dict[str, str]:

@@ -66,6 +66,19 @@ def test_run_has_model_rows_and_mesh_of_the_job() -> None:
     assert not run.model.ends_text, "text gets no EOS that transformers would not add"
 
 
+def test_settings_of_rolls_inference_are_accepted() -> None:
+    job = parse_any(
+        infer_spec(
+            model={"disable_gradient_checkpointing": True, "dtype": "bf16"},
+            infer={"infer_batch_size": 1},
+            strategy={"fsdp_size": 4, "param_dtype": "bf16", "reduce_dtype": "float32", "reshard_after_forward": True}
+            | {"offload_policy": False, "apply_expert_patch": True},
+            scaling={"num_workers": 8},
+        )
+    )
+    assert (job.kind, job.strategy.fsdp_size, job.run.model.gradient_checkpointing) == ("infer", 4, "none")
+
+
 def test_override_keeps_the_kind() -> None:
     job = parse_any(infer_spec())
     assert override(job, {"infer": {"batch_size": 8}}).run.training.per_device_train_batch_size == 8
@@ -104,7 +117,7 @@ def generates(**generation: Any) -> dict[str, Any]:
         ({"data": MESSAGES, "infer": {"output": "embeddings"}}, "", "columns.messages names conversations"),
         (generates() | {"data": MESSAGES | {"on_long_rows": "truncate"}}, "", "choose truncate_left or fail"),
         ({"data": {"columns": {"input_ids": "row"}}}, "/data", "rename it in the files"),
-        ({"model": {"gradient_checkpointing": "none"}}, "/model", "gradient_checkpointing="),
+        ({"model": {"gradient_checkpointing": "selective"}}, "/model", "gradient_checkpointing="),
         ({"model": {"dtype": "fp16"}}, "/model", "choose bf16 or fp32"),
         ({"model": {"head": "reward"}}, "", "model.head is not supported"),
         ({"model": {"head": "embedding"}}, "", "choose output: embeddings"),
