@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from train_loop.spec.importers.draft import Drop, Rule, Take, unneeded
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import attention, dtype, frozen, head, names, no_clipping, number
+from train_loop.spec.importers.values import attention, dtype, flag, frozen, head, names, no_clipping, number, switch
 
 _RUN = unneeded("the service chooses the run directory")
 _RAY = unneeded("the service runs on its own Ray cluster")
@@ -93,7 +93,7 @@ WORKER: dict[str, Rule] = {
     "training_args.dataloader_num_workers": unneeded("Ray Data reads and prepares the rows"),
     "training_args.fp16": unneeded("ROLL sets it from model_args.dtype"),
     "training_args.bf16": unneeded("ROLL sets it from model_args.dtype"),
-    "training_args.tf32": Drop("matrix products of fp32 use torch's default", numbers=True),
+    "training_args.tf32": Take("strategy.matmul_precision", lambda on: "high" if flag(on) else "highest"),
     "training_args.save_hf_model": unneeded("trainshed export writes a Hugging Face folder"),
     "data_args.template": Drop("rows are rendered by the tokenizer's own chat template", numbers=True),
     "data_args.domain_interleave_probs.*": Drop(
@@ -108,17 +108,17 @@ WORKER: dict[str, Rule] = {
     "strategy_args.strategy_name": unneeded("every job uses FSDP2"),
     "strategy_args.strategy_config.param_dtype": Take("model.dtype", dtype),
     "strategy_args.strategy_config.reduce_dtype": Take("strategy.reduce_dtype", dtype),
-    "strategy_args.strategy_config.reshard_after_forward": Take("strategy.reshard_after_forward"),
-    "strategy_args.strategy_config.offload_policy": Take("strategy.offload_policy"),
+    "strategy_args.strategy_config.reshard_after_forward": Take("strategy.reshard_after_forward", switch),
+    "strategy_args.strategy_config.offload_policy": Take("strategy.offload_policy", switch),
     "strategy_args.strategy_config.fsdp_size": Take("strategy.fsdp_size", number),
     "strategy_args.strategy_config.ep_size": Take("strategy.ep_size", number),
     "strategy_args.strategy_config.apply_expert_patch": Take(
         "strategy.apply_expert_patch", reason="changes nothing: experts without tokens have gradients"
     ),
-    "strategy_args.strategy_config.apply_tiled_mlp": Take("strategy.apply_tiled_mlp"),
+    "strategy_args.strategy_config.apply_tiled_mlp": Take("strategy.apply_tiled_mlp", switch),
     "strategy_args.strategy_config.tiled_num_shards": Take("strategy.tiled_num_shards", number),
     "strategy_args.strategy_config.model_type": unneeded("tiles are found by the names of the model's modules"),
-    "strategy_args.strategy_config.async_save_ckpt": Take("strategy.async_save_ckpt"),
+    "strategy_args.strategy_config.async_save_ckpt": Take("strategy.async_save_ckpt", switch),
     "strategy_args.strategy_config.save_only_model": Drop("checkpoints hold the whole state, so that a job can resume"),
     "strategy_args.strategy_config.use_batched_model_update": unneeded("no weights are sent to rollout workers"),
     "strategy_args.strategy_config.forward_prefetch": unneeded("ROLL's FSDP2 does not read it; see strategy"),

@@ -90,6 +90,13 @@ def _every(draft: Draft, name: str, default: float | None) -> int | None:
     return int(value) if isinstance(value, int | float) and value >= 1 else None
 
 
+def _logging(draft: Draft) -> None:
+    """Translate logging_steps as a fraction of the run; other values are taken as they are."""
+    share = number(draft.get("logging_steps"))
+    if isinstance(share, float) and 0 < share < 1 and (every := _every(draft, "logging_steps", share)) is not None:
+        draft.write("logging_steps", "training.logging_steps", every, reason="a fraction of max_steps")
+
+
 def _evaluation(draft: Draft) -> None:
     name = "eval_strategy" if draft.has("eval_strategy") else "evaluation_strategy"
     strategy = str(draft.get(name, "no")).lower().rpartition(".")[2]
@@ -189,6 +196,7 @@ def _sharding(draft: Draft) -> None:
 
 
 def _loop(draft: Draft) -> None:
+    _logging(draft)
     options = draft.get("lr_scheduler_kwargs")
     if isinstance(options, Mapping) and options:
         known = schedule_options(options, draft.get("lr_scheduler_type", "linear"))
@@ -201,6 +209,9 @@ def _loop(draft: Draft) -> None:
     if flag(draft.get("full_determinism", False)):
         draft.write("full_determinism", "training.deterministic", True)
     limit = number(draft.get("save_total_limit"))
+    if isinstance(limit, int) and limit <= 0:
+        draft.note("save_total_limit", Outcome.NOT_SUPPORTED, target="checkpoint.keep_last", written=2,
+                   reason="without a limit, Trainer keeps all checkpoints; here the last 2 are kept")  # fmt: skip
     if limit is None:
         draft.note("save_total_limit", Outcome.NOT_SUPPORTED, target="checkpoint.keep_last", written=2,
                    reason="Trainer keeps all checkpoints; here the last 2 are kept")  # fmt: skip
@@ -214,6 +225,11 @@ def read_distributed_config(data: Mapping[str, Any]) -> Draft:
     if all(isinstance(size, int) and size >= 1 for size in sizes.values()):
         if flag(draft.get("enable_expert_parallel", False)) and not draft.has("ep_size"):
             draft.write("enable_expert_parallel", "strategy.ep_size", tp, reason="as ep_size=tp_size")
+        elif flag(draft.get("enable_expert_parallel", False)):
+            draft.leave("enable_expert_parallel", "ep_size says how many")
+        if flag(draft.get("enable_sequence_parallel", False)) and tp > 1:
+            reason = "transformers does not read it yet; it saves memory, and numbers stay"
+            draft.write("enable_sequence_parallel", "strategy.sequence_parallel", True, reason=reason)
         draft.write("fsdp_size", "strategy.fsdp_size", fsdp if copies > 1 else 0)
         if copies > 1 and fsdp == 1:
             draft.write("dp_replicate_size", "strategy.sharding_strategy", "NO_SHARD", reason="copies without shards")

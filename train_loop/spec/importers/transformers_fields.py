@@ -206,7 +206,7 @@ DISTRIBUTED: dict[str, Rule] = {
     "tp_size": Take("strategy.tp_size", number),
     "tp_plan": Drop("tensor parallelism follows the model's own plan", harmless=(None, "auto", {})),
     "tp_plan.*": _PLAN,
-    "enable_sequence_parallel": Drop("sequences are shared by Ulysses (strategy.ulysses_size)"),
+    "enable_sequence_parallel": Drop("it needs tp_size; strategy.ulysses_size splits sequences without"),
     "enable_expert_parallel": Drop("experts are shared with strategy.ep_size"),
     "fsdp_size": Take("strategy.fsdp_size", number),
     "dp_replicate_size": unneeded("one copy"),

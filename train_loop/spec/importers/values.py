@@ -41,9 +41,15 @@ def attention(value: Any) -> JsonValue:
     return _ATTENTION.get(str(value), str(value))
 
 
+def _plain(value: Any) -> str:
+    """Return a name in lower case, also of a member of an enumeration: `SchedulerType.COSINE`."""
+    return str(value).lower().rpartition(".")[2]
+
+
 def schedule(value: Any) -> JsonValue:
     """Return a learning rate schedule that this version has."""
-    name = _SCHEDULES.get(str(value).lower(), str(value).lower())
+    name = _plain(value)
+    name = _SCHEDULES.get(name, name)
     if name in get_args(Schedule):
         return name
     near = nearest_value(name, get_args(Schedule)) or "cosine"
@@ -52,13 +58,13 @@ def schedule(value: Any) -> JsonValue:
 
 def schedule_options(value: Any, name: Any) -> dict[str, Any]:
     """Return the options that a schedule has here."""
-    known = SCHEDULE_OPTIONS.get(_SCHEDULES.get(str(name), str(name)), ())
+    known = SCHEDULE_OPTIONS.get(_SCHEDULES.get(_plain(name), _plain(name)), ())
     return {option: one for option, one in value.items() if option in known} if isinstance(value, Mapping) else {}
 
 
 def optimizer(value: Any) -> JsonValue:
     """Return an optimizer that the spec has."""
-    name = str(value).lower()
+    name = _plain(value)
     if name not in _OPTIMIZERS:
         raise NotSupportedError(f"the optimizer {value!s:.60} does not exist here; the job trains with adamw")
     return _OPTIMIZERS[name]
@@ -81,6 +87,11 @@ def frozen(value: Any) -> JsonValue:
 def flag(value: Any) -> bool:
     """Return a boolean that may be written as text."""
     return value.strip().lower() in ("true", "yes", "1", "on") if isinstance(value, str) else bool(value)
+
+
+def switch(value: Any) -> Any:
+    """Return a boolean that may be written as text; other values unchanged."""
+    return flag(value) if str(value).strip().lower() in ("true", "false") else value
 
 
 def number(value: Any) -> Any:

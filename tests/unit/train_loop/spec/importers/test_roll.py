@@ -156,6 +156,14 @@ def test_precision_is_that_of_roll() -> None:
     raw = block()
     raw["sft_train"]["strategy_args"]["strategy_config"] = None
     assert job(imported(raw)).model.master_dtype == "fp32"
+    assert job(imported(block(training_args={"tf32": True}))).strategy.matmul_precision == "high"
+
+
+def test_switches_of_roll_may_be_text() -> None:
+    strategy = job(
+        imported(config(offload_policy="true", reshard_after_forward="False", async_save_ckpt="false"))
+    ).strategy
+    assert (strategy.offload_policy, strategy.reshard_after_forward, strategy.async_save_ckpt) == (True, False, False)
 
 
 def test_auxiliary_loss_of_roll_is_left_out_and_marked() -> None:
