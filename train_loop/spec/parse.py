@@ -10,6 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from train_loop.spec.base import Problem, SpecError, SpecModel
+from train_loop.spec.heads import LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.kinds.any_kind import KINDS, AnyJobSpec, kind_of
 from train_loop.spec.model import Dtype
@@ -22,6 +23,13 @@ SCHEMA_ID = "urn:trainshed:job-spec"
 
 _MOST_PROBLEMS = 50
 """Maximum number of problems to list: a body may have ten thousand unknown fields."""
+_FORMS: dict[tuple[int | str, ...], str] = {
+    ("data", "train"): "{{path: {}}}",
+    ("data", "eval"): "{{path: {}}}",
+    ("data", "columns"): "{{text: {}}}",
+}
+"""Mappings in whose place a text may be written."""
+_LONGEST_FORM = 200
 
 
 def parse_text(text: str | bytes) -> JobSpec:
@@ -190,7 +198,21 @@ def _message(error: ErrorDetails, place: list[int | str], model: type[BaseModel]
     told = f"{message[0].lower()}{message[1:]}; the value is {_shortened(json.dumps(value, default=str))}"
     expected = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", "")) if kind == "literal_error" else []
     near = nearest_value(value, expected)
-    return told if near is None else f"{told}; did you mean {near}?"
+    if near is not None:
+        return f"{told}; did you mean {near}?"
+    form = _form(place, value, message)
+    return told if form is None else f"{told}; write {form}"
+
+
+def _form(place: list[int | str], value: Any, message: str) -> str | None:
+    """Return the form of a text that stands for a list or for a mapping; None for other values."""
+    if not isinstance(value, str) or len(value) > _LONGEST_FORM:
+        return None
+    if "valid array" in message:
+        return f"[{json.dumps(value, ensure_ascii=False)}]"
+    if tuple(place) == ("model", "head") and value in LabelHeadSpec.model_fields:
+        return f"{{{value}: {'{}' if value == 'regression' else '{labels: 2}'}}}"
+    return _FORMS[tuple(place)].format(json.dumps(value, ensure_ascii=False)) if tuple(place) in _FORMS else None
 
 
 def _shortened(text: str) -> str:

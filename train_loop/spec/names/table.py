@@ -51,7 +51,7 @@ _ABSENT = _by_name(
         "adapters that are tied to those of another module": "ensure_weight_tying",
         "another rank for some modules": "rank_pattern alpha_pattern",
         "a list of modules without adapters; name the others in model.lora.target_modules": "exclude_modules",
-        "trained biases of the frozen model": "lora_bias",
+        "trained biases of the frozen model": "lora_bias bias",
         "another storage of quantised weights; model.quantize_base has bf16 scales": "bnb_4bit_quant_storage "
         "bnb_4bit_use_double_quant",
         "noise on embeddings (NEFTune)": "neftune_noise_alpha",
@@ -98,7 +98,7 @@ FIELDS = _by_name(
         "layer_lr_decay lr_layer_decay lr_layerwise_decay",
         "training.weight_decay": "wd",
         "training.lr_scheduler_type": "scheduler lr_scheduler lr_decay_style",
-        "training.lr_scheduler_kwargs": "scheduler_kwargs",
+        "training.lr_scheduler_kwargs": "min_learning_rate final_lr end_lr decay_steps lr_decay_iters scheduler_kwargs",
         "training.warmup_steps": "warmup num_warmup_steps warmup_num_steps lr_warmup_steps",
         "training.warmup_steps; it takes fractions of the run, too": "lr_warmup_fraction warmup_fraction",
         "training.adam_beta1": "beta1",
@@ -107,7 +107,7 @@ FIELDS = _by_name(
         "training.adam_epsilon": "eps adam_eps",
         "training.num_train_epochs": "epochs num_epochs n_epochs max_epochs",
         "training.max_steps": "max_train_steps steps total_steps train_iters num_train_steps",
-        "training.per_device_train_batch_size or training.global_batch_size": "batch_size",
+        "training.per_device_train_batch_size or training.global_batch_size": "bsz batch_size",
         "training.per_device_train_batch_size": "micro_batch_size per_device_batch_size per_device_eval_batch_size "
         "train_micro_batch_size_per_gpu eval_batch_size",
         "training.per_device_train_batch_size; auto takes the largest": "auto_find_batch_size auto_batch_size",
@@ -148,10 +148,12 @@ FIELDS = _by_name(
         "model.lora.modules_to_save": "additional_target lora_modules_to_save",
         "model.lora.init": "init_lora_weights peft_init_lora_weights",
         "model.lora.layers": "layers_to_transform peft_layers_to_transform",
-        "model.lora.use_rslora": "peft_use_rslora use_rs_lora",
+        "model.lora.use_dora": "dora lora_use_dora",
+        "model.lora.use_rslora": "rslora peft_use_rslora use_rs_lora",
         "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model pretrain model_id",
         "model": "model_args",
-        "model.config": "model_config",
+        "model.config": "vocab_size hidden_size num_layers num_experts_per_tok rope_scaling rope_theta "
+        "max_position_embeddings router_jitter_noise model_config",
         "model.head; model.config has the model_type of Hugging Face": "model_type",
         "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
         "data.sequence_length": "max_seq_length max_seq_len max_length max_len seq_len seq_length block_size "
@@ -176,7 +178,8 @@ FIELDS = _by_name(
         "strategy.sharding_strategy and strategy.fsdp_size": "fsdp",
         "strategy": "parallelism fsdp_config deepspeed deepspeed_config strategy_args strategy_config fsdp_plugin "
         "distributed_config parallelism_config fully_shard fullyshardeddataparallel",
-        "strategy.sharding_strategy": "fsdp_sharding_strategy zero_stage zero_optimization stage shardingstrategy",
+        "strategy.sharding_strategy": "zero2 zero3 fsdp_sharding_strategy zero_stage zero_optimization stage "
+        "shardingstrategy",
         "strategy; it is always FSDP2": "fsdp_version strategy_name fsdp2",
         "strategy.offload_policy": "cpu_offload offload offload_params offload_param "
         "fsdp_offload_params cpuoffload cpuoffloadpolicy",
@@ -198,7 +201,8 @@ FIELDS = _by_name(
         "strategy.forward_prefetch": "fsdp_forward_prefetch set_modules_to_forward_prefetch",
         "strategy.fsdp_size": "hsdp data_parallel_shard_degree dp_shard_size fsdp_degree dp_shard",
         "training.global_batch_size": "train_batch_size",
-        "strategy.ulysses_size": "sp_size ulysses_degree ulysses_sequence_parallel_size sequence_parallel_size "
+        "strategy.ulysses_size": "ulysses cp sp sp_size ulysses_degree ulysses_sequence_parallel_size "
+        "sequence_parallel_size "
         "cp_size context_parallel_size context_parallel_degree",
         "strategy.tp_size": "tp tp_degree tensor_parallel tensor_parallel_size tensor_model_parallel_size "
         "tensor_parallel_degree autotp_size",
@@ -206,16 +210,24 @@ FIELDS = _by_name(
         "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size expert_parallel_degree",
         "strategy.fsdp_size and scaling.num_workers": "dp_size dp_replicate_size data_parallel_replicate_degree "
         "dp_replicate device_mesh",
-        "scaling.num_workers": "num_processes nproc_per_node nnodes num_nodes num_machines world_size workers",
+        "scaling.num_workers": "min_workers max_workers elastic devices num_processes nproc_per_node nnodes "
+        "num_nodes num_machines world_size workers",
         "scaling.num_workers and scaling.resources_per_worker": "num_gpus n_gpus gpus scaling_config",
         "scaling.num_workers and scaling.resources_per_worker; Ray chooses the devices": "device_mapping "
         "num_gpus_per_node gpu_ids cuda_visible_devices",
         "scaling.resources_per_worker": "num_gpus_per_worker resources accelerators use_gpu use_cpu no_cuda",
+        "model.experts_implementation": "moe_use_grouped_mm use_grouped_mm moe_grouped_gemm",
+        "strategy.apply_tiled_mlp": "tiled_mlp tiledmlp",
+        "training.seed": "seed_everything random_seed",
+        "data.columns.prompt": "prompt_key input_key",
+        "data.columns.response": "response_key output_key",
+        "name, checkpoint and failure": "run_config",
+        "code.loss": "loss_fn loss_function loss_type",
         "failure.max_failures": "max_restarts",
-        "failure": "failure_config",
+        "failure": "fail_fast failure_policy failure_config",
         "failure.max_attempts": "retries",
         "failure.hang_timeout_seconds": "timeout ddp_timeout",
-        "name": "run_name exp_name job_name",
+        "name": "project_name run_name exp_name job_name",
         "labels": "tags",
         "project": "namespace",
         "model, training and strategy; a job is one worker block of ROLL": "actor_train actor_infer critic reference",
@@ -225,11 +237,21 @@ FIELDS = _by_name(
 
 _NOT_NEEDED = _by_name(
     {
-        "the service chooses the run directory; see run_dir of the job": "output_dir save_dir checkpoint_dir "
+        "the service chooses the run directory; see run_dir of the job": "outdir output_path output_dir save_dir "
+        "checkpoint_dir "
         "logging_dir storage_path",
         "jobs resume without a setting, and a clone starts from another job's checkpoint": "resume_from_checkpoint "
-        "resume",
-        "the operator chooses sinks with TRAINSHED_SINKS": "report_to wandb_project wandb_entity loggers track_with",
+        "resume resume_from init_from load_from load_checkpoint ckpt_path",
+        "it follows from the other sizes": "eddp eddp_size ddp_size replicas num_replicas",
+        "the model says it": "task_type inference_mode fan_in_fan_out",
+        "the optimizer's kernels are chosen for the device": "fused foreach",
+        "only answers are trained, by data.columns": "train_on_inputs train_on_prompt completion_only_loss "
+        "assistant_only_loss mask_prompt",
+        "the operator installs packages, and own code is a package (code.package)": "runtime_env env env_vars "
+        "working_dir pip",
+        "the spec itself is the configuration of the loop": "train_loop_config torch_config",
+        "the operator chooses sinks with TRAINSHED_SINKS": "wandb tensorboard mlflow trackers log_with logger "
+        "report_to wandb_project wandb_entity loggers track_with",
         "Ray Data uses the free CPUs": "dataloader_num_workers preprocessing_num_workers num_proc "
         "dataloader_prefetch_factor dataloader_persistent_workers dataset_processes",
         "batches are read ahead, and the last is padded, so that no sample is lost": "dataloader_drop_last drop_last "

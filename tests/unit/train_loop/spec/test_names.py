@@ -175,6 +175,25 @@ def test_misspelt_value_has_one_error_with_the_nearest_value(place: tuple[str, .
             assert problem.message.endswith(f"; did you mean {name}?"), (typo, problem.message)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "text", "form"),
+    [
+        ("data", "train", "/data/a.jsonl", '{path: "/data/a.jsonl"}'),
+        ("data", "columns", "body", '{text: "body"}'),
+        ("model", "freeze_module_prefix", "model.embed_tokens", '["model.embed_tokens"]'),
+        ("model", "head", "sequence_classification", "{sequence_classification: {labels: 2}}"),
+        ("model", "head", "regression", "{regression: {}}"),
+    ],
+)
+def test_text_in_place_of_a_list_or_mapping_is_answered_with_its_form(
+    part: str, name: str, text: str, form: str
+) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse(raw_spec(**{part: {name: text}}))
+    (problem,) = raised.value.problems
+    assert problem.message.endswith(f"; write {form}")
+
+
 @pytest.mark.parametrize("place", ["path", "tokenizer"])
 @pytest.mark.parametrize(
     ("uri", "rule"),
