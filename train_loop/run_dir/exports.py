@@ -6,7 +6,7 @@ from typing import Literal
 
 from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
-from train_loop.run_dir.remote import is_remote, read_whole
+from train_loop.run_dir.remote import create_object, is_remote, read_whole
 from train_loop.spec import ModelSpec
 
 _SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
@@ -106,6 +106,15 @@ class ExportDir:
             reason = "the export process has exited; request the export again"
             return status.model_copy(update={"state": "failed", "reason": reason})
         return status
+
+    def claim(self, step: int, wish: ExportWish, completed: float) -> float:
+        """Claim the event of an export on object storage, which has no locks. Return the time of the first claim."""
+        path = self.folder(step, wish).with_suffix(".completed")
+        try:
+            create_object(path, repr(completed).encode())
+        except FileExistsError:
+            return float(read_whole(path))
+        return completed
 
     def may_be_at_work(self, name: str, *, now: float) -> bool:
         """Return whether an export of this name may still run: its last status is less than an hour old.

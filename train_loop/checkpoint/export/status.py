@@ -15,13 +15,16 @@ from train_loop.run_dir import (
     ExportWish,
     JsonLines,
     RunDir,
+    is_remote,
     read_all_lines,
     size_appended,
     storage_may_fail,
 )
 
 log = logging.getLogger(__name__)
-_WRITE_SECONDS = 5.0
+_WRITE_SECONDS, _POLL_SECONDS = 5.0, 0.2
+OTHER_SECONDS = 10.0
+"""Time for another process to write the event of the same export on object storage."""
 
 
 class Progress:
@@ -100,12 +103,26 @@ def finish(run_dir: RunDir, status: ExportStatus) -> None:
 
     After a kill in between, another call writes the rest. Raises OSError.
     """
-    now = time.time()
-    completed = status.completed or now
-    if not _has_event(run_dir, status):
+    own = status.completed or time.time()
+    completed = own
+    if is_remote(run_dir.exports.folder(status.step, status.wish)):
+        # Two processes may have written the same objects: one of them writes the event.
+        completed = run_dir.exports.claim(status.step, status.wish, own)
+        status = status.model_copy(update={"completed": completed})
+    if not (_has_event(run_dir, status) or (completed != own and _gets_event(run_dir, status))):
         _write_event(run_dir, status, completed)
-    done = {"state": "done", "progress": 1.0, "time": now, "reason": None, "completed": completed}
+    done = {"state": "done", "progress": 1.0, "time": time.time(), "reason": None, "completed": completed}
     run_dir.exports.write(status.model_copy(update=done))
+
+
+def _gets_event(run_dir: RunDir, status: ExportStatus) -> bool:
+    """Wait for the event of an export that another process has completed; return False if that has died before."""
+    deadline = time.monotonic() + OTHER_SECONDS
+    while time.monotonic() < deadline:
+        if _has_event(run_dir, status):
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _has_event(run_dir: RunDir, status: ExportStatus) -> bool:
