@@ -50,6 +50,7 @@ def plan_out(view: PlanView) -> PlanOut:
         data_parallel_size=plan.mesh.dp,
         global_batch_size=plan.batch.global_batch,
         micro_batch_size=plan.batch.per_device,
+        micro_batch_by=view.micro_batch_by,
         gradient_accumulation_steps=plan.batch.accumulation,
         tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
         steps=view.end.steps,

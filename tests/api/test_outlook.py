@@ -103,3 +103,14 @@ def test_plan_command_prints_memory_throughput_and_suggestions(home: Path) -> No
     assert "strategy.offload_policy: true" in shown.stdout
     assert "assumed: matrix products reach" in shown.stdout
     assert "no change is needed" in run("plan", str(home / "large.json"), "--device", "b200", "--suggest").stdout
+
+
+@pytest.mark.parametrize(("query", "size", "by"), [("?device=h200", 4, "memory"), ("", 1, "workers")])
+def test_plan_has_the_micro_batch_that_workers_would_choose(client: TestClient, query: str, size: int, by: str) -> None:
+    training = {"per_device_train_batch_size": "auto", "global_batch_size": 32}
+    body = spec_body(**PARTS | {"model": {"config": TINY, "dtype": "bf16"}, "training": training})
+    plan = client.post(f"/jobs/plan{query}", content=body).json()
+    assert (plan["micro_batch_size"], plan["micro_batch_by"]) == (size, by)
+    assert (plan["global_batch_size"], plan["gradient_accumulation_steps"]) == (32, 4 // size)
+    if query:
+        assert plan["outlook"]["largest_micro_batch"] == size

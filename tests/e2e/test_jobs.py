@@ -35,7 +35,7 @@ from tests.support.faults.memory import memory_group
 from tests.support.mixture import ROWS, loss_of_export, mixture_job
 from tests.support.own_code import NAMES, example_job, plain_loop, write_example
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
-from tests.support.servers.live import LiveService
+from tests.support.servers.live import LiveService, small_job
 from tests.support.servers.s3 import S3Server, s3_server
 from tests.support.text_heads import TEXT_HEADS
 from tests.support.turns import turns
@@ -52,7 +52,7 @@ in_turn = turns(
     [
         *("conversations", "oom", "memory", "layers shared", "fewer layers shared", "other tool", "mixture", "clone"),
         *("link", "own code", "head", "short data", "weights of a job", "inference killed"),
-        "adapters",
+        *("adapters", "chosen micro-batches"),
     ],
     3,
 )
@@ -380,6 +380,43 @@ def paused_at(service: LiveService, job_id: str, step: int) -> JobOut:
     assert not rejected
     assert newest.step == paused.attempts[-1].committed_step == done
     return paused
+
+
+@in_turn("chosen micro-batches")
+def test_chosen_micro_batches_shrink_without_memory_stay_after_a_kill_and_fit_another_size(
+    service: LiveService, reference: str
+) -> None:
+    parts: dict[str, dict[str, Any]] = {
+        "training": {"per_device_train_batch_size": "auto"},
+        "strategy": {"ulysses_size": 1},
+    }
+    plan = service.client.plan(yaml.safe_dump(small_job(service.home, **parts)))
+    assert (plan.micro_batch_size, plan.micro_batch_by) == (2, "memory")
+    job_id = service.submit(**parts)
+    service.limit_micro_batches(job_id, 1)
+    service.hold(job_id, 13)
+    service.wait_for_step(job_id, 13)
+    psutil.Process(service.events(job_id, "training_started")[-1]["workers"][1]["pid"]).kill()
+    paused = paused_at(service, job_id, 17)
+    service.limit_micro_batches(job_id, None)
+    service.client.resume(job_id, scaling=paused.scaling.model_copy(update={"num_workers": 1}))
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert [(one.result, one.workers) for one in job.attempts] == [("paused", 2), ("succeeded", 1)]
+    choices = [(one["size"], one["because"], one["workers"]) for one in service.events(job_id, "micro_batch_chosen")]
+    assert choices == [(2, "plan", 2), (1, "out_of_memory", 2), (1, "kept", 2), (4, "plan", 1)]
+    assert [one["size"] for one in service.events(job_id, "micro_batch_proven")] == [1, 1, 4]
+    (lack,) = service.events(job_id, "out_of_memory")
+    assert lack["error"].endswith(
+        "; per_device_train_batch_size: auto makes the next worker group take fewer than 2 at once"
+    )
+    numbers = ("loss", "grad_norm", "tokens")
+    expected = {line["step"]: line for line in service.metrics(reference)}
+    lines = service.metrics(job_id)
+    assert {line["step"] for line in lines} == expected.keys()
+    for line in lines:
+        same = expected[line["step"]]
+        assert line["samples"] == same["samples"], line
+        assert [line[name] for name in numbers] == pytest.approx([same[name] for name in numbers], rel=1e-5), line
 
 
 @in_turn("layers shared")

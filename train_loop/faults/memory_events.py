@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from train_loop.errors import UserError
+from train_loop.faults.micro_batch_choices import as_chosen
 from train_loop.model.folder import model_shape
 from train_loop.plan import memory_advice, memory_terms
 from train_loop.run_dir import RunDir, storage_may_fail
@@ -33,6 +34,7 @@ def describe_killed(fields: dict[str, Any], run_dir: RunDir, spec: JobSpec) -> d
     try:
         with storage_may_fail(lambda error: log.warning("the model and checkpoints cannot be read: %s", error)):
             committed = max(run_dir.checkpoint_folders(), default=None)
+            spec = as_chosen(spec, run_dir)
             shape = model_shape(spec.model)
             estimate = {term.name: term.bytes for term in memory_terms(spec, shape, "host")}
             error = f"{fields['error']}; {memory_advice(spec, shape, 'host')}"

@@ -14,20 +14,15 @@ import torch
 import torch.distributed as dist
 
 from train_loop.faults.memory_events import groups_without_memory
+from train_loop.faults.micro_batch_choices import CHOSEN, choices
 from train_loop.loop.session import Session
 from train_loop.model.folder import model_shape
 from train_loop.plan import WORKER_MEMORY_VARIABLE, MicroBatch, ModelShape, RankMemory, choose_micro_batch, sized
-from train_loop.run_dir import RunDir
 from train_loop.spec import AUTO, MEMORY, JobSpec
-from train_loop.system.memory_limit import is_limited
+from train_loop.system.memory_limit import host_bytes, is_limited
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import read_attempts
 
 log = logging.getLogger(__name__)
-CHOSEN = "micro_batch_chosen"
-"""Name of the event of a choice."""
-Group = tuple[int, int]
-"""Attempt and epoch of a worker group."""
 
 
 def with_micro_batch(spec: JobSpec, session: Session) -> JobSpec:
@@ -54,30 +49,13 @@ def with_micro_batch(spec: JobSpec, session: Session) -> JobSpec:
     return sized(spec, chosen.size)
 
 
-def smaller_is_left(spec: JobSpec, run_dir: RunDir) -> bool:
-    """Return whether a worker group that ran out of memory is followed by one with smaller micro-batches."""
-    if spec.training.per_device_train_batch_size != AUTO:
-        return False
-    *_, newest = _choices(run_dir).values() or (None,)
-    return newest is not None and newest.size > 1
-
-
 def _choose(spec: JobSpec, shape: ModelShape, session: Session, memory: RankMemory) -> MicroBatch:
     run_dir = session.run_dir
-    choices, committed = _choices(run_dir), max(run_dir.checkpoint_folders(), default=None)
+    made, committed = choices(run_dir), max(run_dir.checkpoint_folders(), default=None)
     without = groups_without_memory(run_dir, committed)
-    *_, before = choices.values() or (None,)
-    failed = {choices[group].size for group in without if group in choices and choices[group].device == memory.device}
+    *_, before = made.values() or (None,)
+    failed = {made[group].size for group in without if group in made and made[group].device == memory.device}
     return choose_micro_batch(spec, shape, memory, before=before, failed=failed)
-
-
-def _choices(run_dir: RunDir) -> dict[Group, MicroBatch]:
-    """Return the choices of a run's worker groups, the oldest first."""
-    return {
-        (int(line["attempt"]), int(line.get("epoch", 0))): MicroBatch(line["size"], line["device"], line["workers"])
-        for line in read_attempts(run_dir)
-        if line.get("event") == CHOSEN
-    }
 
 
 def _smallest(spec: JobSpec, session: Session) -> RankMemory:
@@ -98,5 +76,5 @@ def measure_memory(spec: JobSpec, ranks: int) -> RankMemory:
     reserved = spec.scaling.resources_per_worker.get(MEMORY)
     if is_limited(os.environ) and reserved is not None:
         return RankMemory("cpu", int(reserved), on_gpu=False)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return RankMemory("cpu", int(os.environ.get(WORKER_MEMORY_VARIABLE, host)) // ranks, on_gpu=False)
+    room = int(os.environ[WORKER_MEMORY_VARIABLE]) if is_limited(os.environ) else host_bytes()
+    return RankMemory("cpu", room // ranks, on_gpu=False)

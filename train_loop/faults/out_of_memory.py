@@ -51,6 +51,9 @@ def _reported(spec: AnyJobSpec, session: Session, error: Exception, place: Place
         f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {format_bytes(_peak(place))}"
         f"{_limit(spec)}); {memory_advice(spec, shape, place)}"
     )
+    if shrinks:
+        size = spec.run.training.micro_batch
+        message += f"; per_device_train_batch_size: auto makes the next worker group take fewer than {size} at once"
     # Other ranks of this group may have run out, too.
     others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}
     again = bool(others) and not shrinks

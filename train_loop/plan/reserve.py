@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from train_loop.plan.data_facts import LargestRead
 from train_loop.plan.fit import NodeRoom, certain_needs, estimated_need, task_bytes, tokenizer_bytes
-from train_loop.plan.plan import Plan
+from train_loop.plan.forecast.micro_batch import sized
+from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.resources import format_bytes
-from train_loop.spec import MEMORY, JobSpec, Problem
+from train_loop.spec import AUTO, MEMORY, JobSpec, Problem
 
 _HELPER_BYTES = 1536 * 2**20
 """Memory of a job's other processes: driver, controller, and tasks of Ray Data."""
@@ -38,13 +39,22 @@ def _reservation(spec: JobSpec, plan: Plan, largest: LargestRead | None, memory:
     if given := spec.scaling.resources_per_worker.get(MEMORY):
         return int(given)
     world, least = spec.scaling.world, certain_bytes(spec, plan)
-    estimated = estimated_need(spec, plan).host_bytes - certain_needs(spec, plan)[0].host_bytes
+    whole = _whole_share(spec, plan)
+    estimated = estimated_need(*whole).host_bytes - certain_needs(*whole)[0].host_bytes
     wanted = least + _MARGIN * estimated + (_HELPER_BYTES + _spare_bytes(spec)) // world
     # The preparation of a job runs before its ranks.
     preparation = max(task_bytes(spec, largest), tokenizer_bytes(spec, largest)[0])
     wanted = max(wanted, -(-preparation // world))
     # A job that is alone always starts.
     return max(least, min(-(-wanted // _UNIT) * _UNIT, int(_SHARE * memory) // world))
+
+
+def _whole_share(spec: JobSpec, plan: Plan) -> tuple[JobSpec, Plan]:
+    """Return spec and plan of the largest micro-batch that workers may choose; as they are if the spec has a number."""
+    if spec.training.per_device_train_batch_size != AUTO:
+        return spec, plan
+    largest = sized(spec, plan.batch.per_data_rank)
+    return largest, plan_job(largest, plan.shape)
 
 
 def task_reservation(spec: JobSpec, largest: LargestRead | None) -> int:

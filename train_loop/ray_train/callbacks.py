@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback
 from train_loop.errors import RunEndedError, TooLittleMemoryError
 from train_loop.faults.failure import killed_for_memory, message, reason
 from train_loop.faults.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
-from train_loop.faults.micro_batch import smaller_is_left
+from train_loop.faults.micro_batch_choices import smaller_is_left
 from train_loop.faults.ray_reports import describe_death
 from train_loop.liveness.fencing import NewestEpoch, begin_group
 from train_loop.ray_train.heartbeat_monitor import GroupMonitor

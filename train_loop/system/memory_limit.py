@@ -1,11 +1,14 @@
 """The memory limit of a rank under an embedded Ray, and the memory that is left. Torch-free."""
 
+import os
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from train_loop.plan import WORKER_MEMORY_VARIABLE
+
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def is_limited(environment: Mapping[str, str]) -> bool:
@@ -41,12 +44,19 @@ def mapped_bytes() -> int:
     return _status("VmData")
 
 
+def host_bytes() -> int:
+    """Return the memory of this host, or the limit of this container if that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        limits.append(int((_GROUP / "memory.max").read_text()))
+    return min(limits)
+
+
 def available_bytes() -> int | None:
     """Return the memory that this host and this container have left; None if unknown."""
     limits = [left for left in (_kilobytes("/proc/meminfo", "MemAvailable"),) if left]
     with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limits.append(int((_GROUP / "memory.max").read_text()) - int((_GROUP / "memory.current").read_text()))
     return min(limits, default=None)
 
 

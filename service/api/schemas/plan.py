@@ -176,6 +176,10 @@ class PlanOut(BaseModel):
     data_parallel_size: int
     global_batch_size: int
     micro_batch_size: int
+    micro_batch_by: Literal["spec", "memory", "workers"] = Field(
+        description="source of micro_batch_size: the spec; with per_device_train_batch_size auto, the memory of a "
+        "worker, or if that is not known 1, and the workers choose"
+    )
     gradient_accumulation_steps: int
     tokens_per_step: int
     steps: int | None = Field(description="optimizer steps; null if only known after data preparation")

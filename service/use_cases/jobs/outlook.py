@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from service.errors import InvalidRequest
-from train_loop.plan import Device, NodeRoom, Outlook, Plan, device_named, device_of, outlook_on
+from train_loop.plan import Device, NodeRoom, Outlook, Plan, RankMemory, device_named, device_of, outlook_on
 from train_loop.spec import AnyJobSpec, Problem
 
 
@@ -44,6 +44,19 @@ def find_outlook(question: DeviceQuestion, spec: AnyJobSpec, plan: Plan, nodes: 
             raise InvalidRequest([Problem("/query/suggest", rule)])
         return None
     return outlook_on(spec.run, plan, device, suggests=question.suggests)
+
+
+def find_memory(
+    question: DeviceQuestion, spec: AnyJobSpec, nodes: Sequence[NodeRoom], reserved: int | None
+) -> RankMemory | None:
+    """Return the memory in which a worker computes, as it measures it: that of its GPU, or what it reserves of a host.
+
+    None if it is not known before the workers run. Raises InvalidRequest.
+    """
+    if not spec.scaling.resources_per_worker.get("GPU"):
+        return None if reserved is None else RankMemory("cpu", reserved, on_gpu=False)
+    device = question.named or _device_of_nodes(nodes)
+    return None if device is None else RankMemory(device.name, device.memory, on_gpu=True)
 
 
 def _device_of_nodes(nodes: Sequence[NodeRoom]) -> Device | None:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
-from service.use_cases.jobs.outlook import DeviceQuestion, find_outlook
+from service.use_cases.jobs.outlook import DeviceQuestion, find_memory, find_outlook
 from train_loop.plan import (
     UNKNOWN_END,
     Capacity,
@@ -20,28 +21,34 @@ from train_loop.plan import (
     Plan,
     PlannedEnd,
     Preview,
+    RankMemory,
     allows_size,
     check_schedule,
+    choose_micro_batch,
     data_starves,
     device_problems,
     forgotten_gpu,
     lay_out,
     memory_problem,
+    plan_job,
     plan_sizes,
     plans_that_fit,
     reservation_problem,
     reservations,
     shards_per_node,
+    sized,
     why_gathers_cross,
     why_no_data_cpu,
     why_split,
 )
 from train_loop.run_dir import Parent, versions_here
-from train_loop.spec import NODE, AnyJobSpec, LoraSpec, Problem, SpecError, Spelling, with_lora
+from train_loop.spec import AUTO, NODE, AnyJobSpec, JobSpec, LoraSpec, Problem, SpecError, Spelling, with_lora
 
 Plans = dict[int, Plan]
 """Plan for each possible number of workers of a job; at least one."""
 NO_QUESTION = DeviceQuestion()
+MicroBatchBy = Literal["spec", "memory", "workers"]
+"""Source of the micro-batch of a plan: the spec; with `auto`, the known memory of a worker, or the least that fits."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class PlanView:
     """Values that the text of the spec writes in another way, with their canonical form."""
     outlook: Outlook | None = None
     """Memory and throughput on a device; None if no device is named or known."""
+    micro_batch_by: MicroBatchBy = "spec"
 
 
 @dataclass(frozen=True)
@@ -159,8 +167,20 @@ class Planner:
         placed = tuple(ranks.values()) if ranks else None
         warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
         end, _ = _schedule(spec, plans, found)
-        outlook = find_outlook(question, spec.at(max(plans)), plan, nodes or ())
-        return PlanView(spec, plan, sizes_of(spec, plans), placed, tuple(warnings), found.preview, end, outlook=outlook)
+        memory = find_memory(question, spec.at(max(plans)), nodes or (), checked.memory.get(max(plans)))
+        chosen, plan, by = _with_micro_batch(spec, plan, memory)
+        outlook = find_outlook(question, chosen.at(max(plans)), plan, nodes or ())
+        return PlanView(
+            chosen,
+            plan,
+            sizes_of(spec, plans),
+            placed,
+            tuple(warnings),
+            found.preview,
+            end,
+            outlook=outlook,
+            micro_batch_by=by,
+        )
 
     def warnings(self, spec: AnyJobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
         """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
@@ -210,6 +230,17 @@ def _split(spec: AnyJobSpec, cluster: Capacity | None) -> list[str | None]:
         split(group=strategy.ep_size, name="ep_size", peers=strategy.peers),
         why_gathers_cross(strategy, scaling, nodes),
     ]
+
+
+def _with_micro_batch(spec: AnyJobSpec, plan: Plan, memory: RankMemory | None) -> tuple[AnyJobSpec, Plan, MicroBatchBy]:
+    """Return spec and plan with the micro-batch that workers with this memory choose, and what it follows from."""
+    if not isinstance(spec, JobSpec) or spec.training.per_device_train_batch_size != AUTO:
+        return spec, plan, "spec"
+    if memory is None:
+        return spec, plan, "workers"
+    there = spec.at(plan.mesh.world)
+    size = choose_micro_batch(there, plan.shape, memory, before=None).size
+    return sized(spec, size), plan_job(sized(there, size), plan.shape), "memory"
 
 
 def sizes_of(spec: AnyJobSpec, plans: Plans) -> tuple[int, ...]:

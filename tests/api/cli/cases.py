@@ -130,8 +130,8 @@ CASES = {
     ),
     "describe": Case(
         "describe {trained}",
-        "attention  sdpa",
-        "model_built forecast_scored",
+        "micro-batch  4, the largest that fits by the plan",
+        "model_built micro_batch_chosen forecast_scored",
         "describe {other}",
         "{other} has not built its model yet; `trainshed show {other}` shows its state",
     ),

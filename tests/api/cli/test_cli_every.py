@@ -137,6 +137,7 @@ def _train(run_dir: RunDir) -> None:
     JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
     events = JsonLines(attempt.events, attempt=1)
     events.append(event="model_built", **BUILT)
+    events.append(event="micro_batch_chosen", size=4, device="cpu", workers=2, because="plan")
     events.append(event="forecast_scored", **SCORE)
     for step in (1, 2):
         JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)

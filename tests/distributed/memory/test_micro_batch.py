@@ -13,7 +13,7 @@ from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop import train
 from train_loop.errors import MemoryRanOutError
-from train_loop.faults.micro_batch import smaller_is_left
+from train_loop.faults.micro_batch_choices import smaller_is_left
 from train_loop.model.folder import model_shape
 from train_loop.plan import RankMemory, estimated_need, plan_job, sized
 from train_loop.run_dir import RunDir, read_lines

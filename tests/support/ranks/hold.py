@@ -1,4 +1,4 @@
-"""Runs that wait before a step, so that a test can disturb them there on a machine of any speed."""
+"""Runs that wait before a step, or lack memory in it, so that a test can disturb them on a machine of any speed."""
 
 import os
 import time
@@ -26,8 +26,17 @@ def hold(folder: Path, run: str, step: int | None) -> None:
     new.rename(file)
 
 
+def limit_micro_batches(folder: Path, run: str, size: int | None) -> None:
+    """Let the last rank of a run lack memory in each step with larger micro-batches, until the next call."""
+    file = folder / f"{run}.limit"
+    if size is None:
+        file.unlink()
+        return
+    file.write_text(str(size))
+
+
 def obey_holds() -> None:
-    """Make this process, a rank, wait where its run is held; it reports that it computes."""
+    """Make this process, a rank, wait where its run is held; it reports that it computes. It obeys limits, too."""
     if HOLDS_VARIABLE not in os.environ:
         return
     folder = Path(os.environ[HOLDS_VARIABLE])
@@ -39,6 +48,7 @@ def obey_holds() -> None:
         session.mark(step + 1, computes)
         while _is_held(folder / f"{session.run_dir.root.name}.hold", step):
             time.sleep(0.02)
+        _run_out(folder / f"{session.run_dir.root.name}.limit", loop)
         return train_step(loop, *arguments)
 
     train.TrainingLoop.train_step = wait_and_train
@@ -52,6 +62,13 @@ def obey_holds() -> None:
         return compute(loop, *arguments)
 
     infer.InferenceLoop.compute = wait_and_compute
+
+
+def _run_out(file: Path, loop: Any) -> None:
+    with suppress(FileNotFoundError):
+        limit, size = int(file.read_text()), loop.run.spec.training.micro_batch
+        if size > limit and loop.run.session.rank == loop.run.session.world - 1:
+            raise import_module("torch").OutOfMemoryError(f"no room for {size} sequences at once")
 
 
 def _is_held(file: Path, step: int) -> bool:

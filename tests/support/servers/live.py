@@ -14,7 +14,7 @@ from service.api.schemas import JobOut
 from service.config.address import ServiceAddress
 from service.domain.jobs.job import JobState
 from tests.support.builders.specs import TINY, raw_spec
-from tests.support.ranks.hold import HOLDS_VARIABLE, hold
+from tests.support.ranks.hold import HOLDS_VARIABLE, hold, limit_micro_batches
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import SERVICE_PAUSE, wait_for
@@ -127,6 +127,10 @@ class LiveService:
     def hold(self, job_id: str, step: int | None) -> None:
         """Let the job train no step after this one until the next call; None lets it train to its end."""
         hold(self.home, job_id, step)
+
+    def limit_micro_batches(self, job_id: str, size: int | None) -> None:
+        """Let a rank of the job lack memory in steps with larger micro-batches; None lets it have enough again."""
+        limit_micro_batches(self.home, job_id, size)
 
     def run_dir(self, job_id: str) -> RunDir:
         """Return the run directory of the job."""

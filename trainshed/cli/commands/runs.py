@@ -61,9 +61,10 @@ AtStep = Annotated[
 
 
 class Description(BaseModel):
-    """JSON output of `trainshed describe`: two events."""
+    """JSON output of `trainshed describe`: events."""
 
     model_built: Line
+    micro_batch_chosen: Line | None
     forecast_scored: Line | None
 
 
@@ -146,13 +147,14 @@ def describe(
     """Show what was chosen for a run: FSDP units, mesh, dtypes, kernels, optimizer; and the score of its forecast."""
     with connect() as api:
         job_id = find_job(api, job)
-        built, score = (newest_event(api, job_id, event) for event in ("model_built", "forecast_scored"))
+        names = ("model_built", "micro_batch_chosen", "forecast_scored")
+        built, micro_batch, score = (newest_event(api, job_id, event) for event in names)
     if built is None:
         fail(f"{job_id} has not built its model yet; `trainshed show {job_id}` shows its state")
     if as_json:
-        show_json(Description(model_built=built, forecast_scored=score))
+        show_json(Description(model_built=built, micro_batch_chosen=micro_batch, forecast_scored=score))
         return
-    show_built(built, tree=tree)
+    show_built(built, micro_batch, tree=tree)
     show_score(score)
     show_next(f"metrics {job_id}")
 

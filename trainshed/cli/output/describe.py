@@ -6,9 +6,18 @@ from typing import Any
 from trainshed import Line
 from trainshed.cli.output.printing import show_facts, show_table, show_text
 
+_WHY = {
+    "plan": "the largest that fits by the plan",
+    "kept": "as the worker group before",
+    "out_of_memory": "because a larger one ran out of memory",
+}
 
-def show_built(built: Line, *, tree: bool) -> None:
-    """Print the event `model_built`; with `tree`, also the module tree, in which the names of units begin with FSDP."""
+
+def show_built(built: Line, micro_batch: Line | None, *, tree: bool) -> None:
+    """Print the event `model_built`, and the micro-batch if the workers have chosen it.
+
+    With `tree`, print also the module tree, in which the names of units begin with FSDP.
+    """
     chunk, trains = built["loss_chunk_tokens"], bool(built["optimizer_groups"])
     loss = "all logits at once" if chunk is None else f"in chunks of {chunk} tokens"
     show_facts(
@@ -18,6 +27,7 @@ def show_built(built: Line, *, tree: bool) -> None:
             "dtypes": _pairs(built["dtypes"]),
             "attention": built["attention"],
             "loss": loss if trains else None,
+            "micro-batch": None if micro_batch is None else _micro_batch(micro_batch),
             "checkpointing": built["checkpointing"] if trains else None,
             "parameters": _parameters(built, trains=trains),
             "cores of a rank": built["cores"],
@@ -32,6 +42,11 @@ def show_built(built: Line, *, tree: bool) -> None:
         show_groups(built["optimizer_groups"])
     if tree:
         show_tree(str(built["tree"]))
+
+
+def _micro_batch(chosen: Line) -> str:
+    because = str(chosen["because"])
+    return f"{chosen['size']}, {_WHY.get(because, because)}"
 
 
 def _parameters(built: Line, *, trains: bool) -> str | None:

@@ -20,6 +20,7 @@ def show_plan(plan: PlanOut) -> None:
             **mesh_facts(plan.mesh),
             "reduction tree": _tree(plan),
             "sequences per step": plan.global_batch_size,
+            "micro-batches": _micro_batches(plan),
             "tokens per step": plan.tokens_per_step,
             "steps": plan.steps,
             "ends by": plan.ends_by,
@@ -67,6 +68,14 @@ def mesh_facts(mesh: MeshOut | MeshPlan) -> dict[str, str | None]:
     axes = ", ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.shape, strict=True))
     experts = f"efsdp {mesh.efsdp}, ep {mesh.ep}" if mesh.ep > 1 else None
     return {"mesh": f"{axes}, ulysses {mesh.sp}", "mesh of experts": experts}
+
+
+def _micro_batches(plan: PlanOut) -> str:
+    """Return the micro-batches of a data-parallel rank in a step."""
+    if plan.micro_batch_by == "workers":
+        return "auto: the workers choose by their memory"
+    chosen = ", which auto chooses by the memory of a worker" if plan.micro_batch_by == "memory" else ""
+    return f"{plan.gradient_accumulation_steps} of {plan.micro_batch_size}{chosen}"
 
 
 def _documents(plan: PlanOut) -> str | None:

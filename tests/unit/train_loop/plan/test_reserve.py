@@ -3,12 +3,16 @@
 import random
 from dataclasses import replace
 
+import pytest
+
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, raw_spec
 from tests.unit.train_loop.plan.test_fit import GIB, a_case, planned
 from train_loop.plan import (
     NodeRoom,
+    RankMemory,
     certain_needs,
+    choose_micro_batch,
     estimated_need,
     lay_out,
     plan_sizes,
@@ -18,7 +22,7 @@ from train_loop.plan import (
     task_bytes,
     task_reservation,
 )
-from train_loop.spec import parse
+from train_loop.spec import JobSpec, parse
 
 
 def test_reservation_holds_what_is_certain_and_a_job_alone_always_fits() -> None:
@@ -47,6 +51,24 @@ def test_memory_of_the_spec_is_reserved() -> None:
     spec = parse(raw_spec(scaling={"num_workers": 2, "resources_per_worker": {"CPU": 1.0, "memory": 3 * GIB}}))
     node = NodeRoom({"CPU": 8.0}, 64 * GIB, limited=True)
     assert reservations(spec, plan_sizes(spec, read_shape(TINY)), None, [node]) == {2: 3 * GIB}
+
+
+@pytest.mark.parametrize("hidden", [64, 256])
+def test_workers_that_choose_their_micro_batch_reserve_their_whole_share(hidden: int) -> None:
+    def job(size: int | str) -> JobSpec:
+        return parse(
+            raw_spec(
+                data={"sequence_length": 4096},
+                training={"per_device_train_batch_size": size, "global_batch_size": 16},
+                scaling={"num_workers": 2},
+            )
+        )
+
+    shape, node = read_shape(TINY | {"hidden_size": hidden}), NodeRoom({"CPU": 8.0}, 64 * GIB, limited=True)
+    each = {size: reservations(job(size), plan_sizes(job(size), shape), None, [node])[2] for size in (1, 8, "auto")}
+    assert each[1] < each[8] == each["auto"]
+    chosen = choose_micro_batch(job("auto"), shape, RankMemory("cpu", each["auto"], on_gpu=False), before=None)
+    assert chosen.size == 8
 
 
 def test_task_of_preparation_reserves_no_more_than_the_workers_of_its_job() -> None:

@@ -1,9 +1,12 @@
-"""The memory limit of a rank under an embedded Ray."""
+"""The memory limit of a rank under an embedded Ray, and the memory of a host."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from train_loop.system import memory_limit
 
 RANK = """
 import resource, sys
@@ -32,3 +35,11 @@ def test_rank_allocates_its_share_of_the_memory_and_no_more(arguments: list[str]
         [sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=True, timeout=60
     )
     assert int(result.stdout) in mebibytes
+
+
+def test_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limit, "_GROUP", tmp_path)
+    whole = memory_limit.host_bytes()
+    for limit, expected in (("max\n", whole), (f"{1 << 62}\n", whole), (f"{1 << 20}\n", 1 << 20)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert memory_limit.host_bytes() == expected
