@@ -159,6 +159,7 @@ def export_out(status: ExportStatus, *, run_dir: str) -> ExportOut:
         dtype=wish.dtype,
         weights=wish.weights,
         form=wish.form,
+        include=wish.include,
         state=status.state,
         progress=status.progress,
         reason=status.reason,

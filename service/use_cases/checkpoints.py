@@ -93,10 +93,13 @@ class CheckpointActions:
             )
         if fault := wish.fault(job.spec.run.model):
             raise InvalidRequest([Problem("/form", fault)])
+        if fault := wish.fault_of_states(job.spec.run):
+            raise InvalidRequest([Problem("/include", fault)])
         # Started before it is recorded, because the start may be refused.
         self.tools.export(job, step, wish)
         after: dict[str, JsonValue] = {"step": step, "dtype": wish.dtype, "weights": wish.weights}
         after |= {"form": wish.form} if wish.form else {}
+        after |= {"include": wish.include} if wish.include else {}
         self.audit.record(action_entry(caller, "export", job, before={}, after=after, now=self.clock()))
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if status is not None:

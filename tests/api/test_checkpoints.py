@@ -222,6 +222,11 @@ def test_export_without_a_free_slot_is_busy_and_does_not_run(
             "the job has no EMA weights (training.ema_decay is not set); export its weights",
         ),
         ({"form": "merged"}, "/form", "the run trains no adapters (model.lora); export without form"),
+        (
+            {"include": "optimizer", "dtype": "bf16"},
+            "/include",
+            "dtype=bf16 rounds the weights to which the optimizer state belongs; choose fp32",
+        ),
     ],
 )
 def test_invalid_export_options_are_rejected(

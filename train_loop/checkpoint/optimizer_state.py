@@ -25,7 +25,7 @@ from train_loop.system.input_files import read_input
 STEM, FACTS = "optimizer", "training_state.json"
 """Names of the files of tensors, and of that with the rest."""
 FORMAT = 1
-_REMEDY = "make it with `checkpoint full --with optimizer` and `trainshed weights convert`"
+_REMEDY = "make it with `trainshed export JOB STEP --with optimizer`"
 
 
 class TrainingState(Format):

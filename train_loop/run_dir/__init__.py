@@ -14,7 +14,7 @@ from train_loop.run_dir.durable import (
     sync,
     write_durably,
 )
-from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
+from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish, wish_of
 from train_loop.run_dir.formats import (
     ENDED,
     NO_FENCE,
@@ -180,6 +180,7 @@ __all__ = [
     "sync",
     "versions_here",
     "why_unreadable",
+    "wish_of",
     "write_durably",
     "write_place",
     "write_run_marker",

@@ -7,7 +7,7 @@ from typing import Literal
 from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
 from train_loop.run_dir.remote import create_object, is_remote, read_whole
-from train_loop.spec import ModelSpec
+from train_loop.spec import WITHOUT_FOLDER, JobSpec, ModelSpec
 
 _SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
 
@@ -28,6 +28,8 @@ class ExportWish(Format):
 
     None for a run without adapters.
     """
+    include: Literal["optimizer"] | None = None
+    """The optimizer state and the position of the run, with which another run continues."""
 
     def fault(self, model: ModelSpec) -> str | None:
         """Return the reason why weights of a run cannot have this form; None if they can."""
@@ -45,6 +47,21 @@ class ExportWish(Format):
             return "the run has no quantised weights (model.quantize_base) to restore; choose form merged"
         return None
 
+    def fault_of_states(self, spec: JobSpec) -> str | None:
+        """Return the reason why an export of a run cannot include its optimizer state; None if it can or does not."""
+        optimizer, master = spec.training.optimizer, spec.model.master_dtype
+        if self.include is None:
+            return None
+        if spec.model.lora is not None:
+            return "the optimizer state of adapters (model.lora) is not exported; clone the job instead"
+        if optimizer in WITHOUT_FOLDER:
+            return f"the states of {optimizer} are not read from a folder; clone the job instead"
+        if self.weights == "ema":
+            return "the optimizer state belongs to the trained weights, and not to their average; export weights: model"
+        if self.dtype != master:
+            return f"dtype={self.dtype} rounds the weights to which the optimizer state belongs; choose {master}"
+        return None
+
     def name(self, step: int) -> str:
         """Return the name of the export's folder below export/."""
         return f"step-{step:08d}-{self._options}"
@@ -56,7 +73,21 @@ class ExportWish(Format):
 
     @property
     def _options(self) -> str:
-        return "-".join([self.weights, self.dtype, *([self.form] if self.form else [])])
+        return "-".join([self.weights, self.dtype, *filter(None, (self.form, self.include))])
+
+
+def wish_of(
+    model: ModelSpec,
+    *,
+    dtype: Literal["bf16", "fp16", "fp32"] | None,
+    weights: Literal["model", "ema"],
+    form: ExportForm | None,
+    include: Literal["optimizer"] | None,
+) -> ExportWish:
+    """Return a wish for an export of a run with this model, with the form and the dtype that follow from the others."""
+    form = form or ("adapter" if model.lora is not None else None)
+    exact = "fp32" if form == "adapter" else model.master_dtype if include else model.dtype
+    return ExportWish(dtype=dtype or exact, weights=weights, form=form, include=include)
 
 
 class ExportStatus(Format):

@@ -14,7 +14,7 @@ from train_loop.spec.kinds.outputs import InferSpec
 from train_loop.spec.masked import MASKED_LM, MaskedLmSpec
 from train_loop.spec.model import ALL_LINEAR, BudgetSpec, Checkpointing, EverySpec, LoraSpec, ModelSpec
 from train_loop.spec.names import AUTO, DTYPES, NODE, Spelling
-from train_loop.spec.optimizer import SCHEDULE_FREE, OptimizerSpec, ParameterGroupSpec
+from train_loop.spec.optimizer import SCHEDULE_FREE, WITHOUT_FOLDER, OptimizerSpec, ParameterGroupSpec
 from train_loop.spec.parse import (
     SCHEMA_ID,
     check_mapping,
@@ -46,6 +46,7 @@ __all__ = [
     "NODE",
     "SCHEDULE_FREE",
     "SCHEMA_ID",
+    "WITHOUT_FOLDER",
     "AnyJobSpec",
     "BudgetSpec",
     "CheckpointSource",

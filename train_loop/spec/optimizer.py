@@ -20,6 +20,8 @@ OPTIMIZER_OPTIONS = {
 }
 """The fields that each optimizer reads, besides learning_rate and weight_decay."""
 SCHEDULE_FREE = "schedule_free_adamw"
+WITHOUT_FOLDER = ("adamw_8bit", SCHEDULE_FREE)
+"""Optimizers whose states are not written to a folder or file, nor read from one."""
 _LION_BETA2 = 0.99
 """The default of Lion's paper."""
 

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, check_folder, is_default
 from train_loop.spec.names.spellings import AUTO, nearest_value
-from train_loop.spec.optimizer import SCHEDULE_FREE, OptimizerSpec
+from train_loop.spec.optimizer import SCHEDULE_FREE, WITHOUT_FOLDER, OptimizerSpec
 from train_loop.spec.schedule import PLATEAU, Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
 
@@ -100,8 +100,8 @@ class TrainingSpec(OptimizerSpec):
     optimizer_state: str | None = Field(
         default=None,
         exclude_if=is_default(None),
-        description="URI of a folder with the optimizer state of another run, from `checkpoint full --with optimizer` "
-        "and `trainshed weights convert`; the run goes on at its step, with the weights in model.path",
+        description="URI of a folder with the optimizer state of another run, from `trainshed export --with "
+        "optimizer`; the run goes on at its step, with the weights in model.path",
     )
     seed: int = Field(default=0, ge=0, description="seed of random weights and dropout")
     reproducible: Literal["same_size", "any_size"] = Field(
@@ -195,7 +195,7 @@ class TrainingSpec(OptimizerSpec):
     @classmethod
     def _is_on_storage(cls, uri: str | None, info: ValidationInfo) -> str | None:
         check_folder(uri)
-        if uri is not None and (optimizer := info.data.get("optimizer")) in ("adamw_8bit", SCHEDULE_FREE):
+        if uri is not None and (optimizer := info.data.get("optimizer")) in WITHOUT_FOLDER:
             raise ValueError(f"the states of {optimizer} are not read from a folder; clone the job instead")
         return uri
 

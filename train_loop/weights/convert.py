@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from train_loop.checkpoint.export.huggingface import write_run_configs
+from train_loop.checkpoint.export.text_files import write_run_configs
 from train_loop.errors import UserError
 from train_loop.model.build import DTYPES
 from train_loop.run_dir import RunDir, make_folder, sync

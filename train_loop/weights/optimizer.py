@@ -1,4 +1,4 @@
-"""Optimizer state in a file of `checkpoint full --with optimizer`, next to the model. Pure."""
+"""Optimizer state in a file of `checkpoint.export.full --with optimizer`, next to the model. Pure."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -80,17 +80,19 @@ class AsyncJob(JobHandle[AsyncApi]):
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         weights: Literal["model", "ema"] = "model",
         form: Literal["adapter", "merged", "dequantized"] | None = None,
+        include: Literal["optimizer"] | None = None,
         timeout: float | None = None,
     ) -> ExportOut:
         """Export a checkpoint, by default the newest, as a Hugging Face folder, and wait until it is at `path`.
 
         A job with `model.lora` has a `form`: a folder for peft by default, or the merged model, which is
-        `dequantized` with `model.quantize_base`.
+        `dequantized` with `model.quantize_base`. With `include="optimizer"`, another job may continue from the folder,
+        as its `model.path` and `training.optimizer_state`.
 
         Raises ExportFailed, LookupError if the job has no checkpoint, and TimeoutError after `timeout` seconds.
         """
         step = newest_step(self.id, await self.checkpoints()) if step is None else step
-        wish = ExportIn(dtype=dtype, weights=weights, form=form)
+        wish = ExportIn(dtype=dtype, weights=weights, form=form, include=include)
         status = await self._api.export(self.id, step, wish)
         if not is_exported(status):
             deadline = Deadline(f"the export of step {step}", timeout)

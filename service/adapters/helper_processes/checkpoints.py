@@ -97,6 +97,7 @@ class HelperTools:
         """
         command = [*self._python, "-m", "train_loop.checkpoint.export", job.run_dir, "--step", str(step)]
         command += ["--dtype", wish.dtype, "--weights", wish.weights, *(["--form", wish.form] if wish.form else [])]
+        command += ["--with", wish.include] if wish.include else []
         project = job.spec.project
         with self._lock:
             self._require_share(project)

@@ -14,7 +14,7 @@ from service.api.routes.jobs import claim_for
 from service.api.schemas import CheckpointOut, Checkpoints, DigestsOut, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job
 from service.use_cases.checkpoints import CheckpointActions
-from train_loop.run_dir import ExportWish
+from train_loop.run_dir import ExportWish, wish_of
 
 router = APIRouter(prefix="/jobs/{job_id}/checkpoints", tags=["checkpoints"], dependencies=[Depends(require_key)])
 _DONE: Answers = {200: {"model": ExportOut, "description": "It is done already"}}
@@ -92,6 +92,4 @@ def exported(
 
 
 def _wish(body: ExportIn, job: Job) -> ExportWish:
-    form = body.form or ("adapter" if job.spec.model.lora is not None else None)
-    dtype = "fp32" if form == "adapter" else job.spec.model.dtype
-    return ExportWish(dtype=body.dtype or dtype, weights=body.weights, form=form)
+    return wish_of(job.spec.run.model, dtype=body.dtype, weights=body.weights, form=body.form, include=body.include)

@@ -71,6 +71,12 @@ class ExportIn(BaseModel):
         "adapters added to its weights; dequantized: to its restored weights, of a job with model.quantize_base",
     )
 
+    include: Literal["optimizer"] | None = Field(
+        default=None,
+        description="optimizer: also the optimizer state and the position of the run; another job starts from the "
+        "folder as model.path and training.optimizer_state; the default of dtype is then model.master_dtype",
+    )
+
     @field_validator("dtype", mode="before")
     @classmethod
     def _is_spelled(cls, given: object) -> object:
@@ -84,6 +90,7 @@ class ExportOut(BaseModel):
     dtype: str
     weights: str
     form: ExportForm | None = Field(description="of a job with model.lora: adapter, merged or dequantized")
+    include: Literal["optimizer"] | None = Field(description="what the folder has besides the model")
     state: ExportState
     progress: float = Field(description="share of the weights written so far")
     reason: str | None

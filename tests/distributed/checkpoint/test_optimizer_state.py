@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.support.builders import small_runs
 from tests.support.builders.small_runs import LENGTH, STEPS, job_of, numbers
@@ -17,9 +18,10 @@ from tests.support.builders.specs import TINY, may_read
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.checkpoint.export.full import WAYS, gather
-from train_loop.checkpoint.export.huggingface import write_run_configs
+from train_loop.checkpoint.export.huggingface import export
+from train_loop.checkpoint.export.text_files import write_run_configs
 from train_loop.preflight.model import check_model
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import ExportWish, RunDir
 from train_loop.weights.inputs import find_inputs
 from train_loop.weights.write import write_weights
 
@@ -89,6 +91,21 @@ def test_both_apis_write_the_same_model_and_optimizer_state(gathered: tuple[Path
     kinds = [{name: frozenset(states) for name, states in one["optimizer"].items()} for one in of_muon]
     assert kinds[0] == kinds[1]
     assert {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})} == {*kinds[0].values()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_export_has_the_same_weights_and_states_as_the_converted_file(folder: Path, name: str) -> None:
+    exported = export(RunDir(folder / name), AT, ExportWish(dtype="fp32", include="optimizer"), shard_bytes=20_000)
+    converted, facts = folder / f"{name} out", "training_state.json"
+    assert json.loads((exported / facts).read_bytes()) == json.loads((converted / facts).read_bytes())
+    for stem in ("model", "optimizer"):
+        found, expected = (tensors_in(one, stem) for one in (exported, converted))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def tensors_in(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob(f"{stem}-*.safetensors") for key, value in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ def _constructions(kind: str, schema: Any) -> Iterator[str]:
 
 def _literals(schema: Any) -> Iterator[str]:
     """Yield the Python literals of a schema's values: all that are enumerated, else one; none for a nested model."""
-    if "enum" in schema:
-        yield from map(repr, schema["enum"])
+    if "enum" in schema or "const" in schema:
+        yield from map(repr, schema.get("enum") or [schema["const"]])
     elif schema.get("format") == "date-time":
         yield "datetime.now(UTC)"
     elif schema.get("type") == "array":

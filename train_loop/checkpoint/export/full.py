@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from train_loop.checkpoint.export.optimizer import training_state
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.manifest import find_verified
 from train_loop.checkpoint.optimizer_state import TrainingState
@@ -149,21 +150,7 @@ def load_state(run_dir: RunDir, step: int) -> tuple[TrainState, TrainingState]:
     load(wanted, storage_reader=reader)
     values["optimizer"]["state"] = wanted["optimizer"]["state"] | unused
     put_back(state, values)
-    return state, _facts(spec, manifest, wanted)
-
-
-def _facts(spec: JobSpec, manifest: Manifest, wanted: dict[str, Any]) -> TrainingState:
-    return TrainingState(
-        optimizer=spec.training.optimizer,
-        step=manifest.step,
-        tokens=manifest.tokens,
-        schedule=wanted["scheduler"]["0"]["last_epoch"],
-        position=manifest.position,
-        dataset=manifest.dataset,
-        seed=spec.data.seed,
-        shuffle=spec.data.shuffle,
-        scaler=wanted["scaler"],
-    )
+    return state, training_state(spec, manifest, wanted)
 
 
 class _Opened(NamedTuple):

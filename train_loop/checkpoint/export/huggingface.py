@@ -20,27 +20,19 @@ import torch
 
 from train_loop.checkpoint.export.adapters import Adapted, MergedTensors, open_adapters
 from train_loop.checkpoint.export.measured import describe_adapters
+from train_loop.checkpoint.export.optimizer import SavedStates, find_states
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, file_names, plan_shards, write_index
 from train_loop.checkpoint.export.status import Progress, finish, report_status
 from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece, whole
-from train_loop.checkpoint.export.text_files import (
-    copy_text_files,
-    ends_of_answers,
-    name_class,
-    read_tokenizer,
-    special_tokens,
-    write_template,
-)
+from train_loop.checkpoint.export.text_files import tokenizer_of, write_texts, write_tokenizer
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.checkpoint.weights import find_weights, stored_buffers
 from train_loop.code.use import with_own_code
-from train_loop.data.dataset import Dataset
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
-from train_loop.model.families.family import ExportFacts, SpecialTokens, Split, Unchanged
-from train_loop.model.folder import model_folder
+from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.lora.peft_config import WEIGHTS
 from train_loop.run_dir import (
     ExportStatus,
@@ -49,10 +41,9 @@ from train_loop.run_dir import (
     copy_files,
     expect_run_dir,
     is_remote,
-    local_path,
     make_folder,
-    read_whole,
     sync,
+    wish_of,
 )
 from train_loop.spec import JobSpec
 
@@ -80,16 +71,22 @@ def main() -> int:
         help="form of a run's adapters [adapter]; merged: added to the weights; dequantized: to restored ones, of a "
         "run with model.quantize_base",
     )
+    parser.add_argument(
+        "--with", choices=["optimizer"], dest="include", help="what to write besides the model, for a run to start from"
+    )
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="maximum bytes per file [%(default)s]")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     run_dir = RunDir.at(arguments.run_dir)
     expect_run_dir(run_dir.root)
     try:
-        model = run_dir.spec().model
-        form = arguments.form or ("adapter" if model.lora is not None else None)
-        dtype = arguments.dtype or ("fp32" if form == "adapter" else model.dtype)
-        wish = ExportWish(dtype=dtype, weights=arguments.weights, form=form)
+        wish = wish_of(
+            run_dir.spec().model,
+            dtype=arguments.dtype,
+            weights=arguments.weights,
+            form=arguments.form,
+            include=arguments.include,
+        )
         folder = export(run_dir, arguments.step, wish, shard_bytes=arguments.shard_bytes)
     except (ValueError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
@@ -122,11 +119,15 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
             _workplace(folder) as work,
         ):
             source = _open(run_dir, step, wish)
+            states = _states(source, run_dir, step) if wish.include else None
+            progress.total = states.values if states is not None else 0
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
+            if states is not None:
+                states.write(work, progress, shard_bytes=shard_bytes)
             if wish.form == "adapter":
-                _write_tokenizer(source.spec, source.anatomy, source.tokenizer, work)
+                write_tokenizer(source.spec, source.anatomy, source.tokenizer, work)
             else:
-                _write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
+                write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
             if source.adapted is not None:
                 progress.difference = describe_adapters(source.adapted, work, step, wish)
             progress.complete()
@@ -185,7 +186,7 @@ class Source:
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = with_own_code(run_dir.spec().run, run_dir)
     manifest = find_verified(run_dir, step)
-    if fault := wish.fault(spec.model):
+    if fault := wish.fault(spec.model) or wish.fault_of_states(spec):
         raise UserError(fault)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError(
@@ -194,11 +195,15 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     anatomy, saved = family_of(spec).build(spec.model), CheckpointTensors(run_dir.checkpoint(step))
     if spec.model.lora is not None:
         adapted = open_adapters(spec, anatomy, saved, manifest, wish.weights)
-        return _of_adapters(adapted, wish, _tokenizer(spec, run_dir))
+        return _of_adapters(adapted, wish, tokenizer_of(spec, run_dir))
     # Under transformers' names; of the buffers, only those that transformers saves.
     places = find_weights(anatomy, saved, wish.weights)
     parts = _public(anatomy, {name: tuple(saved.shape(place)) for name, place in places.items()})
-    return Source(spec, anatomy, saved, places, parts, _tokenizer(spec, run_dir))
+    return Source(spec, anatomy, saved, places, parts, tokenizer_of(spec, run_dir))
+
+
+def _states(source: Source, run_dir: RunDir, step: int) -> SavedStates:
+    return find_states(source.spec, source.anatomy.model, find(run_dir, step), run_dir.checkpoint(step))
 
 
 def _public(anatomy: Anatomy, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Split]:
@@ -232,7 +237,7 @@ def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: 
     }
     stem = "model" if wish.form != "adapter" else WEIGHTS
     shards = plan_shards(tensors, limit=shard_bytes if wish.form != "adapter" else sys.maxsize)
-    progress.total = sum(kind.shape.numel() for kind in tensors.values())
+    progress.total += sum(kind.shape.numel() for kind in tensors.values())
     for name, shard in zip(file_names(shards, stem), shards, strict=True):
         _write_shard(source, folder / name, shard, dict.fromkeys(homes[stored] for stored in shard), progress)
     write_index(folder, shards, stem)
@@ -249,50 +254,6 @@ def _write_shard(source: Source, path: Path, shard: Shard, names: Iterable[str],
                     place = (rows.first, *(0 for _ in rows.values.shape[1:]))[: rows.values.ndim]
                     file.put(stored, progress.counted(iter([Piece(place, rows.values)])))
     file.close()
-
-
-def write_run_configs(spec: JobSpec, run_dir: RunDir, folder: Path, *, dtype: str) -> None:
-    """Write configs, tokenizer and processors of a run of a model of transformers. Raises UserError, OSError."""
-    _write_texts(spec, family_of(spec).build(spec.model), _tokenizer(spec, run_dir), folder, dtype)
-
-
-def _write_texts(spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path, dtype: str) -> None:
-    """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
-    tokens, ends = _write_tokenizer(spec, anatomy, tokenizer, folder)
-    facts = ExportFacts(DTYPES[dtype], model_folder(spec.model), tokens, ends)
-    anatomy.family.write_configs(anatomy.model, folder, facts)
-
-
-def _write_tokenizer(
-    spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path
-) -> tuple[SpecialTokens | None, list[int]]:
-    """Write the files of tokenizer and processors; return its special tokens, and the ends of answers."""
-    tokens, ends = None, list[int]()
-    home = model_folder(spec.model)
-    copy_text_files(tokenizer, home, folder)
-    loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=spec.data.reads_text)
-    if tokenizer is not None and loaded is not None:
-        tokens = special_tokens(loaded, anatomy.vocabulary or 0)
-        head = spec.model.label_head
-        if head is not None and head.reward is not None and tokens.pad is None:
-            # Rewards were read before EOS at the end, which the preparation takes for padding, as TRL does.
-            tokens = tokens._replace(pad=tokens.eos)
-        ends = ends_of_answers(spec, tokenizer, loaded)
-        write_template(spec, loaded, folder)
-        name_class(folder, loaded)
-    return tokens, ends
-
-
-def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
-    try:
-        dataset = Dataset.model_validate_json(read_whole(run_dir.data))
-    except (FileNotFoundError, ValueError):
-        return None
-    if dataset.tokenizer is not None:
-        return Path(dataset.tokenizer)
-    # Tokenised data needs no tokenizer: export the model's own.
-    uri = spec.model.tokenizer or spec.model.path
-    return None if uri is None else local_path(uri)
 
 
 @contextmanager

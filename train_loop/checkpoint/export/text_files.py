@@ -1,4 +1,4 @@
-"""The files of an exported folder that concern text: tokenizer, chat templates, processors, special tokens."""
+"""The configs of an exported folder, and its files of tokenizer, chat templates and processors."""
 
 import json
 import logging
@@ -10,12 +10,17 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from train_loop.data.dataset import Dataset
 from train_loop.data.text.chat import load_chat_templates, read_template
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate
 from train_loop.data.text.tokenizer_files import TEMPLATES, private_copy, tokenizer_files
 from train_loop.errors import DataError
-from train_loop.model.families.family import SpecialTokens
-from train_loop.run_dir import write_durably
+from train_loop.model.build import DTYPES
+from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.choose import family_of
+from train_loop.model.families.family import ExportFacts, SpecialTokens
+from train_loop.model.folder import model_folder
+from train_loop.run_dir import RunDir, local_path, read_whole, write_durably
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import read_input
 
@@ -24,6 +29,51 @@ log = logging.getLogger(__name__)
 _OF_PROCESSORS = re.compile(r"(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
 _SAFE_NAME = re.compile(r"\w[\w.-]*")
 _ANSWER = "Yes, I see."
+
+
+def write_run_configs(spec: JobSpec, run_dir: RunDir, folder: Path, *, dtype: str) -> None:
+    """Write configs, tokenizer and processors of a run of a model of transformers. Raises UserError, OSError."""
+    write_texts(spec, family_of(spec).build(spec.model), tokenizer_of(spec, run_dir), folder, dtype)
+
+
+def write_texts(spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path, dtype: str) -> None:
+    """Write configs and the files of tokenizer and processors, so that the folder can be loaded without the run."""
+    tokens, ends = write_tokenizer(spec, anatomy, tokenizer, folder)
+    facts = ExportFacts(DTYPES[dtype], model_folder(spec.model), tokens, ends)
+    anatomy.family.write_configs(anatomy.model, folder, facts)
+
+
+def write_tokenizer(
+    spec: JobSpec, anatomy: Anatomy, tokenizer: Path | None, folder: Path
+) -> tuple[SpecialTokens | None, list[int]]:
+    """Write the files of tokenizer and processors; return its special tokens, and the ends of answers."""
+    tokens, ends = None, list[int]()
+    home = model_folder(spec.model)
+    copy_text_files(tokenizer, home, folder)
+    loaded = None if tokenizer is None else read_tokenizer(tokenizer, required=spec.data.reads_text)
+    if tokenizer is not None and loaded is not None:
+        tokens = special_tokens(loaded, anatomy.vocabulary or 0)
+        head = spec.model.label_head
+        if head is not None and head.reward is not None and tokens.pad is None:
+            # Rewards were read before EOS at the end, which the preparation takes for padding, as TRL does.
+            tokens = tokens._replace(pad=tokens.eos)
+        ends = ends_of_answers(spec, tokenizer, loaded)
+        write_template(spec, loaded, folder)
+        name_class(folder, loaded)
+    return tokens, ends
+
+
+def tokenizer_of(spec: JobSpec, run_dir: RunDir) -> Path | None:
+    """Return the folder of a run's tokenizer; None if the run has none."""
+    try:
+        dataset = Dataset.model_validate_json(read_whole(run_dir.data))
+    except (FileNotFoundError, ValueError):
+        return None
+    if dataset.tokenizer is not None:
+        return Path(dataset.tokenizer)
+    # Tokenised data needs no tokenizer: export the model's own.
+    uri = spec.model.tokenizer or spec.model.path
+    return None if uri is None else local_path(uri)
 
 
 def copy_text_files(tokenizer: Path | None, home: Path | None, folder: Path) -> None:

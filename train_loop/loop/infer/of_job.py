@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.base_weights import check_base
-from train_loop.checkpoint.export.huggingface import write_run_configs
+from train_loop.checkpoint.export.text_files import write_run_configs
 from train_loop.checkpoint.weights import load_weights
 from train_loop.errors import UserError
 from train_loop.parallel.build import ShardedModel

@@ -267,9 +267,10 @@ _NOT_NEEDED = _by_name(
         "each rank reads only its parts of the weights": "low_cpu_mem_usage",
         "buffers keep the dtype that the model gives them": "buffer_dtype keep_low_precision_grads",
         "each worker has one device": "device_id local_rank device",
-        "checkpoints have a shard for each rank, and exports whole tensors": "state_dict_type fsdp_state_dict_type "
-        "full_state_dict sharded_state_dict state_dict_config optim_state_dict_config offload_to_cpu rank0_only "
-        "distributed_checkpoint dcp",
+        "checkpoints have a shard for each rank; trainshed export writes whole tensors, and checkpoint.export.full a "
+        "file for torch.load": "state_dict_type fsdp_state_dict_type full_state_dict sharded_state_dict "
+        "state_dict_config optim_state_dict_config offload_to_cpu rank0_only distributed_checkpoint dcp "
+        "get_model_state_dict get_optimizer_state_dict",
         "each parameter of a unit is a DTensor; see the plan for units and sizes": "dtensor fsdpmodule flat_parameter",
         "the first layers are gathered before they are needed": "unshard",
         "gradients are clipped by their norm over all ranks": "clip_grad_norm_",

@@ -90,11 +90,16 @@ def export(
     dequantized: Annotated[
         bool, typer.Option("--dequantized", help="with model.quantize_base: as --merged, of the restored weights")
     ] = False,
+    include: Annotated[
+        Literal["optimizer"] | None,
+        typer.Option("--with", help="also the optimizer state, for training.optimizer_state of another job"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""
     form = "dequantized" if dequantized else "merged" if merged else None
-    request = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model", "form": form})
+    options = {"dtype": dtype, "weights": "ema" if ema else "model", "form": form, "include": include}
+    request = ExportIn.model_validate(options)
     with connect(retry_seconds=LONG_SECONDS) as api:
         job_id = find_job(api, job)
         status = _exported(api, job_id, step, request)

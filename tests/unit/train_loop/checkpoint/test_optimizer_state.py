@@ -1,5 +1,6 @@
 """Optimizer states that are not those of a run's trained parameters are refused by name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from tests.support.builders.specs import spec
 from train_loop.checkpoint.optimizer_state import OptimizerState, TrainingState, check_fits
 from train_loop.errors import UserError
 from train_loop.model.load import Stored
-from train_loop.run_dir import DataPosition
+from train_loop.run_dir import DataPosition, ExportWish, wish_of
 from train_loop.spec import SpecError, TrainingSpec, dump
 
 PARAMETERS = {"embed.weight": (8, 4), "norm.weight": (4,)}
@@ -96,3 +97,31 @@ def test_unset_fields_are_not_in_stored_specs_so_that_their_digests_stay() -> No
     given = dump(spec(model={"config": None, "path": "/m", "load": "rank0"}, training={"optimizer_state": "/s"}))
     assert '"load": "rank0"' in given
     assert '"optimizer_state": "/s"' in given
+
+
+@pytest.mark.parametrize(
+    ("parts", "wish", "message"),
+    [
+        ({}, {}, None),
+        ({"training": {"ema_decay": 0.9}}, {"weights": "ema"}, "belongs to the trained weights, and not to their aver"),
+        ({"training": {"optimizer": "adamw_8bit"}}, {}, "the states of adamw_8bit are not read from a folder; clone"),
+        ({"model": {"master_dtype": "bf16"}}, {}, "dtype=fp32 rounds the weights .*; choose bf16"),
+        ({"model": {"lora": {}}}, {"form": "merged"}, "adapters .* is not exported; clone the job instead"),
+    ],
+)
+def test_export_has_no_optimizer_state_that_no_run_could_start_from(
+    parts: dict[str, dict[str, object]], wish: dict[str, str], message: str | None
+) -> None:
+    job, asked = spec(**parts), ExportWish.model_validate({"dtype": "fp32", "include": "optimizer"} | wish)
+    fault = asked.fault_of_states(job)
+    assert (fault is None) == (message is None)
+    assert message is None or re.search(message, fault or ""), fault
+
+
+def test_export_with_the_optimizer_state_has_the_dtype_of_the_master_weights() -> None:
+    model = spec(model={"dtype": "bf16"}).model
+    asked = [wish_of(model, dtype=None, weights="model", form=None, include=one) for one in (None, "optimizer")]
+    assert [(one.dtype, one.name(3)) for one in asked] == [
+        ("bf16", "step-00000003-model-bf16"),
+        ("fp32", "step-00000003-model-fp32-optimizer"),
+    ]
