@@ -33,7 +33,7 @@ def show_built(built: Line, micro_batch: Line | None, *, tree: bool) -> None:
             "cores of a rank": built["cores"],
             "backend": built["backend"],
         }
-        | _float8(built.get("float8"))
+        | float8_facts(built.get("float8"))
     )
     show_text("")
     show_units(built["units"])
@@ -57,12 +57,12 @@ def _parameters(built: Line, *, trains: bool) -> str | None:
     return f"{every:,}" if trained == every or not trains else f"{every:,}, of which {trained:,} are trained"
 
 
-def _float8(found: Any) -> dict[str, str]:
-    """Return the linear layers in float8, as facts; none without them."""
+def float8_facts(found: Any) -> dict[str, str]:
+    """Return the linear layers in float8, as facts; none without them. `found` is a mapping of an event or a plan."""
     if not found:
         return {}
     kept = f"; not {', '.join(found['left_out'])}" if found["left_out"] else ""
-    how = ", emulated" if found["emulated"] else ""
+    how = ", emulated" if found.get("emulated") else ""
     return {"float8": f"{found['linears']} linear layers, {found['scaling']}{how}{kept}"}
 
 

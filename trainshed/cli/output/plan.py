@@ -4,7 +4,7 @@ import json
 
 from service.api.schemas import MeshOut, PlanOut
 from train_loop.plan import MeshPlan
-from trainshed.cli.output.describe import show_groups
+from trainshed.cli.output.describe import float8_facts, show_groups
 from trainshed.cli.output.outlook import show_outlook
 from trainshed.cli.output.printing import show_facts, show_text
 
@@ -28,6 +28,7 @@ def show_plan(plan: PlanOut) -> None:
             "trained parameters": _trained(plan),
             "FSDP units": _units(plan),
             "dtypes": ", ".join(f"{part} {dtype}" for part, dtype in plan.choices.dtypes.items()),
+            **float8_facts(plan.choices.float8 and plan.choices.float8.model_dump()),
             "attention": plan.choices.attention,
             "checkpointing": plan.choices.checkpointing,
             "loss": _loss(plan),
