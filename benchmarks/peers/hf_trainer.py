@@ -55,7 +55,7 @@ def train(workload: Workload, folder: Path) -> Trace:
 def steps(workload: Workload, folder: Path) -> Iterator[float]:
     """Train step by step; yield the loss of each. Between steps the Trainer's stack waits, in the same thread.
 
-    In a thread of its own it would have its own arena of memory, and neither loop the freed pages of the other.
+    A second thread would have another arena of memory, and neither loop the freed pages of the other.
     """
     caller = getcurrent()
     trainer = greenlet(lambda: run_trainer(workload, folder, caller.switch))

@@ -51,7 +51,7 @@ TOLERANCE = 1e-5
 MESH = Case("fsdp 2 x tp 2", 4, tp_size=2)
 GROUPS = [{"params": ["*.q_proj.weight", "model.embed_tokens"], "lr_scale": 2.0, "betas": [0.8, 0.9]}]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    # A large epsilon: Adam divides a gradient by its own size, also one that is only rounding.
+    # A large epsilon: Adam divides a gradient by its own size, even if it is only rounding.
     "adamw": {"adam_epsilon": 1e-4},
     "sgd": {"learning_rate": 0.1},
     "adafactor": {},

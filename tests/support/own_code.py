@@ -173,7 +173,7 @@ def example_job(folder: Path, name: str) -> dict[str, Any]:
     del raw["training"]["max_steps"]
     raw["training"] |= {"num_train_epochs": 100 / ROWS, "lr_scheduler_type": "constant", "audit_samples": True}
     raw["training"] |= {"global_batch_size": 16, "per_device_train_batch_size": 4, "eval_steps": STEPS}
-    # Adam divides a gradient by its own size, also one that is only rounding: a floor keeps meshes comparable.
+    # Adam divides a gradient by its own size, even if it is only rounding: a floor keeps meshes comparable.
     raw["training"] |= {"adam_epsilon": 1e-4}
     raw["checkpoint"] = {"every_steps": EVERY, "keep_last": 9}
     return raw

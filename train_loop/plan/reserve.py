@@ -50,7 +50,7 @@ def _reservation(spec: JobSpec, plan: Plan, largest: LargestRead | None, memory:
 
 
 def _whole_share(spec: JobSpec, plan: Plan) -> tuple[JobSpec, Plan]:
-    """Return spec and plan of the largest micro-batch that workers may choose; as they are if the spec has a number."""
+    """Return spec and plan of the largest micro-batch that workers may choose, unchanged for a number in the spec."""
     if spec.training.per_device_train_batch_size != AUTO:
         return spec, plan
     largest = sized(spec, plan.batch.per_data_rank)

@@ -101,7 +101,7 @@ class TrainingSpec(OptimizerSpec):
         default=None,
         exclude_if=is_default(None),
         description="URI of a folder with the optimizer state of another run, from `trainshed export --with "
-        "optimizer`; the run goes on at its step, with the weights in model.path",
+        "optimizer`; the run continues at its step, with the weights in model.path",
     )
     seed: int = Field(default=0, ge=0, description="seed of random weights and dropout")
     reproducible: Literal["same_size", "any_size"] = Field(

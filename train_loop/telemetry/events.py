@@ -60,7 +60,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "checkpoint_rejected": "a damaged checkpoint was skipped and set aside",
         "exported": "the checkpoint of `step` was exported to `folder`, with files written at `completed`; of adapters "
         "with `form`, and merged ones with the largest `difference` of outputs, which is null if it was not measured; "
-        "`include` names what the folder has besides the model",
+        "`include` names contents of the folder besides the model",
     }
 )
 """Each event's name and meaning. A test compares the list with the code that writes events."""

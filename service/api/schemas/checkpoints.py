@@ -90,7 +90,7 @@ class ExportOut(BaseModel):
     dtype: str
     weights: str
     form: ExportForm | None = Field(description="of a job with model.lora: adapter, merged or dequantized")
-    include: Literal["optimizer"] | None = Field(description="what the folder has besides the model")
+    include: Literal["optimizer"] | None = Field(description="contents of the folder besides the model")
     state: ExportState
     progress: float = Field(description="share of the weights written so far")
     reason: str | None

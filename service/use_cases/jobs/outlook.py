@@ -49,7 +49,7 @@ def find_outlook(question: DeviceQuestion, spec: AnyJobSpec, plan: Plan, nodes: 
 def find_memory(
     question: DeviceQuestion, spec: AnyJobSpec, nodes: Sequence[NodeRoom], reserved: int | None
 ) -> RankMemory | None:
-    """Return the memory in which a worker computes, as it measures it: that of its GPU, or what it reserves of a host.
+    """Return the memory of a worker, as the worker measures it: that of its GPU, or its reservation on a host.
 
     None if it is not known before the workers run. Raises InvalidRequest.
     """

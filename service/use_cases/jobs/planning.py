@@ -233,7 +233,7 @@ def _split(spec: AnyJobSpec, cluster: Capacity | None) -> list[str | None]:
 
 
 def _with_micro_batch(spec: AnyJobSpec, plan: Plan, memory: RankMemory | None) -> tuple[AnyJobSpec, Plan, MicroBatchBy]:
-    """Return spec and plan with the micro-batch that workers with this memory choose, and what it follows from."""
+    """Return spec and plan with the micro-batch that workers with this memory choose, and the reason."""
     if not isinstance(spec, JobSpec) or spec.training.per_device_train_batch_size != AUTO:
         return spec, plan, "spec"
     if memory is None:

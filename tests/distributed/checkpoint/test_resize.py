@@ -65,7 +65,7 @@ def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
         | {"per_device_train_batch_size": 2, "eval_steps": 5}
         # Clipping depends on all ranks, and the rate of each step on the number of steps.
         | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"}
-        # Adam divides a gradient by its own size: without a floor, the rounding noise of one that is almost zero
+        # Adam divides a gradient by its own size: without a floor, the rounding of a gradient near zero
         # moves its weight by a part of a whole rate, and meshes round differently.
         | {"adam_epsilon": 1e-4},
         strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp, "tp_size": leg.tp},

@@ -69,7 +69,7 @@ def job_of(home: Path, world: int) -> JobSpec:
         model={"path": str(home / "base"), "config": None, "dtype": "fp32", "lora": LORA},
         data={"packing": False},
         training={"global_batch_size": 8, "per_device_train_batch_size": 1, "learning_rate": 1e-2}
-        # A large epsilon: Adam divides a gradient by its own size, also one that is only rounding.
+        # A large epsilon: Adam divides a gradient by its own size, even if it is only rounding.
         | {"weight_decay": 0.1, "adam_epsilon": 1e-4, "groups": [{"params": ["*lora_B*"], "lr_scale": RATIO}]},
         scaling={"num_workers": world},
     )

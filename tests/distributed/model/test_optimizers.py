@@ -37,7 +37,7 @@ FROZEN = {"freeze_module_prefix": ["model.embed_tokens", "model.layers.0"], "gra
 EXPERTS = {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2}
 # Newton-Schulz iterates in bf16, which amplifies a gradient's last bit to 1e-5, on one rank with torch's own too.
 TOLERANCE = {"muon": 1e-4}
-# A large epsilon: Adam divides a gradient by its own size, also one that is only rounding.
+# A large epsilon: Adam divides a gradient by its own size, even if it is only rounding.
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"adam_beta2": 0.95, "adam_epsilon": 1e-4},
     "sgd": {"momentum": 0.8, "lr_scheduler_type": "wsd", "learning_rate": 0.1},

@@ -1,4 +1,4 @@
-"""The optimizer state of a checkpoint, for files beside its weights: another run starts from both."""
+"""The optimizer state of a checkpoint, for files next to its weights: another run starts from both."""
 
 import warnings
 from collections.abc import Mapping

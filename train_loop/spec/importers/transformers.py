@@ -91,7 +91,7 @@ def _every(draft: Draft, name: str, default: float | None) -> int | None:
 
 
 def _logging(draft: Draft) -> None:
-    """Translate logging_steps as a fraction of the run; other values are taken as they are."""
+    """Translate logging_steps as a fraction of the run; other values stay."""
     share = number(draft.get("logging_steps"))
     if isinstance(share, float) and 0 < share < 1 and (every := _every(draft, "logging_steps", share)) is not None:
         draft.write("logging_steps", "training.logging_steps", every, reason="a fraction of max_steps")
