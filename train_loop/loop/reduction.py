@@ -63,6 +63,10 @@ class PlainReduction:
     def __init__(self, model: nn.Module, mesh: Mesh, calls: UnitCalls | None = None, *, once: bool = False) -> None:
         assert isinstance(model, FSDPModule), "parallelize makes every model an FSDP unit"
         self._model, self.mesh, self._calls, self._once = model, mesh, calls, once
+        self._is_last: bool | None = None
+        """The value of `last` by which units exchange now."""
+        # A walk through the modules of a model with adapters takes milliseconds.
+        self._trained = [p for p in model.parameters() if p.requires_grad]
 
     def begin_step(self, step: int) -> None:
         """Forget calls of units in a step that did not end."""
@@ -74,10 +78,12 @@ class PlainReduction:
 
     def backward(self, loss: Tensor, *, last: bool, stands_in: bool = False) -> None:
         """Reduce gradients to shards, because whole ones may not fit; replicas of a shard all-reduce once a step."""
-        if self._once:
-            self._model.set_requires_gradient_sync(last)
-        else:
-            self._model.set_requires_all_reduce(last)
+        if last != self._is_last:
+            if self._once:
+                self._model.set_requires_gradient_sync(last)
+            else:
+                self._model.set_requires_all_reduce(last)
+            self._is_last = last
         if self._calls is not None:
             self._calls.end_forward()
         torch.autograd.backward(loss)
@@ -90,7 +96,7 @@ class PlainReduction:
         """Return the norm of all gradients."""
         if any(mesh is not None for mesh in (self.mesh.tp, self.mesh.experts, self.mesh.wholes)):
             return norm_by_parts(self._model, self.mesh.device)
-        norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def sum(self, values: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def train_step(
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
     norm = reduction.grad_norm()
-    clip_gradients(state.model, max_grad_norm, norm)
+    clip_gradients(state.optimizers, max_grad_norm, norm)
     # Both numbers are identical on all ranks: either all skip or none does.
     finite = bool(torch.isfinite(sums.loss) & torch.isfinite(norm))
     # The loss is unscaled: the scaler cannot cause a non-finite loss. Its factor was that of undivided gradients.

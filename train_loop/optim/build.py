@@ -152,10 +152,11 @@ def _described(optimizer: str, group: Mapping[str, Any], parameters: Sequence[Te
     }
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients, whose common norm is `norm`, to one of at most `max_norm`."""
+def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float | None, norm: Tensor) -> None:
+    """Scale the gradients of all optimizers, whose common norm is `norm`, to one of at most `max_norm`."""
     if max_norm is not None:
-        parameters = [p for p in model.parameters() if p.grad is not None]
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         for part in by_mesh(parameters):
             nn.utils.clip_grads_with_norm_(part, max_norm, norm)
 
