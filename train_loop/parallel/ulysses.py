@@ -103,7 +103,7 @@ class Ulysses(Exchanges):
     def _heads_of_rank(self, x: Tensor) -> Tensor:
         """Return this rank's heads of the whole sequence, which it has if that is one new token."""
         if self._adds_token:
-            return x.chunk(self.ranks, dim=1)[dist.get_rank(self.group)]
+            return x.chunk(self.ranks, dim=1)[dist.get_rank(self.group)].contiguous()
         return seq_to_heads(x, self.group, owner=self.name)
 
     def _own_heads(self, module: nn.Module, named: dict[str, Any], heads: int) -> tuple[Any, dict[str, Any]]:

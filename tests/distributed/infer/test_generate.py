@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
     "mpt": {"attn_config": {}},
     "bloom": {},
+    "gpt_neox_japanese": {},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 Call = Callable[..., Any]
@@ -152,6 +153,7 @@ SHARED: dict[str, tuple[str, int, dict[str, int]]] = {
     "learned positions": ("gpt2", 2, {"ulysses_size": 2}),
     "shared layers": ("llama", 4, {"ulysses_size": 2, "tp_size": 2}),
     "experts": ("qwen3_moe", 2, {"ulysses_size": 2}),
+    "attention of its own": ("gpt_neox_japanese", 2, {"ulysses_size": 2}),
     "biases by head": ("mpt", 2, {"ulysses_size": 2}),
     "no exact cache": ("bloom", 2, {"ulysses_size": 2}),
 }
