@@ -149,7 +149,19 @@ def _check(model: object, entry: str) -> None:
                 f"{name} of {entry} is a {type(module).__name__}, whose result depends on the rows that a rank has; "
                 "choose a norm of single samples, such as LayerNorm or GroupNorm"
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(f"{name} of {entry}" if name else entry, module)
     _check_tensors(model, entry)
+
+
+def _check_embedding(shown: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.sparse:
+        raise ModelError(f"{shown} has sparse gradients, which FSDP cannot sum; create it with sparse=False")
+    if module.max_norm is not None:
+        raise ModelError(
+            f"{shown} has max_norm, which changes gathered weights in the forward pass; create it without max_norm, "
+            "and normalise what it returns"
+        )
 
 
 def _check_tensors(model: nn.Module, entry: str) -> None:

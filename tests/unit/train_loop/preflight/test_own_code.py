@@ -78,6 +78,18 @@ CASES: list[tuple[str, str, str, str]] = [
     ("nn.Linear(width, 1)", "nn.Linear(width, 1, device='cpu')", "/code/model", "last.weight on the device cpu"),
     ("nn.Linear(width, 1)", "nn.Linear(width, 1, dtype=torch.complex64)", "/code/model", "last.weight .* is complex"),
     (
+        "super().__init__()",
+        "super().__init__(); self.words = nn.Embedding(7, 2, sparse=True)",
+        "/code/model",
+        "words of mymodel:build has sparse gradients, which FSDP cannot sum; create it with sparse=False",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self.words = nn.EmbeddingBag(7, 2, max_norm=1.0)",
+        "/code/model",
+        "words of mymodel:build has max_norm, which changes gathered weights in the forward pass; ",
+    ),
+    (
         "nn.Linear(width, 1)",
         "nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, 1))",
         "/code/model",
