@@ -28,7 +28,7 @@ def page() -> str:
     return (
         "# Commands\n\n"
         "[The command line](../guides/cli.md) describes ids, overrides, output and exit codes. Every command has "
-        f"`{_HELP}`.\n\n{commands}"
+        f"`{_HELP}`. `{_PROGRAM} --version` shows the version.\n\n{commands}"
     )
 
 

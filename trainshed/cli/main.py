@@ -1,6 +1,7 @@
 """The `trainshed` command: one short function per verb, in the other modules of this package."""
 
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -39,6 +40,29 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG
 )
+
+
+def _show_version(*, asked: bool) -> None:
+    if asked:
+        typer.echo(f"trainshed {version('trainshed')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    *,
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda asked: _show_version(asked=asked),
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Take options that belong to no command."""
+
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),

@@ -69,7 +69,7 @@ def test_every_call_rejects_unknown_parameters(client: TestClient, service: Fake
 
 def test_unknown_parameter_error_lists_the_parameters_of_the_call(client: TestClient) -> None:
     assert client.get("/me?x=1").json()["detail"] == "/query/x: unknown parameter; this call has none"
-    assert "dtype, form, weights" in client.get("/jobs/job-1/checkpoints/1/export?x=1").json()["detail"]
+    assert "dtype, form, include, weights" in client.get("/jobs/job-1/checkpoints/1/export?x=1").json()["detail"]
 
 
 def test_states_and_levels_are_read_in_any_case(client: TestClient) -> None:

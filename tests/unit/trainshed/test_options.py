@@ -1,6 +1,7 @@
 """Invalid values of the command's options and arguments: the message names the option, without words of libraries."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -30,3 +31,8 @@ def test_invalid_value_is_named_without_the_prefix_of_pydantic(
     assert result.exit_code in (1, 2), result.output
     assert "Value error" not in result.output
     assert "Traceback" not in result.output
+
+
+def test_version_is_that_of_the_package() -> None:
+    found = CliRunner().invoke(app, ["--version"])
+    assert (found.exit_code, found.output) == (0, f"trainshed {version('trainshed')}\n")
