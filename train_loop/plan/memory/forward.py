@@ -101,6 +101,9 @@ def _head_gradient(spec: JobSpec, shape: ModelShape) -> int:
 
 
 def _mask(spec: JobSpec) -> int:
+    # Rows from which tokens are generated are padded on the left, unless ranks share each of them.
+    if spec.chats == "prompt" and spec.sequences_per_device > 1 and spec.strategy.ulysses_size == 1:
+        return spec.sequences_per_device * spec.data.sequence_length**2
     chosen, on_gpu = spec.model.attn_implementation, bool(spec.scaling.resources_per_worker.get("GPU"))
     masked = chosen == "sdpa" or (chosen == "auto" and not (on_gpu and mask_bytes(spec) > MASK_BYTES))
     return mask_bytes(spec) if masked else 0
@@ -113,7 +116,9 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
     """
     layers = _kept_layers(spec.model.gradient_checkpointing, shape.layers)
     if not shape.whole_scores:
-        formula = f"(1 + {compute} x {layers} of L) bytes x sequences x sequence_length^2, if packed or masked_lm"
+        formula = (
+            f"(1 + {compute} x {layers} of L) bytes x sequences x sequence_length^2, if packed, masked_lm or generate"
+        )
         return (MemoryTerm("attention_mask", (1 + compute * layers) * _mask(spec), formula),)
     squares = spec.sequences_per_device * spec.data.sequence_length**2
     scores = (4 + 2 * compute) * layers * squares * -(-shape.heads // mesh.sp)

@@ -24,6 +24,22 @@ def test_plan_counts_the_cache_and_the_logits_of_one_token_per_row() -> None:
     assert "kv_cache" not in {term.name for term in scored.memory}
 
 
+def test_plan_counts_the_mask_of_uneven_rows() -> None:
+    """transformers makes a mask [n, 1, T, T] for rows with padding on the left; sdpa copies it in the compute dtype."""
+    found = {}
+    for rows, sp in ((1, 1), (3, 1), (3, 2)):
+        job = parse_any(
+            infer_spec(
+                infer={"output": "generate", "batch_size": rows},
+                strategy={"ulysses_size": sp},
+                scaling={"num_workers": sp},
+            )
+        )
+        terms = plan_job(job, model_shape(job.model)).memory
+        found[rows, sp] = next(term.bytes for term in terms if term.name == "attention_mask")
+    assert found == {(1, 1): 0, (3, 1): (1 + 4) * 3 * 32**2, (3, 2): 0}
+
+
 def test_whole_model_on_each_worker_gathers_nothing() -> None:
     shape = model_shape(parse_any(infer_spec()).model)
     gathered = {}
