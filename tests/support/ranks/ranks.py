@@ -66,9 +66,9 @@ def ranks_of_any_number(most: int, *, backend: str = "gloo") -> Iterator[Callabl
             for queue in requests[:world]:
                 queue.put((world, group, function, arguments))
             found = [_next_answer(answers, ranks) for _ in range(world)]
-        for _, error, _ in found:
-            if error:
-                raise AssertionError(error)
+        # The error of one rank is often that another one has failed.
+        if errors := [f"rank {rank}: {error}" for rank, error, _ in found if error]:
+            raise AssertionError("\n".join(errors))
         return next(answer for rank, _, answer in found if rank == 0)
 
     ranks = _start(_answer_in_groups, most, (dict(os.environ), backend, requests, answers))
