@@ -40,7 +40,9 @@ def last_end(job: Job) -> Reason | None:
 
 def wait_of_stop(stop_request: StopRequest, seen: Observation) -> Reason:
     """Return the reason of a job whose attempt has not ended yet: the request, or what delays it, and its deadline."""
-    delay, latest = seen.condition, f"until {clock_time(stop_request.deadline)} at the latest"
+    # A driver that waits for capacity reads the request meanwhile.
+    delay = None if seen.condition is not None and seen.condition.code is Code.CAPACITY else seen.condition
+    latest = f"until {clock_time(stop_request.deadline)} at the latest"
     if delay is not None and delay.code is Code.STALLED:
         command = "cancel" if stop_request.mode == "cancel" else "pause"
         remedy = f"to stop without a new checkpoint: trainshed {command} JOB --grace 0"

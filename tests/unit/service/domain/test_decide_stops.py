@@ -51,6 +51,13 @@ def test_stop_that_waits_for_a_hanging_rank_names_it_and_the_command_that_ends_i
     assert waits.reason == replace(hang, message=message, remedy=remedy)
 
 
+@pytest.mark.parametrize("job", [cancelling(), pausing()])
+def test_stop_does_not_wait_for_capacity(job: Job) -> None:
+    no_room = Reason(Code.CAPACITY, "waits for 2 CPU", "add a node")
+    waits = step(job, Observation(ALIVE, WorkerStatus.LOST, stop=expected_stop(job), condition=no_room)).job
+    assert waits.reason is not None and waits.reason.code is Code.USER, "as soon as it is asked, the driver ends"
+
+
 def test_cancel_stops_driver_at_deadline() -> None:
     job = cancelling(deadline=150.0)
     seen = Observation(ALIVE, stop=expected_stop(job))
