@@ -35,6 +35,7 @@ from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
 
 MORE = bool(os.environ.get("MORE"))
+pytestmark = pytest.mark.timeout(7200 if MORE else 300)  # a fixture computes all families
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe", "qwen2_moe")
 FAMILIES = sorted(PROVEN) if MORE else KINDS
 RECOMPUTED, OFFLOADED = (("model", "gradient_checkpointing", way) for way in ("full", "offload"))

@@ -60,6 +60,7 @@ def cases_of(family: str, cases: Sequence[Case]) -> list[tuple[str, Case]]:
 
 FAMILIES = sorted(PROVEN | MIXTURES)
 MORE = bool(os.environ.get("MORE"))
+pytestmark = pytest.mark.timeout(7200 if MORE else 300)  # a fixture computes all families
 CASES = [
     one
     for place, family in enumerate(drawn(FAMILIES, len(MESHES)))

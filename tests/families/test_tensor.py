@@ -33,6 +33,7 @@ from train_loop.model.families.causal.parallel.tensor import PROVEN
 from train_loop.run_dir import ExportWish, RunDir, read_lines
 from train_loop.spec import JobSpec, parse
 
+pytestmark = pytest.mark.timeout(7200 if os.environ.get("MORE") else 300)  # a fixture computes all families
 KINDS = ("qwen3", "llama", "phi3", "gemma3_text", "olmo2")
 FAMILIES = sorted(PROVEN) if os.environ.get("MORE") else KINDS
 NO_SHARDS = ("strategy", "sharding_strategy", "NO_SHARD")
