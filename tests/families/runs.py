@@ -141,9 +141,10 @@ def measure_memory(kind: Kind, shape: ModelShape, world: int) -> tuple[dict[str,
 
 
 def default_job(kind: Kind, *, world: int) -> JobSpec:
-    """Return a spec that keeps the default for activations."""
+    """Return a spec that keeps the default for activations, with two micro-batches in a step."""
     raw = _raw(kind, CASES["one rank, plain"])
     raw["model"].pop("gradient_checkpointing")
+    raw["training"]["gradient_accumulation_steps"] = 2
     raw["scaling"] = {"num_workers": world}
     return parse(with_objective(raw, kind.family, kind.objective, kind.rows))
 

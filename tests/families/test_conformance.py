@@ -250,6 +250,30 @@ def test_scores_of_relative_attention_are_planned(call_ranks: CallRanks, rows: P
     check_bytes(kind, call_ranks)
 
 
+@pytest.mark.parametrize(
+    ("family", "objective", "config"),
+    [
+        ("qwen3", TOKENS, {"tie_word_embeddings": True}),
+        ("qwen3", TOKENS, {"tie_word_embeddings": False}),
+        ("qwen3", "classes of tokens", {}),
+        ("bert", "masked tokens", {}),
+    ],
+)
+def test_tables_of_a_large_vocabulary_are_planned(
+    family: str, objective: str, config: dict[str, Any], call_ranks: CallRanks, rows: Path
+) -> None:
+    large = config | {"vocab_size": 8000, "hidden_size": 256}
+    kind = Kind(family, objective, Settings(tuple(large.items())), rows)
+    prepare_tokens(default_job(kind, world=1), rows.parent)
+    check_bytes(kind, call_ranks)
+
+
+def test_lists_of_tables_are_no_layers(call_ranks: CallRanks, rows: Path) -> None:
+    kind = Kind("markuplm", "classes of tokens, encoder", NONE, rows)
+    prepare_tokens(default_job(kind, world=1), rows.parent)
+    check_bytes(kind, call_ranks)
+
+
 def check_bytes(kind: Kind, call_ranks: CallRanks) -> None:
     planned, found = call_ranks(2, measure_memory, kind, shape_of(unpacked_job(kind, world=2)), 2)
     assert found.parameters == pytest.approx(planned["parameters"], rel=0.05)

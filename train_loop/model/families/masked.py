@@ -141,9 +141,14 @@ def _check_slices(spec: JobSpec, name: str) -> None:
 
 
 def _largest_list(model: nn.Module) -> tuple[nn.Module, ...]:
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    # MarkupLM has lists of tables.
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and not _has_tables(one)]
     largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
     return () if largest is None else tuple(largest)
+
+
+def _has_tables(modules: nn.ModuleList) -> bool:
+    return any(isinstance(one, nn.Embedding) for one in modules)
 
 
 def _is_of_other_task(name: str, base: str) -> bool:

@@ -5,9 +5,8 @@ Each amount is a range, from the fastest to the slowest kernels with the same re
 
 from typing import NamedTuple
 
-from train_loop.plan.memory.estimate import trained_bytes
 from train_loop.plan.memory.forward import MASK_BYTES, mask_bytes, recomputed_share
-from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN
+from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN, trained_bytes
 from train_loop.plan.mesh import Axis
 from train_loop.plan.model.counts import RESTORED_AT_ONCE
 from train_loop.plan.model.shape import ModelShape

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from train_loop.plan.batch import plan_batch
-from train_loop.plan.memory.forward import chunk_rows, forward_terms
-from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN, MemoryTerm, Place
+from train_loop.plan.memory.forward import estimate_forward
+from train_loop.plan.memory.gathered import gathered_bytes
+from train_loop.plan.memory.term import DTYPE_BYTES, FROZEN, MemoryTerm, Place, trained_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.model.counts import UnitSizes
 from train_loop.plan.model.shape import ModelShape
@@ -30,6 +31,7 @@ def estimate_memory(
     _, trained = shape.on_rank(mesh.fsdp)
     master = trained_bytes(spec)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
+    forward = estimate_forward(spec, shape, mesh, beside=beside)
     state = (
         *_parameters(spec, shape, mesh, home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=states),
@@ -41,7 +43,7 @@ def estimate_memory(
         ),
     )
     step = (
-        MemoryTerm("gathered_parameters", *_gathered(spec, shape, mesh, tokens, ordered=tree is not None)),
+        MemoryTerm("gathered_parameters", *gathered_bytes(spec, shape, mesh, forward, ordered=tree is not None)),
         MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
         *_whole_gradients(spec, shape, mesh),
         *_partial_sums(shape.units(spec.strategy), mesh, tree, trained),
@@ -52,13 +54,8 @@ def estimate_memory(
         *state,
         *step,
         _staging(spec, staged, freed=sum(term.bytes for term in step if term.place == beside), beside=beside),
-        *forward_terms(spec, shape, mesh, beside=beside),
+        *forward.terms,
     )
-
-
-def trained_bytes(spec: JobSpec) -> int:
-    """Return the bytes of a trained weight between steps: adapters are fp32, whatever the frozen weights are."""
-    return 4 if spec.model.lora is not None else DTYPE_BYTES[spec.model.master_dtype]
 
 
 def _parameters(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, home: Place) -> Iterator[MemoryTerm]:
@@ -85,82 +82,6 @@ def averaged_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> int:
     if spec.training.optimizer != SCHEDULE_FREE:
         return 0
     return trained_bytes(spec) * shape.on_rank(mesh.fsdp)[1]
-
-
-def _gathered(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tokens: int, *, ordered: bool) -> tuple[int, str]:
-    """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
-
-    FSDP2 copies units also on one rank. The root unit, which has embeddings and head unless they are units,
-    stays gathered while each layer is, and with several ranks the one after it. The peak is inside the layers, where
-    the head has its whole gradient; or at the start of backward; or when gradients of embeddings and head are reduced.
-    Sharded gradients that do not exist yet in a step's first micro-batch are subtracted. An `ordered` exchange has its
-    buffer among the partial sums.
-    """
-    compute = DTYPE_BYTES[spec.strategy.param_dtype]
-    reduced = 0 if ordered else DTYPE_BYTES[spec.strategy.reduce_dtype]
-    master, frozen = trained_bytes(spec), shape.trained < shape.parameters
-    reshard, wrap = spec.strategy.reshard_after_forward, spec.strategy.wrap_policy
-    units, measured = shape.units(spec.strategy), spec.code is not None or shape.is_measured
-    by_layer = wrap.min_num_params is None and not spec.strategy.precision
-    # In later micro-batches of a step, all sharded gradients exist.
-    first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
-    outside, ahead = units.root, units.ahead if mesh.fsdp > 1 or measured else units.gathered
-    inside = outside + (0 if ordered else ahead)
-    kept = 0 if reshard is None or reshard is True else units.all if reshard is False else units.all // reshard
-    # Chunks of logits have the head's gradient themselves, and a head that is a unit has it only while it computes.
-    without = units.has_head or frozen or ordered or measured or chunk_rows(spec, shape, tokens=tokens) is not None
-    head = 0 if without else shape.outputs * shape.hidden
-    # Counts in the compute dtype may be more than parameters.
-    least = units.gathered * compute // max(compute, *(DTYPE_BYTES[one] for one in spec.strategy.precision.values()), 0)
-    later, shard = (master * size // mesh.fsdp if first and not frozen else 0 for size in (outside, outside + least))
-    # A measured call shows the root's whole gradients at the peak of activations, which follow earlier micro-batches.
-    early, later = (shape.call.root_gradients, 0) if shape.call is not None else (0, later)
-    both = "layers gathered at once" if by_layer else "units gathered at once"
-    restored = 0 if shape.quantized is None else shape.quantized.largest
-    both += " + a restored weight" if restored else ""
-    peaks = (
-        (
-            compute * (inside + head + restored) + early - later,
-            f"{compute} bytes x (embeddings + {both} + head's gradient)",
-        ),
-        (
-            compute * (outside + kept + head) + early - (master * shape.trained // mesh.fsdp if first else 0),
-            f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
-        ),
-        (
-            0 if frozen else compute * outside + reduced * (outside - (outside // mesh.fsdp if first else 0)),
-            f"({compute} + {reduced}) bytes x embeddings, whose gradients are reduced last",
-        ),
-        *_of_ends(spec, shape, mesh, units, reduced=reduced),
-    )
-    # A unit by size may be as large as the model: its whole gradient exists before its shards.
-    large = compute * (outside + head + 2 * units.gathered) - shard
-    formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
-    return max(peaks) if by_layer else max(*peaks, (large, formula))
-
-
-def _of_ends(
-    spec: JobSpec, shape: ModelShape, mesh: MeshPlan, units: UnitSizes, *, reduced: int
-) -> Iterator[tuple[int, str]]:
-    """Yield the bytes, in addition to all sharded gradients, at the peaks of a head and of embeddings that are units.
-
-    The head's weights and whole gradient both exist when backward begins. The table is not gathered in backward.
-    """
-    compute, offloads = DTYPE_BYTES[spec.strategy.param_dtype], spec.strategy.offload_policy is True
-    # Bytes of sharded gradients here; others are in host memory.
-    master = 0 if offloads else trained_bytes(spec)
-    frozen, (_, trained) = shape.trained < shape.parameters, shape.on_rank(mesh.fsdp)
-    first = plan_batch(spec.training, dp=mesh.dp).accumulation == 1
-    if units.head:
-        absent = trained if first else 0
-        size = compute * (units.root + (1 if frozen else 2) * units.head) - (0 if frozen else master * absent)
-        yield size, f"{compute} bytes x (the head's weights and gradient + the root unit) - gradients to come"
-    if units.embeddings and not frozen:
-        size = compute * (units.root + units.embeddings) + (reduced * units.embeddings if mesh.fsdp > 1 else 0)
-        yield (
-            size - (master * units.embeddings // mesh.fsdp if first else 0),
-            f"({compute} + {reduced}) bytes x the gradient of embeddings, which are reduced last",
-        )
 
 
 def _whole_gradients(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from train_loop.plan.memory.term import DTYPE_BYTES, MemoryTerm, Place
 from train_loop.plan.mesh import MeshPlan
@@ -22,7 +23,29 @@ _PARTS = ("layers", "inputs", "layer", "selected")
 """Parts of a model's activations, as fields of `KeptBytes`."""
 
 
-def forward_terms(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
+class Forward(NamedTuple):
+    """Bytes that the forward pass keeps, and those of the layer that backward recomputes."""
+
+    terms: tuple[MemoryTerm, ...]
+    layer: int = 0
+    """`activations` counts only what is beyond the logits, which are free by then."""
+    logits: int = 0
+    free: int = 0
+    """Bytes of the logits that are free when the head's gradient is computed: all but their own gradient."""
+    after_layer: int = 0
+    """Bytes that are free when the gradients of a layer are reduced."""
+
+    @property
+    def used(self) -> int:
+        """Return the bytes that are free when backward has computed all gradients."""
+        return sum(term.bytes for term in self.terms if term.name in ("activations", "logits"))
+
+    def beyond(self, head: int) -> int:
+        """Return the bytes of the head's gradient that are beyond the logits, when it is computed and in the layers."""
+        return max(head - self.free, max(head + self.layer, self.logits) - max(self.layer, self.logits))
+
+
+def estimate_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> Forward:
     """Estimate the bytes that the forward pass keeps: as measured, or as those of a decoder.
 
     Own code without a measured call has no estimate.
@@ -33,15 +56,15 @@ def forward_terms(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: P
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     logits = _logits(spec, shape, tokens)
     masks = _masks_and_scores(spec, shape, mesh, compute=compute)
-    # Scores belong to the layer that backward recomputes, too.
-    hidden = max(0, logits.bytes - sum(term.bytes for term in masks if term.name == "attention_scores"))
-    terms = _activations(spec, shape, tokens=tokens, compute=compute, logits=hidden, beside=beside)
-    return (
-        *_adapted_experts(spec, shape, compute),
-        *_in_own_dtypes(terms, spec, shape),
-        *masks,
-        logits,
-    )
+    # Backward of a layer has two gradients of its scores: after softmax, and before.
+    scores = sum(term.bytes for term in masks if term.name == "attention_scores") * 2 * compute // (4 + 2 * compute)
+    hidden = max(0, logits.bytes - scores)
+    found = _activations(spec, shape, tokens=tokens, compute=compute, logits=hidden, beside=beside)
+    terms = *_adapted_experts(spec, shape, compute), *_in_own_dtypes(found.terms, spec, shape), *masks, logits
+    is_whole = shape.labels is None and chunk_rows(spec, shape, tokens=tokens) is None
+    # Besides that gradient, in fp32: the logits and their softmax.
+    free = 8 * tokens * shape.outputs if is_whole else 0
+    return found._replace(terms=terms, logits=logits.bytes, free=free, after_layer=logits.bytes + found.after_layer)
 
 
 def _adapted_experts(spec: JobSpec, shape: ModelShape, compute: int) -> Iterator[MemoryTerm]:
@@ -66,18 +89,21 @@ def _in_own_dtypes(terms: tuple[MemoryTerm, ...], spec: JobSpec, shape: ModelSha
     )
 
 
-def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> tuple[MemoryTerm, ...]:
+def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place) -> Forward:
     """Return the bytes that forward and backward of a micro-batch keep, from those of a call, if they are known."""
     if (call := shape.call) is None or call.activations is None:
-        return ()
+        return Forward(())
     kept = call.activations * spec.training.micro_batch // (call.rows * mesh.sp)
     tokens = spec.sequences_per_device * spec.data.sequence_length // mesh.sp
-    each = DTYPE_BYTES[spec.strategy.param_dtype] * tokens
-    own = shape.hidden * shape.layers // spec.strategy.token_parts
-    inputs = each * own if spec.model.gradient_checkpointing == "offload" else 0
+    how, layers = spec.model.gradient_checkpointing, max(shape.layers, 1)
+    inputs = DTYPE_BYTES[spec.strategy.param_dtype] * tokens * shape.hidden * layers // spec.strategy.token_parts
+    moved = inputs if how == "offload" else 0
     formula = f"{call.activations} bytes, counted without values for {call.rows} rows, x rows / {call.rows} / sp"
-    moved = MemoryTerm("offloaded_activations", inputs, "inputs of layers", beside)
-    return (MemoryTerm("activations", max(kept - inputs, 0), formula), *([moved] if inputs else []))
+    terms = [MemoryTerm("activations", max(kept - moved, 0), formula)]
+    if moved:
+        terms.append(MemoryTerm("offloaded_activations", moved, "inputs of layers", beside))
+    after_layer = max(kept - inputs, 0) if how in ("full", "offload") else kept // layers
+    return Forward(tuple(terms), after_layer=after_layer)
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
@@ -90,8 +116,15 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
         return MemoryTerm("logits", row * each, f"{row // max(shape.labels, 1)} bytes x {kind} x labels")
     if rows is None:
         return MemoryTerm("logits", row * tokens, f"{row // shape.vocab} bytes x tokens x vocab")
-    gradient, formula = _head_gradient(spec, shape), f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab"
-    return MemoryTerm("logits", row * rows + gradient, f"{formula} + 4 bytes x vocab x H" if gradient else formula)
+    # The logits themselves stay, too. Then the gradient of a chunk's logits gives a part of the head's.
+    row, gradient = row + 4 * shape.outputs, _head_gradient(spec, shape)
+    compute = DTYPE_BYTES[spec.strategy.param_dtype]
+    chunk, product = row * rows, compute * (rows + shape.hidden) * shape.vocab if gradient else 0
+    formula = f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab"
+    if product > chunk:
+        formula = f"{compute} bytes x ({rows} tokens of a chunk + H) x vocab"
+    formula = f"{formula} + 4 bytes x vocab x H" if gradient else formula
+    return MemoryTerm("logits", max(chunk, product) + gradient, formula)
 
 
 def _head_gradient(spec: JobSpec, shape: ModelShape) -> int:
@@ -132,9 +165,7 @@ def _masks_and_scores(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, compu
     )
 
 
-def _activations(
-    spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, logits: int, beside: Place
-) -> tuple[MemoryTerm, ...]:
+def _activations(spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, logits: int, beside: Place) -> Forward:
     """Estimate the activations that layers keep for backward, and those of the layer that computes."""
     parts, states = spec.strategy.token_parts, shape.hidden // spec.strategy.token_parts
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -187,7 +218,7 @@ def _terms(
     tokens: int,
     logits: int,
     beside: Place,
-) -> tuple[MemoryTerm, ...]:
+) -> Forward:
     """Return the terms of activations: the parts of what layers keep, of which `words` has the formulas.
 
     Logits are free again when backward recomputes a layer.
@@ -197,14 +228,18 @@ def _terms(
     size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
     # The current layer contains its kept results.
     before = sizes.selected / max(layers, 1) if how == "selective" else 0
-    size += max(0.0, current * tokens * (WITH_GRADIENTS * sizes.layer - before) - logits)
+    layer = current * tokens * (WITH_GRADIENTS * sizes.layer - before)
+    kept = size // max(layers, 1)
+    size += max(0.0, layer - logits)
+    after_layer = round(max(0.0, layer - logits) if current else kept)
     formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]
     if current:
         formula.append(f"{current * WITH_GRADIENTS:.3g} x {words['layer']}, beyond the logits")
     found = MemoryTerm("activations", round(size), " + ".join(formula))
     if how != "offload":
-        return (found,)
-    return found, MemoryTerm("offloaded_activations", tokens * sizes.inputs, words["inputs"], beside)
+        return Forward((found,), round(layer), after_layer=after_layer)
+    moved = MemoryTerm("offloaded_activations", tokens * sizes.inputs, words["inputs"], beside)
+    return Forward((found, moved), round(layer), after_layer=after_layer)
 
 
 def _factors(how: Checkpointing, layers: int) -> tuple[dict[str, float], float]:

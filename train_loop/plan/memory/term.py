@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from train_loop.spec import JobSpec
+
 Place = Literal["device", "host"]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FROZEN = "frozen_parameters"
@@ -24,3 +26,8 @@ class MemoryTerm:
     def estimated(self) -> bool:
         """Return whether the bytes depend on the model's code and on kernels, rather than on sizes alone."""
         return self.name in _ESTIMATED
+
+
+def trained_bytes(spec: JobSpec) -> int:
+    """Return the bytes of a trained weight between steps: adapters are fp32, whatever the frozen weights are."""
+    return 4 if spec.model.lora is not None else DTYPE_BYTES[spec.model.master_dtype]

@@ -55,7 +55,8 @@ def test_stop_that_waits_for_a_hanging_rank_names_it_and_the_command_that_ends_i
 def test_stop_does_not_wait_for_capacity(job: Job) -> None:
     no_room = Reason(Code.CAPACITY, "waits for 2 CPU", "add a node")
     waits = step(job, Observation(ALIVE, WorkerStatus.LOST, stop=expected_stop(job), condition=no_room)).job
-    assert waits.reason is not None and waits.reason.code is Code.USER, "as soon as it is asked, the driver ends"
+    assert waits.reason is not None
+    assert waits.reason.code is Code.USER, "the driver ends as soon as it reads the request"
 
 
 def test_cancel_stops_driver_at_deadline() -> None:

@@ -147,7 +147,7 @@ def test_plan_divides_memory_by_the_ranks_that_share_layers() -> None:
     assert [term.name for term in plan(2).memory if not term.formula.endswith(": / tp")] == ["attention_mask"]
     # Four shards of whole layers, and two of halves.
     assert shared["parameters"] == pytest.approx(whole["parameters"], rel=0.02)
-    assert shared["gathered_parameters"] < 0.6 * whole["gathered_parameters"]
+    assert shared["gathered_parameters"] < 0.65 * whole["gathered_parameters"]
 
 
 def shape_of(config: dict[str, Any], tp: int) -> ModelShape:

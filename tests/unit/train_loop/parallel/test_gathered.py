@@ -20,10 +20,13 @@ from train_loop.model.folder import model_shape
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.shard import apply_fsdp
 from train_loop.plan import plan_job
+from train_loop.plan.memory.forward import Forward
 from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, parse
 
 LAYERS = 6
+# gloo would copy gradients once more.
+ON_GPU: dict[str, Any] = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
 ROOT = {"wrap_embeddings": False, "wrap_lm_output": False}
 
 
@@ -33,6 +36,14 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield request.param
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the plan count what is gathered as if it could not take the place of logits."""
+    monkeypatch.setattr(Forward, "beyond", lambda _, head: head)
+    monkeypatch.setattr(Forward, "used", 0)
+    monkeypatch.setattr(Forward, "after_layer", 0)
 
 
 def sharded(spec: JobSpec, world: int) -> PreTrainedModel:
@@ -67,7 +78,7 @@ def test_plan_counts_what_is_gathered_at_the_peak_of_a_step(world: int, reshard:
         pytest.skip("there is no group of two ranks")
     config = TINY | {"num_hidden_layers": LAYERS, "vocab_size": 600}
     strategy = {"reshard_after_forward": reshard, "wrap_policy": ROOT}
-    parts: dict[str, Any] = {"strategy": strategy, "scaling": {"num_workers": world}}
+    parts: dict[str, Any] = {"strategy": strategy, "scaling": ON_GPU | {"num_workers": world}}
     spec = parse(raw_spec(model={"config": config, "dtype": "fp32"}, **parts))
     model, seen = sharded(spec, world), list[int]()
     for layer in cast(Any, model).model.layers:
@@ -81,7 +92,7 @@ def test_plan_counts_what_is_gathered_at_the_peak_of_a_step(world: int, reshard:
 
 
 def test_plan_counts_whole_gradients_that_wait_for_the_last_micro_batch(world: int) -> None:
-    parts: dict[str, Any] = {"strategy": {"gradient_sync": "last"}, "scaling": {"num_workers": world}}
+    parts: dict[str, Any] = {"strategy": {"gradient_sync": "last"}, "scaling": ON_GPU | {"num_workers": world}}
     training = {"gradient_accumulation_steps": 2}
     spec = parse(raw_spec(model={"config": TINY, "dtype": "fp32"}, training=training, **parts))
     model = sharded(spec, world)
@@ -119,26 +130,32 @@ def test_plan_counts_what_units_of_other_dtypes_gather(
 
 
 def assert_plan_counts_units(
-    strategy: dict[str, Any], dtype: str, world: int, monkeypatch: pytest.MonkeyPatch, least: float = 0.99
+    strategy: dict[str, Any], dtype: str, world: int, monkeypatch: pytest.MonkeyPatch, least: float = 0.9
 ) -> None:
     """Compare the plan with the most that is held when gradients of units are reduced."""
     config = TINY | {"num_hidden_layers": LAYERS, "vocab_size": 600}
     model_spec = {"config": config, "dtype": dtype}
-    spec = parse(raw_spec(model=model_spec, strategy=strategy, scaling={"num_workers": world}))
+    spec = parse(raw_spec(model=model_spec, strategy=strategy, scaling=ON_GPU | {"num_workers": world}))
     shape, problems = check_model(spec, may_read())
     assert shape is not None
     assert problems == []
     model, seen, reduce = sharded(spec, world), list[int](), FSDPParamGroup.post_backward
 
     def watched(group: FSDPParamGroup, *inputs: Any) -> None:
-        # Gradients are reduced from a copy, after weights that were gathered have been freed.
-        sizes = [one._orig_size.numel() for one in group.fsdp_params if world > 1 and not group.is_unsharded]
-        seen.append(held(model) + 4 * sum(sizes))
+        # FSDP2 frees weights that are gathered, and reduces gradients from a copy. Then it frees all of them but the
+        # last one, and allocates shards.
+        sizes = [one._orig_size.numel() for one in group.fsdp_params]
+        each = [
+            (one.param_dtype or one.orig_dtype).itemsize * n for one, n in zip(group.fsdp_params, sizes, strict=True)
+        ]
+        before, copy = held(model) - sum(each) * group.is_unsharded, 4 * sum(sizes)
+        last = each[-1] if world > 1 else 0
+        seen.append(max(before + copy, before - sum(each) + last + copy + copy // world))
         reduce(group, *inputs)
 
     monkeypatch.setattr(FSDPParamGroup, "post_backward", watched)
     model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
     terms = {term.name: term.bytes for term in plan_job(spec, shape).memory}
     planned = terms["gathered_parameters"] + terms["gradients"]
-    # In bf16 the plan also counts buffers in which gradients are reduced.
-    assert (least if dtype == "fp32" else 0.7) * planned <= max(seen) <= 1.01 * planned
+    # The plan does not know the last parameter of a unit. In bf16 it counts the largest dtype of a step for all units.
+    assert (least if dtype == "fp32" else 0.68) * planned <= max(seen) <= 1.06 * planned
