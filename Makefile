@@ -16,29 +16,23 @@ long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # Each file repeats paths of the others of its group: a commit runs one of each group, MORE all.
 TURNS := tests/hosts/test_faults.py+tests/hosts/test_compose.py+tests/hosts/test_pods.py+tests/hosts/test_object_storage.py+tests/hosts/test_walkthrough.py \
 	tests/e2e/test_first_hour.py+tests/e2e/test_elastic.py+tests/e2e/test_operate.py+tests/e2e/test_embedded_ray.py \
-	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py \
-	tests/e2e/test_stream.py+tests/e2e/test_data.py \
+	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py+tests/e2e/test_stream.py+tests/e2e/test_data.py \
 	tests/e2e/test_old_runs.py+tests/e2e/test_versions.py \
 	tests/families/test_sequence_parallel.py+tests/families/test_tensor.py+tests/families/test_expert_parallel.py+tests/families/test_tensor_training.py \
-	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py \
+	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py+tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py \
 	tests/distributed/model/test_ordered.py+tests/distributed/model/test_any_size_schedules.py \
-	tests/distributed/model/test_variants.py+tests/distributed/model/test_numerics.py \
-	tests/distributed/model/test_optimizers.py+tests/distributed/model/test_precision.py+tests/distributed/model/test_parity.py \
+	tests/distributed/model/test_optimizers.py+tests/distributed/model/test_precision.py+tests/distributed/model/test_parity.py+tests/distributed/model/test_variants.py+tests/distributed/model/test_numerics.py \
 	tests/distributed/test_own_code.py+tests/distributed/test_own_module.py \
-	tests/api/process/test_connections.py+tests/api/process/test_leaving.py \
-	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py \
+	tests/api/process/test_s3_away.py+tests/api/process/test_full_disk.py+tests/api/process/test_serve.py+tests/api/process/test_connections.py+tests/api/process/test_leaving.py \
 	tests/api/cli/test_cli_watch.py+tests/api/cli/test_cli_diff.py+tests/api/cli/test_cli_ids.py+tests/api/cli/test_local.py \
 	tests/unit/train_loop/sinks/test_trackers.py+tests/unit/train_loop/sinks/test_tensorboard.py \
-	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py \
-	tests/distributed/lora/test_exports.py+tests/distributed/lora/test_peft_folders.py+tests/distributed/lora/test_inference.py \
+	tests/distributed/infer/test_generate.py+tests/distributed/infer/test_checkpoint_source.py+tests/distributed/lora/test_exports.py+tests/distributed/lora/test_peft_folders.py+tests/distributed/lora/test_inference.py \
 	tests/distributed/numbers/test_quantize.py+tests/distributed/lora/test_checkpoints.py+tests/distributed/lora/test_combinations.py \
 	tests/distributed/optim/test_groups_and_averages.py+tests/distributed/model/test_experts.py \
 	tests/distributed/checkpoint/test_storage.py+tests/distributed/checkpoint/test_saving.py+tests/distributed/checkpoint/test_export.py \
 	tests/distributed/test_heads.py+tests/families/test_heads.py \
-	tests/distributed/test_same_run.py+tests/distributed/test_run_alone.py \
-	tests/distributed/test_evaluate.py+tests/distributed/model/test_weights.py \
-	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py+tests/distributed/lora/test_compile.py \
-	tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py
+	tests/distributed/test_same_run.py+tests/distributed/test_run_alone.py+tests/distributed/test_evaluate.py+tests/distributed/model/test_weights.py \
+	tests/distributed/model/test_compile.py+tests/distributed/model/test_load.py+tests/distributed/lora/test_compile.py
 LEFT_OUT := $(if $(MORE),,$(shell $(PYTHON) -m tests.support.builders.searches $(TURNS)))
 # Some files mostly wait: four at a time keep two cores busy.
 FAST = -n 4 $(BY_FILE) \

@@ -54,7 +54,7 @@ in_turn = turns(
         *("link", "own code", "head", "short data", "weights of a job", "inference killed"),
         *("adapters", "chosen micro-batches"),
     ],
-    3,
+    2,
 )
 """Of tests whose parts other files test, too, a commit runs some."""
 
