@@ -24,7 +24,9 @@ def gathered_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, forward: Fo
     in a step's first micro-batch are subtracted, and what the forward pass no longer needs. An `ordered` exchange has
     its buffer among the partial sums.
     """
-    return max(_Step(spec, shape, mesh, forward, ordered).peaks())
+    size, formula = max(_Step(spec, shape, mesh, forward, ordered).peaks())
+    # Sharded gradients that do not exist yet may be more.
+    return max(size, 0), formula
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,13 @@ def test_memory_is_listed_by_term_and_shrinks_with_the_mesh() -> None:
     assert shrunk["logits"] * 2 == terms["logits"]
 
 
+def test_no_term_is_negative() -> None:
+    # Inside the layers, the sharded gradients of a large vocabulary do not exist yet.
+    large = {"config": TINY | {"vocab_size": 100_000, "tie_word_embeddings": True}, "dtype": "bf16"}
+    plan = a_plan(model=large, training={"chunked_loss": True}, data={"sequence_length": 4096}, scaling=ON_GPU)
+    assert min(term.bytes for term in plan.memory) == 0
+
+
 ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
 
 
