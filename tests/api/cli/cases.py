@@ -63,8 +63,8 @@ CASES = {
         "name: mine",
         "formats spec rows",
         "import {spec}",
-        "the file cannot be imported:\n  {spec}: unknown format; expected a pipeline of ROLL with strategy_args, a "
-        "file of accelerate config, TrainingArguments or a DistributedConfig",
+        "the file cannot be imported:\n  {spec}: the file is a spec of Trainshed already; submit it as it is: "
+        "trainshed submit FILE",
         bad_code=2,
     ),
     "submit": Case(

@@ -106,6 +106,9 @@ def _read(data: Any, read: Read, worker: str | None) -> tuple[str, Draft]:
     for name, matches, import_one in formats:
         if matches(data):
             return name, import_one(data)
+    if data and data.keys() <= JobSpec.model_fields.keys():
+        message = "the file is a spec of Trainshed already; submit it as it is: trainshed submit FILE"
+        raise SpecError([Problem("", message)])
     raise SpecError(
         [
             Problem(
