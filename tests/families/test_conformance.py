@@ -268,7 +268,7 @@ def test_tables_of_a_large_vocabulary_are_planned(
     check_bytes(kind, call_ranks)
 
 
-def test_lists_of_tables_are_no_layers(call_ranks: CallRanks, rows: Path) -> None:
+def test_lists_of_tables_are_not_layers(call_ranks: CallRanks, rows: Path) -> None:
     kind = Kind("markuplm", "classes of tokens, encoder", NONE, rows)
     prepare_tokens(default_job(kind, world=1), rows.parent)
     check_bytes(kind, call_ranks)

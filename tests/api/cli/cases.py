@@ -63,7 +63,7 @@ CASES = {
         "name: mine",
         "formats spec rows",
         "import {spec}",
-        "the file cannot be imported:\n  {spec}: the file is a spec of Trainshed already; submit it as it is: "
+        "the file cannot be imported:\n  {spec}: the file is a spec of Trainshed already; submit it: "
         "trainshed submit FILE",
         bad_code=2,
     ),

@@ -13,15 +13,15 @@ from train_loop.plan.model.shape import ModelShape
 from train_loop.spec import JobSpec
 
 Peak = tuple[int, str]
-"""Bytes beside the sharded gradients and what the forward pass keeps, and their formula."""
+"""Bytes in addition to the sharded gradients and the results of the forward pass, and their formula."""
 
 
 def gathered_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, forward: Forward, *, ordered: bool) -> Peak:
-    """Return the bytes of unsharded parameters and gradients at the peak, beside all sharded ones, and their formula.
+    """Return the bytes of unsharded parameters and gradients at the peak, without the sharded ones, and their formula.
 
     FSDP2 copies units also on one rank. The root unit, which has embeddings and head unless they are units,
     stays gathered while each layer is, and with several ranks the one after it. Sharded gradients that do not exist yet
-    in a step's first micro-batch are subtracted, and what the forward pass no longer needs. An `ordered` exchange has
+    in a step's first micro-batch are subtracted, as are freed results of the forward pass. An `ordered` exchange has
     its buffer among the partial sums.
     """
     size, formula = max(_Step(spec, shape, mesh, forward, ordered).peaks())

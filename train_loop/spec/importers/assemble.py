@@ -107,7 +107,7 @@ def _read(data: Any, read: Read, worker: str | None) -> tuple[str, Draft]:
         if matches(data):
             return name, import_one(data)
     if data and data.keys() <= JobSpec.model_fields.keys():
-        message = "the file is a spec of Trainshed already; submit it as it is: trainshed submit FILE"
+        message = "the file is a spec of Trainshed already; submit it: trainshed submit FILE"
         raise SpecError([Problem("", message)])
     raise SpecError(
         [

@@ -168,7 +168,7 @@ def test_unknown_and_unsupported_fields_are_marked() -> None:
         ("just text", "not a mapping of fields"),
         ("a: 1", "unknown format; expected a pipeline of ROLL"),
         ("{}", "unknown format; expected a pipeline of ROLL"),
-        ("name: mine\nmodel: {path: /models/a}", "a spec of Trainshed already; submit it as it is: trainshed submit"),
+        ("name: mine\nmodel: {path: /models/a}", "a spec of Trainshed already; submit it: trainshed submit"),
         ("distributed_type: FSDP\nx: &a [1]\ny: *b", r"\*b refers to no anchor"),
         ("distributed_type: FSDP\ndistributed_type: NO", "given twice"),
         ("mixed_precision: fp12\nnum_processes: 2", r"fp12.*\(model.dtype of the spec\)"),
