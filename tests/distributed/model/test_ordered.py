@@ -207,7 +207,10 @@ def default_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
 
 
 def torch_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OrderedReduction, "grad_norm", PlainReduction.grad_norm)
+    def plain_norm(reduction: OrderedReduction) -> torch.Tensor:
+        return PlainReduction(reduction._model, reduction.mesh).grad_norm()
+
+    patch.setattr(OrderedReduction, "grad_norm", plain_norm)
 
 
 def fused_adamw(patch: pytest.MonkeyPatch) -> None:
