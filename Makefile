@@ -13,9 +13,10 @@ LONG := tests/api/requests/test_description.py \
 	tests/hosts/test_faults.py tests/e2e/test_jobs.py tests/e2e/test_first_hour.py tests/hosts/test_compose.py \
 	tests/hosts/test_pods.py tests/e2e/test_elastic.py tests/e2e/test_operate.py tests/e2e/test_stops.py
 long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
-# Each file repeats paths of the others of its group: a commit runs one of each group, MORE all.
-TURNS := tests/hosts/test_faults.py+tests/hosts/test_compose.py+tests/hosts/test_pods.py+tests/hosts/test_object_storage.py+tests/hosts/test_walkthrough.py \
-	tests/e2e/test_first_hour.py+tests/e2e/test_elastic.py+tests/e2e/test_operate.py+tests/e2e/test_embedded_ray.py \
+# Each file repeats paths of the others of its group: a commit runs one of each group, MORE all. Those of a group take
+# about as long, so that no commit is much slower than another.
+TURNS := tests/hosts/test_faults.py+tests/hosts/test_pods.py+tests/e2e/test_first_hour.py+tests/e2e/test_elastic.py \
+	tests/hosts/test_compose.py+tests/hosts/test_object_storage.py+tests/hosts/test_walkthrough.py+tests/e2e/test_operate.py+tests/e2e/test_embedded_ray.py \
 	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py+tests/e2e/test_stream.py+tests/e2e/test_data.py \
 	tests/e2e/test_old_runs.py+tests/e2e/test_versions.py \
 	tests/families/test_sequence_parallel.py+tests/families/test_tensor.py+tests/families/test_expert_parallel.py+tests/families/test_tensor_training.py \
