@@ -250,15 +250,15 @@ def test_scores_of_relative_attention_are_planned(call_ranks: CallRanks, rows: P
     check_bytes(kind, call_ranks)
 
 
-@pytest.mark.parametrize(
-    ("family", "objective", "config"),
-    [
-        ("qwen3", TOKENS, {"tie_word_embeddings": True}),
-        ("qwen3", TOKENS, {"tie_word_embeddings": False}),
-        ("qwen3", "classes of tokens", {}),
-        ("bert", "masked tokens", {}),
-    ],
-)
+LARGE: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", TOKENS, {"tie_word_embeddings": True}),
+    ("qwen3", TOKENS, {"tie_word_embeddings": False}),
+    ("qwen3", "classes of tokens", {}),
+    ("bert", "masked tokens", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "objective", "config"), drawn(LARGE, 1))
 def test_tables_of_a_large_vocabulary_are_planned(
     family: str, objective: str, config: dict[str, Any], call_ranks: CallRanks, rows: Path
 ) -> None:
