@@ -1,7 +1,6 @@
 """Dtypes of computation, reduction, masters, norms and modules; runs stay consistent after overflows in fp16."""
 
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,12 @@ def test_every_precision_trains_near_fp32_but_not_identically(runs: Path, name: 
 
 
 def test_output_dtype_rounds_the_logits_of_chunks_too(runs: Path) -> None:
-    whole, chunks = lines(runs / "bf16 output"), lines(runs / "bf16 output of chunks")
-    assert [line["loss"] for line in chunks] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+    names = ("bf16", "bf16 output", "bf16 output of chunks")
+    exact, whole, chunks = ([line["loss"] for line in lines(runs / name)] for name in names)
+    # Later weights differ: a logit whose rounding changes moves a loss by as much as the rounding of all.
+    assert chunks[0] == pytest.approx(whole[0], rel=1e-6)
+    assert exact[0] != pytest.approx(whole[0], rel=1e-6)
+    assert chunks == pytest.approx(whole, rel=1e-4)
 
 
 def test_inputs_that_are_not_cast_have_the_compute_dtype_already(runs: Path) -> None:
@@ -116,14 +119,16 @@ def test_master_weights_have_the_master_dtype(runs: Path) -> None:
 def test_overflowing_steps_leave_schedule_weights_and_counters_consistent(runs: Path) -> None:
     found, exact = lines(runs / "fp16"), lines(runs / "fp32")
     scales = [line["loss_scale"] for line in found]
-    skipped = sum(after < before for before, after in pairwise([FACTOR, *scales]))
+    before = [FACTOR, *scales[:-1]]
+    skips = [now < then for then, now in zip(before, scales, strict=True)]
+    skipped = sum(skips)
     assert 0 < skipped < STEPS - 3, "expected overflows in some steps only"
     # Each skipped step halves the factor; steps, tokens and samples are counted, the schedule waits.
-    assert scales == [FACTOR / 2 ** min(step, skipped) for step in range(1, STEPS + 1)]
+    assert scales == [then / 2 if skip else then for then, skip in zip(before, skips, strict=True)]
     assert [line["tokens"] for line in found] == [line["tokens"] for line in exact]
-    assert [line["lr"] for line in found[skipped:]] == [line["lr"] for line in exact[: STEPS - skipped]]
-    assert {line["lr"] for line in found[:skipped]} == {exact[0]["lr"]}
-    assert found[skipped]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), (
+    trained = [step - sum(skips[:step]) for step in range(STEPS)]
+    assert [line["lr"] for line in found] == [exact[number]["lr"] for number in trained]
+    assert found[skips.index(False)]["loss"] == pytest.approx(exact[0]["loss"], rel=0.01), (
         "expected unchanged weights in skipped steps"
     )
     lowered = [e for e in read_lines(RunDir(runs / "fp16").attempt(1).events) if e["event"] == "loss_scale_lowered"]
