@@ -30,7 +30,6 @@ def estimate_memory(
     states: Place = beside if spec.strategy.offload_policy else "device"
     _, trained = shape.on_rank(mesh.fsdp)
     master = trained_bytes(spec)
-    spec.sequences_per_device * spec.data.sequence_length // mesh.sp
     forward = estimate_forward(spec, shape, mesh, beside=beside)
     state = (
         *_parameters(spec, shape, mesh, home),
