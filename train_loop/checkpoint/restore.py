@@ -1,7 +1,7 @@
 """Resumption from the newest checkpoint that verifies, or start from another run's, at any world size."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -67,11 +67,12 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
     values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
     states = values["optimizer"]["state"]
-    # Parameters without a gradient so far have no saved state: they keep their new state.
+    # Parameters without a gradient so far have no saved state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
     _read(state, manifest, reader, values, seed=seed)
     values["optimizer"]["state"] |= unused
     put_back(state, values)
+    _forget_new(state, unused)
     state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
     state.unlogged_line = dict(manifest.unlogged_line)
 
@@ -96,9 +97,11 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
         "trained": {name: weight for name, weight in trained.items() if is_saved("trained", {name: weight})},
     }
     _read(state, parent.manifest, reader, wanted, seed=seed)
+    new = values["optimizer"]["state"].keys() - wanted["optimizer"]["state"].keys()
     states |= wanted["optimizer"]["state"]
     own = {name: wanted[name] for name in ("model", "scaler") if wanted[name]}
     put_back(state, values | own | {"trained": wanted["trained"]})
+    _forget_new(state, new)
     for number, scheduler in enumerate(state.schedulers):
         if isinstance(scheduler, Plateau) and parent.same_plateau:
             scheduler.load_state_dict(scheduler.state_dict() | wanted["scheduler"][str(number)])
@@ -153,6 +156,14 @@ def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, value
         set_rng_state(pickle.loads(whole[key]))
     values |= {name: whole[name] for name in values}
     state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
+
+
+def _forget_new(state: TrainState, names: Iterable[str]) -> None:
+    """Remove the optimizer states of parameters that a checkpoint lacks; their first gradient creates them."""
+    parameters = dict(state.model.named_parameters(remove_duplicate=False))
+    for name in names:
+        for optimizer in state.optimizers:
+            optimizer.state.pop(parameters[name], None)
 
 
 def _warn_of_torch(access: RunAccess, manifest: Manifest) -> None:

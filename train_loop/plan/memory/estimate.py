@@ -22,13 +22,13 @@ def estimate_memory(
     """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
     `shape` is that of a rank's share of each layer. Master weights, gradients and optimizer state are sharded over
-    fsdp. Frozen parameters have no gradients and no optimizer state. Activations are those of one micro-batch on
-    1/sp of the sequence.
+    fsdp. Parameters that are frozen or unused have no gradients and no optimizer state. Activations are those of one
+    micro-batch on 1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
     home: Place = beside if spec.strategy.offload_policy is True else "device"
     states: Place = beside if spec.strategy.offload_policy else "device"
-    _, trained = shape.on_rank(mesh.fsdp)
+    (_, trained), updated = shape.on_rank(mesh.fsdp), shape.updated(mesh.fsdp)
     master = trained_bytes(spec)
     forward = estimate_forward(spec, shape, mesh, beside=beside)
     state = (
@@ -43,9 +43,9 @@ def estimate_memory(
     )
     step = (
         MemoryTerm("gathered_parameters", *gathered_bytes(spec, shape, mesh, forward, ordered=tree is not None)),
-        MemoryTerm("gradients", master * trained, f"{master} bytes x trained parameters / fsdp", home),
+        MemoryTerm("gradients", master * updated, f"{master} bytes x {_whose(shape)} / fsdp", home),
         *_whole_gradients(spec, shape, mesh),
-        *_partial_sums(shape.units(spec.strategy), mesh, tree, trained),
+        *_partial_sums(shape.units(spec.strategy), mesh, tree, updated),
     )
     kept = sum(term.bytes for term in state if term.name != FROZEN) + averaged_bytes(spec, shape, mesh)
     staged = -(-kept // mesh.ddp)
@@ -88,7 +88,7 @@ def _whole_gradients(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[
     if spec.strategy.gradient_sync == "every" or plan_batch(spec.training, dp=mesh.dp).accumulation == 1:
         return ()
     size = DTYPE_BYTES[spec.strategy.reduce_dtype]
-    return (MemoryTerm("whole_gradients", size * shape.trained, f"{size} bytes x trained parameters"),)
+    return (MemoryTerm("whole_gradients", size * shape.updated(), f"{size} bytes x {_whose(shape)}"),)
 
 
 def _partial_sums(units: UnitSizes, mesh: MeshPlan, tree: ReductionTree | None, shard: int) -> tuple[MemoryTerm, ...]:
@@ -120,20 +120,26 @@ def saves_between_steps(spec: JobSpec) -> bool:
     return spec.checkpoint.every_seconds is not None or (every is not None and (last is None or every < last))
 
 
+def _whose(shape: ModelShape) -> str:
+    return "trained parameters" if shape.updated() == shape.trained else "trained parameters that rows use"
+
+
 def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> tuple[int, str]:
-    total, matrices = shape.trained, shape.trained_matrices
+    total, whose = shape.updated(), _whose(shape)
+    # If unused parameters are no matrices, muon needs less.
+    matrices = max(shape.trained_matrices - (shape.trained - total), 0)
     momentum = 0 if spec.training.momentum == 0 else 1
     size, formula = {
-        "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
-        "adam": (2 * master * total, f"2 Adam moments x {master} bytes x trained parameters / fsdp"),
-        "lion": (master * total, f"1 momentum x {master} bytes x trained parameters / fsdp"),
-        SCHEDULE_FREE: (2 * master * total, f"(z + 1 moment) x {master} bytes x trained parameters / fsdp"),
+        "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x {whose} / fsdp"),
+        "adam": (2 * master * total, f"2 Adam moments x {master} bytes x {whose} / fsdp"),
+        "lion": (master * total, f"1 momentum x {master} bytes x {whose} / fsdp"),
+        SCHEDULE_FREE: (2 * master * total, f"(z + 1 moment) x {master} bytes x {whose} / fsdp"),
         # torchao keeps the moments of tensors below 4096 values, and of odd sizes, in the master dtype.
         "adamw_8bit": (
             2 * total + total // 32,
-            "2 Adam moments x (1 byte + 4 bytes / 256) x trained parameters / fsdp",
+            f"2 Adam moments x (1 byte + 4 bytes / 256) x {whose} / fsdp",
         ),
-        "sgd": (momentum * master * total, f"{momentum} momentum x {master} bytes x trained parameters / fsdp"),
+        "sgd": (momentum * master * total, f"{momentum} momentum x {master} bytes x {whose} / fsdp"),
         "muon": (
             master * (2 * total - matrices),
             f"{master} bytes x (1 momentum of matrices + 2 Adam moments of the rest) / fsdp",

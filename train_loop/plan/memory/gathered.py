@@ -107,8 +107,9 @@ class _Step:
             compute * (inside + restored) + self.head + early - later,
             f"{compute} bytes x (embeddings + {both} + head's gradient) beyond the logits",
         )
+        absent = master * shape.updated() // mesh.fsdp if self.first else 0
         yield (
-            compute * (outside + kept) + self.head + early - (master * shape.trained // mesh.fsdp if self.first else 0),
+            compute * (outside + kept) + self.head + early - absent,
             f"{compute} bytes x (all that stays gathered after forward + head's gradient) - gradients",
         )
         if not by_layer:
@@ -116,14 +117,20 @@ class _Step:
             # compute dtype may be more than parameters.
             widest = max(compute, *(DTYPE_BYTES[one] for one in strategy.precision.values()), 0)
             least = units.gathered * compute // widest
-            shard = master * (outside + least) // mesh.fsdp if self.first and not self.frozen else 0
+            shard = master * (self.root + least) // mesh.fsdp if self.first and not self.frozen else 0
             formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
             yield compute * (outside + 2 * units.gathered) + self.head - shard, formula
 
     @property
     def _later(self) -> int:
         """Return the bytes of the root's sharded gradients, which do not exist before those of layers."""
-        return trained_bytes(self.spec) * self.units.root // self.mesh.fsdp if self.first and not self.frozen else 0
+        return trained_bytes(self.spec) * self.root // self.mesh.fsdp if self.first and not self.frozen else 0
+
+    @property
+    def root(self) -> int:
+        """Return the values of the root's gradients."""
+        call = self.shape.call
+        return self.units.root - (0 if call is None else call.unused_of_root)
 
     def _of_ends(self) -> Iterator[Peak]:
         """Yield the bytes at the peaks of a head and of embeddings that are units.
@@ -134,7 +141,7 @@ class _Step:
         # Bytes of sharded gradients here; others are in host memory.
         master = 0 if self.spec.strategy.offload_policy is True else trained_bytes(self.spec)
         if units.head:
-            absent = 0 if frozen or not self.first else master * self.shape.on_rank(self.mesh.fsdp)[1]
+            absent = 0 if frozen or not self.first else master * self.shape.updated(self.mesh.fsdp)
             gradient = 0 if frozen else self.forward.beyond(compute * units.head)
             formula = f"{compute} bytes x (root unit + head + its gradient) beyond the logits - gradients to come"
             yield compute * (units.root + units.head) + gradient - absent, formula
@@ -154,7 +161,7 @@ class _Step:
     def _end(self) -> Iterator[Peak]:
         """Yield the bytes when backward ends: gradients of tied embeddings are added, and those of the root reduced."""
         shape, compute, free = self.shape, self.compute, self.forward.used
-        yield self._reduction("embeddings", self.units.root, last=0, free=free)
+        yield self._reduction("embeddings", self.root, last=0, free=free)
         if shape.tied and shape.labels is None:
             formula = f"{compute} bytes x (root unit + 3 gradients of tied embeddings) - activations that are free"
             yield compute * (self.units.root + 3 * shape.vocab * shape.hidden) - free, formula

@@ -156,6 +156,11 @@ class ModelShape:
         )
         return every, trained
 
+    def updated(self, ranks: int = 1) -> int:
+        """Return the trained parameters of a rank that get gradients: all of them, unless a call shows others."""
+        unused = 0 if self.call is None else self.call.unused
+        return max(self.on_rank(ranks)[1] - unused // ranks, 0)
+
     @property
     def trained(self) -> int:
         """Return the trained parameters: all of them, unless frozen ones have been counted, or those of adapters."""
