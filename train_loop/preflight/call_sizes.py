@@ -42,7 +42,7 @@ def measure_call(spec: JobSpec) -> CallSizes:
         with fake_call(family_of(spec).build(spec.model), spec, batch, recompute=True) as call, LiveBytes(call) as live:
             torch.autograd.backward(call_loss(code, call.model, call.batch).total)
         activations, gradients = live.peak()
-        return CallSizes(spec.training.micro_batch, activations, gradients, flops=flops)
+        return CallSizes(spec.training.micro_batch, activations, gradients, flops)
 
     return _or_problem(measure, spec)
 
@@ -56,7 +56,7 @@ def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> C
         anatomy = family_of(job).build(job.model)
         family, model = anatomy.family, anatomy.model.train()
         family.choose_attention(model, job, CPU)
-        found.cut(model)
+        found.prepare(model)
         on_gpu = bool(job.scaling.resources_per_worker.get("GPU"))
         dataset = Dataset(fingerprint="", parts=(), sequence_length=job.data.sequence_length)
         with fake_call(anatomy, job, _text_batch(job), recompute=True) as call, LiveBytes(call) as live, _Answers():  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ def measure_text_call(spec: JobSpec, shape: ModelShape, found: Examination) -> C
             arguments = family.arguments(model, call.batch)
             with family.fused_attention(model) if on_gpu else nullcontext():
                 torch.autograd.backward(objective(MicroBatch(call.batch, arguments, last=True)).total)
-        return CallSizes(job.training.micro_batch, *live.peak(), *live.unused())
+        return CallSizes(job.training.micro_batch, *live.peak())
 
     return _or_problem(measure, spec)
 
@@ -122,8 +122,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes = list[tuple[int, int]]()
         """Numbers of storages with the bytes that begin or end, by time."""
         self._gradients, self._root = set[int](), set[int]()
-        self._without_gradients = dict[int, int]()
-        """Values of trained parameters without a gradient so far, by their id."""
         given = [one for one in (*call.model.buffers(), *tree_leaves(call.batch)) if isinstance(one, Tensor)]
         self._given = sum(one.nbytes for one in given)
         self._in_units = {id(parameter) for unit in call.units for parameter in unit.parameters()}
@@ -132,7 +130,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for parameter in call.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._sort)  # type: ignore[no-untyped-call]
-                self._without_gradients[id(parameter)] = parameter.numel()
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes of activations and of the root's gradients when both together are largest."""
@@ -145,11 +142,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 activations += size
             found = max(found, (activations, gradients), key=sum)
         return found
-
-    def unused(self) -> tuple[int, int]:
-        """Return the numbers of trained parameters without gradients, and of those in FSDP's root unit."""
-        unused = self._without_gradients
-        return sum(unused.values()), sum(size for one, size in unused.items() if one not in self._in_units)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -168,7 +160,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sort(self, parameter: Tensor) -> None:
         """Note whose gradient has been computed, and free those that FSDP reduces."""
         assert parameter.grad is not None
-        self._without_gradients.pop(id(parameter), None)
         in_unit = id(parameter) in self._in_units
         (self._gradients if in_unit else self._root).add(self._numbers.get(parameter.grad.untyped_storage(), -1))
         if in_unit:

@@ -121,9 +121,9 @@ def _shape(model: ModelSpec, family: Family) -> ModelShape:
 
 def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobSpec) -> ModelShape:
     """Return a shape with the numbers of parameters, and of layers if no config states it."""
-    repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec)
+    repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec, found)
     if held := found.held():
-        counts = replace(counts, of_rank=_count_parameters(anatomy, spec, lambda one: held[id(one)]))
+        counts = replace(counts, of_rank=_count_parameters(anatomy, spec, found, lambda one: held[id(one)]))
     layers = shape.layers if spec.code is None else len(repeated)
     tiled = tiled_mlps(anatomy, repeated) if spec.strategy.apply_tiled_mlp else []
     kept = None if shape.known and shape.labels is None else found.kept(repeated, tiled)
@@ -152,11 +152,16 @@ def _can_tile(anatomy: Anatomy, layers: Sequence[nn.Module], spec: JobSpec) -> b
         return False
 
 
-def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], int] = Tensor.numel) -> ParameterCounts:
+def _count_parameters(
+    anatomy: Anatomy, spec: JobSpec, found: Examination, size: Callable[[Tensor], int] = Tensor.numel
+) -> ParameterCounts:
     """Count the parameters of a model whose frozen modules are frozen, or a part of each."""
     layers = [sum(map(size, one.parameters())) for one in repeated_layers(anatomy, spec.strategy.wrap_policy)]
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
+    unused = [p for p in trained if p in found.unused]
+    units = [one for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit]
+    in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
     wholes = whole_parameters(anatomy.model, spec.strategy.ignored_params)
     total = sum(map(size, parameters))
     return ParameterCounts(
@@ -169,6 +174,8 @@ def _count_parameters(anatomy: Anatomy, spec: JobSpec, size: Callable[[Tensor], 
         compute=compute_bytes(anatomy, spec.strategy),
         wholes=sum(size(p) for p in parameters if id(p) in wholes),
         trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
+        unused=sum(map(size, unused)),
+        unused_of_root=sum(size(p) for p in unused if id(p) not in in_units),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
         groups=tuple(plan_groups(anatomy, spec.training)),

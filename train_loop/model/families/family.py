@@ -70,8 +70,11 @@ class Examination:
     """
     held: Callable[[], Mapping[int, int]] = dict
     """Count the values of each parameter that one of the ranks that share layers has, by id; empty without them."""
-    cut: Callable[[nn.Module], None] = lambda model: None
-    """Cut a copy of the model in place to the part that one of these ranks computes."""
+    unused: frozenset[Tensor] = frozenset()
+    """Parameters that no row of text uses, so that they get no gradient."""
+    prepare: Callable[[nn.Module], None] = lambda model: None
+    """Prepare another copy of the model, in place, for a call without values, of the part that one of these ranks has.
+    """
 
 
 class Join(Protocol):

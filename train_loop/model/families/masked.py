@@ -20,8 +20,15 @@ from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.experts import check_experts, check_no_experts
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
+from train_loop.model.families.causal.probe import choose_language
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
-from train_loop.model.families.causal.small_copy import SmallCopyError, compute_on_copy, special_tokens
+from train_loop.model.families.causal.small_copy import (
+    SmallCopyError,
+    compute_on_copy,
+    named_in_any_layer,
+    special_tokens,
+    unused_names,
+)
 from train_loop.model.families.family import (
     Attention,
     Examination,
@@ -63,7 +70,8 @@ class Masked(Causal):
         """Call a small copy with and without padding. Raises ModelError."""
         name, length = type(anatomy.model).__name__, spec.data.sequence_length
         check_fields(name, config_of(anatomy.model))
-        after_head, most = _measure_copy(anatomy.model, length).after_head, _positions(anatomy.model)
+        found, most = _measure_copy(anatomy.model, length), _positions(anatomy.model)
+        after_head = found.after_head
 
         def check_head() -> None:
             if spec.training.chunked_loss and after_head is None:
@@ -88,7 +96,8 @@ class Masked(Causal):
             *rejecting({"/strategy/tp_size": fault_without_plan(name, spec)}),
             *check_experts(anatomy.model, None, spec),
         )
-        return Examination({}, after_head, settings, sees_whole_rows=True)
+        unused = named_in_any_layer(anatomy.model, found.unused)
+        return Examination({}, after_head, settings, sees_whole_rows=True, unused=unused, prepare=choose_language)
 
     def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
         """Do nothing: the spec has refused parts of sequences."""
@@ -173,6 +182,8 @@ class _Measured(NamedTuple):
     """() if the head gives the logits; None if not: steps of other sizes may have other numbers."""
     calls_layers: bool
     """True if the layers are called as modules, so that FSDP2's hooks gather their parameters."""
+    unused: frozenset[str]
+    """Names in any layer of parameters without a gradient."""
 
 
 def _measure_copy(model: Any, length: int) -> _Measured:
@@ -221,9 +232,10 @@ def _measure(model: Any, *, embedding: EmbeddingSpec | None) -> _Measured:
         alone = MASKED.call(model, {"input_ids": row[:, :_LENGTH]}, {})
         after_head = watch.steps(alone)
         mask = MASKED.arguments(model, columns)["attention_mask"]
-        padded = MASKED.call(model, columns, {"attention_mask": mask})[:1, :_LENGTH]
-    difference = float((alone - padded).norm() / alone.norm())
-    return _Measured(difference, None if after_head else after_head, called == set(anatomy.layers))
+    padded = MASKED.call(model, columns, {"attention_mask": mask})[:1, :_LENGTH]
+    difference = float((alone - padded.detach()).norm() / alone.norm())
+    steps = None if after_head else after_head
+    return _Measured(difference, steps, called == set(anatomy.layers), unused_names(model, padded))
 
 
 def _plain_tokens(model: Any) -> Sequence[int]:

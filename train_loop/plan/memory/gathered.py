@@ -129,8 +129,8 @@ class _Step:
     @property
     def root(self) -> int:
         """Return the values of the root's gradients."""
-        call = self.shape.call
-        return self.units.root - (0 if call is None else call.unused_of_root)
+        counts = self.shape.counts
+        return self.units.root - (0 if counts is None else counts.unused_of_root)
 
     def _of_ends(self) -> Iterator[Peak]:
         """Yield the bytes at the peaks of a head and of embeddings that are units.

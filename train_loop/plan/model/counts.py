@@ -78,6 +78,10 @@ class ParameterCounts:
     wholes: int = 0
     """Parameters that each rank holds whole, `ignored_params`."""
     trained_wholes: int = 0
+    unused: int = 0
+    """Trained parameters that get no gradient, such as a table of entities for rows of text."""
+    unused_of_root: int = 0
+    """Those of them in FSDP's root unit."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0
@@ -120,10 +124,6 @@ class CallSizes:
     """Bytes at the peak of forward and backward, without parameters and their gradients; None if unknown."""
     root_gradients: int = 0
     """Bytes of whole gradients that FSDP's root unit has at that time."""
-    unused: int = 0
-    """Trained parameters that get no gradient, such as a table of entities for rows of text."""
-    unused_of_root: int = 0
-    """Those of them in FSDP's root unit."""
     flops: int | None = None
     """FLOPs of forward and backward of own code, recomputation not included; None if unknown."""
     problem: str | None = None

@@ -157,8 +157,8 @@ class ModelShape:
         return every, trained
 
     def updated(self, ranks: int = 1) -> int:
-        """Return the trained parameters of a rank that get gradients: all of them, unless a call shows others."""
-        unused = 0 if self.call is None else self.call.unused
+        """Return the trained parameters that get gradients, of a rank if `ranks` share the parameters."""
+        unused = 0 if self.counts is None else self.counts.unused
         return max(self.on_rank(ranks)[1] - unused // ranks, 0)
 
     @property

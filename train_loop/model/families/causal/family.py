@@ -1,7 +1,7 @@
 """Causal language models of transformers."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,7 @@ from train_loop.model.families.causal.probe import (
     check_head,
     check_positions,
     check_recomputation,
+    choose_language,
     keep_attention,
     kept_for_backward,
     probe,
@@ -77,6 +78,7 @@ from train_loop.model.families.causal.probe import (
 from train_loop.model.families.causal.published import own_names, splits, write_configs
 from train_loop.model.families.causal.refused import ATTENDING, check_decoder_name, check_modes, check_padding_token
 from train_loop.model.families.causal.separation import check_causal, check_packing, measure_copy
+from train_loop.model.families.causal.small_copy import named_in_any_layer
 from train_loop.model.families.family import (
     Attention,
     AttentionUse,
@@ -152,7 +154,13 @@ class Causal(Family):
         whole = getattr(anatomy.model, "_supports_sdpa", True) is False and bool(anatomy.depth)
         sharing: dict[str, Any] = {"attention": seen.attention, "size": spec.strategy.tp_size}
         parts, tiles = spec.strategy.token_parts, spec.strategy.tiled_num_shards
-        cut = partial(cut_layers, **sharing, parts=parts)
+        cut: Callable[[nn.Module], None] = partial(cut_layers, **sharing, parts=parts)
+
+        def prepare(model: nn.Module) -> None:
+            model.takes_only_tokens = takes_only_tokens(anatomy.model)  # type: ignore[assignment]
+            choose_language(model)
+            cut(model)
+
         return Examination(
             seen.attention,
             seen.after_head,
@@ -160,7 +168,8 @@ class Causal(Family):
             whole_scores=whole,
             kept=partial(kept_for_backward, anatomy, dtype, length, tiles=tiles, cut=cut, parts=parts),
             held=partial(held_by_rank, anatomy, **sharing),
-            cut=cut,
+            unused=named_in_any_layer(anatomy.model, seen.separation.unused),
+            prepare=prepare,
         )
 
     def choose_attention(self, model: Model, spec: JobSpec, device: torch.device) -> None:

@@ -117,12 +117,18 @@ def _copy(anatomy: Anatomy, dtype: torch.dtype) -> tuple[Anatomy, int | None]:
     for module in model.modules():
         if hasattr(module, _WARNING):
             setattr(module, _WARNING, lambda *_: None)
-        if hasattr(module, _ADAPTERS):
-            setattr(module, _ADAPTERS, partial(_adapt, module))
+    choose_language(model)
     apply_counted(model, part=0, parts=1)
     route_on_meta(model)
     leave_out_parameters(model)
     return anatomy.family.anatomy(model), fix_dynamic(model)
+
+
+def choose_language(model: nn.Module) -> None:
+    """Make layers of XMOD pass one adapter, so that they need no values."""
+    for module in model.modules():
+        if hasattr(module, _ADAPTERS):
+            setattr(module, _ADAPTERS, partial(_adapt, module))
 
 
 def _adapt(module: Any, languages: Tensor, states: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from train_loop.model.families.causal.small_copy import (
     compute_on_copy,
     special_tokens,
     stated_positions,
+    unused_names,
 )
 from train_loop.spec import JobSpec
 
@@ -44,7 +45,7 @@ _TOLERANCE = 1e-4
 
 
 class Separation(NamedTuple):
-    """Relative differences of logits. Each is 0, but for rounding, if the model fits this loop."""
+    """Properties of a model. Relative differences of logits are 0, but for rounding, if the model fits this loop."""
 
     later_tokens: float
     """Between a document alone and one that later tokens follow."""
@@ -58,6 +59,8 @@ class Separation(NamedTuple):
     """Whether the model can be called with positions and masks; if not, it is called with tokens alone."""
     scores: float = 0.0
     """Between the scores of a row by transformers' own forward pass, and those of its last token in this loop."""
+    unused: frozenset[str] = frozenset()
+    """Names in any layer of parameters without a gradient, such as those of an encoder beside the decoder."""
 
 
 def measure_copy(model: nn.Module, sequence_length: int | None = None, **changes: Any) -> Separation:
@@ -164,7 +167,7 @@ def check_slices(found: Separation, spec: JobSpec, name: str) -> None:
 def measure(model: nn.Module) -> Separation:
     """Return the differences of a model with weights on the CPU; infinity if a call fails."""
     row = _row(model)
-    scores = _or_infinity(lambda: measure_scores(model, row))
+    scores, unused = _or_infinity(lambda: measure_scores(model, row)), unused_names(model, _alone(model, row))
     with torch.no_grad():
         plain = _alone(model, row)
         register_attention(model)
@@ -172,7 +175,7 @@ def measure(model: nn.Module) -> Separation:
     apply_longrope(model, part=0, parts=1)
     apply_counted(model, part=0, parts=1)
     found = _measure_rows(model, row)
-    return found._replace(scores=scores, positions=max(found.positions, change))
+    return found._replace(scores=scores, unused=unused, positions=max(found.positions, change))
 
 
 def _measure_rows(model: nn.Module, row: Tensor) -> Separation:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -35,6 +35,7 @@ _WINDOW = re.compile(
 _EVEN_WINDOW = "attention_window"
 """Window of Longformer, which must be even."""
 _POSITIONS = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WIDTH = 32
 """Part of the hidden size that counts as a head in a model without heads."""
 _MOST_WEIGHTS = 50_000_000
@@ -63,6 +64,24 @@ def compute_on_copy(
             except Exception as error:  # neither configs nor models have a common error class
                 reason = reason or error
     raise SmallCopyError(str(reason)) from reason
+
+
+def unused_names(model: nn.Module, logits: Tensor) -> frozenset[str]:
+    """Return the names in any layer of a copy's parameters that get no gradient from these logits in any layer."""
+    torch.autograd.backward(logits.sum())
+    lacks = [(_in_any_layer(name), parameter.grad is None) for name, parameter in model.named_parameters()]
+    model.zero_grad()
+    return frozenset(name for name, _ in lacks) - {name for name, is_none in lacks if not is_none}
+
+
+def named_in_any_layer(model: nn.Module, names: frozenset[str]) -> frozenset[Tensor]:
+    """Return the parameters of a model that have one of these names in any layer."""
+    return frozenset(parameter for name, parameter in model.named_parameters() if _in_any_layer(name) in names)
+
+
+def _in_any_layer(name: str) -> str:
+    # A copy has few of the layers.
+    return _NUMBER.sub("", name)
 
 
 @contextmanager
