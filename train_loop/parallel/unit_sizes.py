@@ -8,18 +8,16 @@ from torch import nn
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.precision import Precision, find_precision
 from train_loop.model.quantize import quantized_layers
-from train_loop.parallel.units import are_outside_layers, chosen_ends, find_units, join_units, repeated_layers
+from train_loop.parallel.units import are_outside_layers, find_units, join_units, repeated_layers
 from train_loop.plan import DTYPE_BYTES, ComputeBytes, UnitSizes
 from train_loop.spec import StrategySpec
 
 
-def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes | None:
-    """Return the sizes of the units by size or dtype, or with embeddings or head; None if they are the layers."""
+def unit_sizes(anatomy: Anatomy, strategy: StrategySpec) -> UnitSizes:
+    """Return the sizes of the units."""
     policy, quantized = strategy.wrap_policy, quantized_layers(anatomy.model).values()
     # Codes and scales are gathered as they are stored.
     stored = {p: p.numel() * p.element_size() for layer in quantized for p in (layer.codes, layer.scales)}
-    if policy.min_num_params is None and not strategy.precision and not chosen_ends(anatomy, policy) and not stored:
-        return None
     precision = find_precision(anatomy, strategy)
     own, shared, taken = dict[nn.Module, float](), 0.0, set[int]()
     for unit in join_units(anatomy, find_units(anatomy, policy), precision):

@@ -1,5 +1,6 @@
 """Checks of a spec's model, built on the meta device, and its sizes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -124,6 +125,7 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
     repeated, counts = repeated_layers(anatomy, spec.strategy.wrap_policy), _count_parameters(anatomy, spec, found)
     if held := found.held():
         counts = replace(counts, of_rank=_count_parameters(anatomy, spec, found, lambda one: held[id(one)]))
+    counts = replace(counts, rows=_rows(anatomy, spec))
     layers = shape.layers if spec.code is None else len(repeated)
     tiled = tiled_mlps(anatomy, repeated) if spec.strategy.apply_tiled_mlp else []
     kept = None if shape.known and shape.labels is None else found.kept(repeated, tiled)
@@ -160,6 +162,7 @@ def _count_parameters(
     parameters, matrices = list(anatomy.model.parameters()), muon_matrices(anatomy)
     trained = [p for p in parameters if p.requires_grad]
     unused = [p for p in trained if p in found.unused]
+    idle = [p for p in parameters if p in found.unused or not p.requires_grad]
     units = [one for unit in find_units(anatomy, spec.strategy.wrap_policy) for one in unit]
     in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
     wholes = whole_parameters(anatomy.model, spec.strategy.ignored_params)
@@ -174,12 +177,27 @@ def _count_parameters(
         compute=compute_bytes(anatomy, spec.strategy),
         wholes=sum(size(p) for p in parameters if id(p) in wholes),
         trained_wholes=sum(size(p) for p in trained if id(p) in wholes),
+        buffers=sum(one.nbytes for one in anatomy.model.buffers()),
         unused=sum(map(size, unused)),
-        unused_of_root=sum(size(p) for p in unused if id(p) not in in_units),
+        idle_of_root=sum(size(p) for p in idle if id(p) not in in_units),
         idle=0 if anatomy.experts is None else anatomy.experts.idle,
         experts=0 if anatomy.experts is None else anatomy.experts.largest,
         groups=tuple(plan_groups(anatomy, spec.training)),
     )
+
+
+def _rows(anatomy: Anatomy, spec: JobSpec) -> tuple[tuple[int, int, int], ...]:
+    """Return the values and trained values of parameters by the size of their first dimension, without whole ones."""
+    sizes, trained, wholes = (
+        Counter[int](),
+        Counter[int](),
+        whole_parameters(anatomy.model, spec.strategy.ignored_params),
+    )
+    for one in anatomy.model.parameters():
+        if id(one) not in wholes:
+            sizes[one.shape[0]] += one.numel()
+            trained[one.shape[0]] += one.numel() * one.requires_grad
+    return tuple((rows, size, trained[rows]) for rows, size in sizes.items())
 
 
 def _quantize(anatomy: Anatomy, spec: JobSpec) -> QuantizedWeights | None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.live_bytes import LiveBytes
 from train_loop.plan import KeptBytes
 
 KEPT_PRODUCTS = frozenset({"aten::mm", "aten::addmm"})
@@ -150,6 +152,8 @@ def count_kept(
     finally:
         for hook in hooks:
             hook.remove()
+    kinds = {_kind(layer): layer for layer in first.values()}
+    peaks = [0] if tiles else [_peak(layer, once[layer], tokens) for layer in kinds.values()]
     inside = [count.bytes_of(layer) for layer in alike]
     inputs = sum(count.kept_inputs[layer] for layer in alike)
     largest = [
@@ -164,7 +168,21 @@ def count_kept(
         layers=-(-(sum(inside) + inputs + max(largest, default=0)) // tokens),
         outside=-(-outside // tokens),
         selected=-(-sum(count.selected[layer] for layer in alike) // tokens),
+        peak=-(-max(peaks, default=0) // tokens) if all(peaks) else 0,
     )
+
+
+def _peak(layer: nn.Module, once: "_Once", tokens: int) -> int:
+    """Return the most bytes that a layer has when it is computed and differentiated alone; 0 if it cannot be called."""
+    inputs, named = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), once.inputs)
+    given = [one for one in (*layer.buffers(), *tree_leaves((inputs, named))) if isinstance(one, Tensor)]
+    with suppress(Exception), torch.enable_grad(), LiveBytes(layer, [layer], given, tokens=tokens) as live:
+        results = [one for one in tree_leaves(once.forward(*inputs, **named)) if isinstance(one, Tensor)]
+        results = [one for one in results if one.requires_grad]
+        torch.autograd.backward(results, [torch.empty_like(one) for one in results])
+        activations: int = live.peak()[0] - sum(one.nbytes for one in given)
+        return activations
+    return 0
 
 
 class _Count:
@@ -248,10 +266,12 @@ class _Once:
     """A forward whose results others repeat as new tensors."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward, self._found = forward, None
+        self.forward, self._found = forward, None
+        self.inputs: tuple[Any, Any] = (), {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        self._found = self._forward(*inputs, **named)
+        self.inputs = inputs, named
+        self._found = self.forward(*inputs, **named)
         return self._found
 
     def repeat(self, *_: Any, **__: Any) -> Any:

@@ -16,6 +16,9 @@ STATE_PART_BYTES = 2**27
 """Maximum bytes of the parameters whose offloaded optimizer state is on the device at a time."""
 
 
+_SMALL = 2**20
+
+
 def estimate_memory(
     spec: JobSpec, shape: ModelShape, mesh: MeshPlan, tree: ReductionTree | None = None
 ) -> tuple[MemoryTerm, ...]:
@@ -33,6 +36,7 @@ def estimate_memory(
     forward = estimate_forward(spec, shape, mesh, beside=beside)
     state = (
         *_parameters(spec, shape, mesh, home),
+        *_buffers(shape),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=states),
         MemoryTerm(
             "ema",
@@ -71,6 +75,12 @@ def _parameters(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, home: Place) -
         formula = f"({each:.4g} bytes x quantised weights + {size} bytes x other frozen parameters) / fsdp"
     yield MemoryTerm(FROZEN, frozen, formula, home)
     yield MemoryTerm("parameters", own * trained, f"{own} bytes x trained parameters / fsdp", home)
+
+
+def _buffers(shape: ModelShape) -> tuple[MemoryTerm, ...]:
+    """Return the term of buffers, unless they are as small as in most models."""
+    size = 0 if shape.counts is None else shape.counts.buffers
+    return (MemoryTerm("buffers", size, "bytes of the model's buffers"),) if size >= _SMALL else ()
 
 
 def averaged_bytes(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> int:
@@ -149,7 +159,7 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
             "4 bytes x means of rows and columns, about 2 parameters / hidden",
         ),
     }[spec.training.optimizer]
-    # The means of columns are on every rank.
-    ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
-    wholes = 0 if shape.counts is None else size * shape.counts.trained_wholes // max(total, 1)
-    return -(-size // ranks) + wholes - wholes // ranks, formula
+    if spec.training.optimizer == "adafactor":
+        # The means of columns are on every rank.
+        return size, formula
+    return -(-size * shape.updated(mesh.fsdp) // max(total, 1)), formula

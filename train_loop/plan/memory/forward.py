@@ -19,7 +19,7 @@ _OTHER_LAYER = 2
 """A layer that keeps more than this many times what attention and an MLP keep has other parts, which are counted."""
 WITH_GRADIENTS = 1.35
 """Bytes of a layer in backward, with gradients of its results, relative to its kept results: measured at toy size."""
-_PARTS = ("layers", "inputs", "layer", "selected")
+_PARTS = ("layers", "inputs", "layer", "selected", "peak")
 """Parts of a model's activations, as fields of `KeptBytes`."""
 
 
@@ -34,6 +34,8 @@ class Forward(NamedTuple):
     """Bytes of the logits that are free when the head's gradient is computed: all but their own gradient."""
     after_layer: int = 0
     """Bytes that are free when the gradients of a layer are reduced."""
+    after_head: int = 0
+    """Bytes that are free, or do not exist yet, when the gradients of the head are reduced."""
 
     @property
     def used(self) -> int:
@@ -64,7 +66,8 @@ def estimate_forward(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside
     is_whole = shape.labels is None and chunk_rows(spec, shape, tokens=tokens) is None
     # Besides that gradient, in fp32: the logits and their softmax.
     free = 8 * tokens * shape.outputs if is_whole else 0
-    return found._replace(terms=terms, logits=logits.bytes, free=free, after_layer=logits.bytes + found.after_layer)
+    after = {"after_layer": logits.bytes + found.after_layer, "after_head": logits.bytes + found.after_head}
+    return found._replace(terms=terms, logits=logits.bytes, free=free, **after)
 
 
 def _adapted_experts(spec: JobSpec, shape: ModelShape, compute: int) -> Iterator[MemoryTerm]:
@@ -102,8 +105,8 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
     terms = [MemoryTerm("activations", max(kept - moved, 0), formula)]
     if moved:
         terms.append(MemoryTerm("offloaded_activations", moved, "inputs of layers", beside))
-    after_layer = max(kept - inputs, 0) if how in ("full", "offload") else kept // layers
-    return Forward(tuple(terms), after_layer=after_layer)
+    beyond = max(kept - inputs, 0) if how in ("full", "offload") else 0
+    return Forward(tuple(terms), after_layer=beyond or kept // layers, after_head=beyond)
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
@@ -228,18 +231,23 @@ def _terms(
     size = tokens * (sizes.outside + sum(factor * getattr(sizes, part) for part, factor in factors.items()))
     # The current layer contains its kept results.
     before = sizes.selected / max(layers, 1) if how == "selective" else 0
-    layer = current * tokens * (WITH_GRADIENTS * sizes.layer - before)
+    own = sizes.peak or WITH_GRADIENTS * sizes.layer
+    layer = current * tokens * (own - before)
     kept = size // max(layers, 1)
     size += max(0.0, layer - logits)
-    after_layer = round(max(0.0, layer - logits) if current else kept)
+    after_head = round(max(0.0, layer - logits))
+    after_layer = after_head if current else kept
     formula = [words[part] if factor == 1 else f"{factor:.3g} x {words[part]}" for part, factor in factors.items()]
     if current:
-        formula.append(f"{current * WITH_GRADIENTS:.3g} x {words['layer']}, beyond the logits")
+        factor = current if sizes.peak else current * WITH_GRADIENTS
+        formula.append(
+            f"{f'{factor:.3g} x ' * (factor != 1)}{words['peak' if sizes.peak else 'layer']}, beyond the logits"
+        )
     found = MemoryTerm("activations", round(size), " + ".join(formula))
     if how != "offload":
-        return Forward((found,), round(layer), after_layer=after_layer)
+        return Forward((found,), round(layer), after_layer=after_layer, after_head=after_head)
     moved = MemoryTerm("offloaded_activations", tokens * sizes.inputs, words["inputs"], beside)
-    return Forward((found, moved), round(layer), after_layer=after_layer)
+    return Forward((found, moved), round(layer), after_layer=after_layer, after_head=after_head)
 
 
 def _factors(how: Checkpointing, layers: int) -> tuple[dict[str, float], float]:

@@ -65,6 +65,19 @@ class _Step:
         return self.shape.units(self.spec.strategy)
 
     @cached_property
+    def root(self) -> int:
+        """Return the values of the root's gradients."""
+        if self.shape.counts is None:
+            return 0 if self.frozen else self.units.root
+        return max(self.units.root - self.shape.counts.idle_of_root, 0)
+
+    @cached_property
+    def share(self) -> float:
+        """Return the share of the values of all other units that get gradients."""
+        values = self.shape.parameters - self.units.root
+        return min(max((self.shape.updated() - self.root) / values, 0.0), 1.0) if values > 0 else 1.0
+
+    @cached_property
     def head(self) -> int:
         """Return the bytes of the head's whole gradient in the root unit, beyond the logits.
 
@@ -72,7 +85,8 @@ class _Step:
         """
         spec, shape = self.spec, self.shape
         tokens = spec.sequences_per_device * spec.data.sequence_length // self.mesh.sp
-        without = self.units.has_head or self.frozen or self.ordered or self._is_measured
+        is_trained = self.root >= shape.outputs * shape.hidden
+        without = self.units.has_head or not is_trained or self.ordered or self._is_measured
         if without or chunk_rows(spec, shape, tokens=tokens) is not None:
             return 0
         return self.forward.beyond(self.compute * shape.outputs * shape.hidden)
@@ -83,12 +97,22 @@ class _Step:
 
     def peaks(self) -> Iterator[Peak]:
         """Yield the bytes at each moment."""
+        if self.mesh.fsdp > 1:
+            yield self._gather()
         yield from self._layers()
         yield from self._of_ends()
-        if not self.frozen:
-            yield from self._end()
-            if not self.ordered:
-                yield self._of_layer()
+        yield from self._end()
+        if not self.ordered:
+            yield self._of_layer()
+
+    def _gather(self) -> Peak:
+        """Return the bytes when the root unit is gathered: what ranks receive, and the weights into which it is copied.
+
+        Results of the forward pass do not exist yet.
+        """
+        absent = trained_bytes(self.spec) * self.shape.updated(self.mesh.fsdp) if self.first else 0
+        formula = f"2 x {self.compute} bytes x root unit - results of the forward pass, which do not exist yet"
+        return 2 * self.compute * self.units.root - self.forward.used - absent, formula
 
     def _layers(self) -> Iterator[Peak]:
         """Yield the bytes inside the layers, and at the start of backward."""
@@ -117,20 +141,14 @@ class _Step:
             # compute dtype may be more than parameters.
             widest = max(compute, *(DTYPE_BYTES[one] for one in strategy.precision.values()), 0)
             least = units.gathered * compute // widest
-            shard = master * (self.root + least) // mesh.fsdp if self.first and not self.frozen else 0
+            shard = round(master * (self.root + self.share * least) / mesh.fsdp) if self.first else 0
             formula = f"{compute} bytes x (embeddings + the largest unit and its gradient) - its shards"
             yield compute * (outside + 2 * units.gathered) + self.head - shard, formula
 
     @property
     def _later(self) -> int:
         """Return the bytes of the root's sharded gradients, which do not exist before those of layers."""
-        return trained_bytes(self.spec) * self.root // self.mesh.fsdp if self.first and not self.frozen else 0
-
-    @property
-    def root(self) -> int:
-        """Return the values of the root's gradients."""
-        counts = self.shape.counts
-        return self.units.root - (0 if counts is None else counts.unused_of_root)
+        return trained_bytes(self.spec) * self.root // self.mesh.fsdp if self.first else 0
 
     def _of_ends(self) -> Iterator[Peak]:
         """Yield the bytes at the peaks of a head and of embeddings that are units.
@@ -145,7 +163,7 @@ class _Step:
             gradient = 0 if frozen else self.forward.beyond(compute * units.head)
             formula = f"{compute} bytes x (root unit + head + its gradient) beyond the logits - gradients to come"
             yield compute * (units.root + units.head) + gradient - absent, formula
-        of_ends = {"head": (units.head, self.forward.logits), "embeddings": (units.embeddings, self.forward.used)}
+        of_ends = {"head": (units.head, self.forward.after_head), "embeddings": (units.embeddings, self.forward.used)}
         for name, (values, free) in of_ends.items():
             if values and not frozen:
                 size, formula = self._reduction(name, values, last=values, free=free)
@@ -154,7 +172,9 @@ class _Step:
     def _of_layer(self) -> Peak:
         """Return the bytes when the gradients of a layer are reduced, while the next one is gathered."""
         units, compute = self.units, self.compute
-        size, formula = self._reduction("a layer", units.gathered, last=0, free=self.forward.after_layer)
+        size, formula = self._reduction(
+            "a layer", round(self.share * units.gathered), last=0, free=self.forward.after_layer
+        )
         size += compute * (units.root + units.ahead - units.gathered) - self._later
         return size, f"{compute} bytes x (root unit + a layer) + {formula}"
 
@@ -162,7 +182,7 @@ class _Step:
         """Yield the bytes when backward ends: gradients of tied embeddings are added, and those of the root reduced."""
         shape, compute, free = self.shape, self.compute, self.forward.used
         yield self._reduction("embeddings", self.root, last=0, free=free)
-        if shape.tied and shape.labels is None:
+        if shape.tied and shape.labels is None and self.root >= shape.vocab * shape.hidden:
             formula = f"{compute} bytes x (root unit + 3 gradients of tied embeddings) - activations that are free"
             yield compute * (self.units.root + 3 * shape.vocab * shape.hidden) - free, formula
 

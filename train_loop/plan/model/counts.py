@@ -80,14 +80,21 @@ class ParameterCounts:
     trained_wholes: int = 0
     unused: int = 0
     """Trained parameters that get no gradient, such as a table of entities for rows of text."""
-    unused_of_root: int = 0
-    """Those of them in FSDP's root unit."""
+    idle_of_root: int = 0
+    """Parameters in FSDP's root unit that get no gradient: frozen or unused."""
+    buffers: int = 0
+    """Bytes of the buffers, which every rank holds whole."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
     experts: int = 0
     """Parameters of a layer's experts."""
     groups: tuple[dict[str, str | float | int], ...] = ()
     """Parameter groups of the optimizer with their settings and sizes."""
+    rows: tuple[tuple[int, int, int], ...] = ()
+    """Sizes of the first dimension, of which each rank has a part, with the values and trained values that have it.
+
+    They are without `wholes`; () if they are not known.
+    """
     of_rank: "ParameterCounts | None" = None
     """The numbers of what a rank has, if ranks share layers and their plan is known."""
 
@@ -95,8 +102,15 @@ class ParameterCounts:
         """Return the numbers of a rank's part of each layer; it draws whole modules."""
         parts = _parts(self, tp)
         parts["layer"] = -(-(self.layer - self.experts) // tp) - (-self.experts // max(tp, ep))
-        part, units = self.of_rank or replace(self, **parts), self.units
-        return replace(part, module=self.module, units=units and replace(units, **_parts(units, tp)))
+        part, units = self.of_rank or replace(self, rows=(), **parts), self.units
+        if units is None:
+            return replace(part, module=self.module)
+        held = _parts(units, tp)
+        if ep > 1 and self.layer:
+            # Units with layers have a part of the experts.
+            layers = ("all", "largest", "gathered", "ahead")
+            held |= {name: getattr(units, name) * parts["layer"] // self.layer for name in layers}
+        return replace(part, module=self.module, units=replace(units, **held))
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,8 @@ class KeptBytes:
     """All that the model keeps outside of its layers and logits."""
     selected: int = 0
     """Matrix products of all layers whose results `selective` keeps."""
+    peak: int = 0
+    """Most that a layer has in its backward pass, with gradients of its results; 0 if it is not known."""
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,11 @@ class ModelShape:
         """Return the parameters and the trained parameters of a rank, if `ranks` of them share the others."""
         counts = self.counts
         wholes = (0, 0) if counts is None else (counts.wholes, counts.trained_wholes)
+        if counts is not None and counts.rows:
+            # A rank has whole rows: of few, some ranks have none.
+            parts = [(-(-rows // ranks) / rows, *values) for rows, *values in counts.rows]
+            shares = [round(sum(part * values[own] for part, *values in parts)) for own in (0, 1)]
+            return shares[0] + wholes[0], shares[1] + wholes[1] if counts.trained else 0
         every, trained = (
             -(-(size - whole) // ranks) + whole
             for size, whole in zip((self.parameters, self.trained), wholes, strict=True)
