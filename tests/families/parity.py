@@ -70,6 +70,8 @@ class Settings(NamedTuple):
     config: tuple[tuple[str, Any], ...] = ()
     layers: tuple[str, ...] = ()
     """Classes of layers for `transformer_layer_cls_to_wrap`, if transformers names none."""
+    frozen: tuple[str, ...] = ()
+    """Prefixes of modules that are not trained."""
 
 
 NONE = Settings()
@@ -88,6 +90,7 @@ def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any
             "config": small(family) | dict(settings.config),
             "dtype": "fp32",
             "gradient_checkpointing": "none",
+            "freeze_module_prefix": [*settings.frozen],
         },
         data={"sequence_length": LENGTH, "packing": case.packed},
         training={"per_device_train_batch_size": 2} | ({"chunked_loss": True} if case.chunked_loss else {}),

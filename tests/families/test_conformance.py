@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from tests.families.kinds import KINDS, SEED
 from tests.families.objectives import MATRIX, OBJECTIVES, OWN, write_rows
-from tests.families.parity import CASES, NONE, TOLERANCE, Case, Settings
+from tests.families.parity import CASES, NONE, TOLERANCE, Case
 from tests.families.runs import (
     DISTURBED,
     SHARED,
@@ -29,7 +29,6 @@ from tests.families.runs import (
     Leg,
     default_job,
     job_of,
-    measure_memory,
     shape_of,
     train_leg,
     unpacked_job,
@@ -44,7 +43,7 @@ from tests.support.ranks.ranks import ranks_of_any_number, ranks_to_kill
 from tests.support.ranks.torchrun import load_checkpoint, load_tensors
 from train_loop.checkpoint.export.huggingface import export
 from train_loop.code.use import own_code
-from train_loop.conformance.measure import Memory, Step, step_difference
+from train_loop.conformance.measure import Step, step_difference
 from train_loop.loop.build import count_flops
 from train_loop.loop.objectives.objective import LINE_FIELDS
 from train_loop.loop.objectives.own_loss import call_batch, call_loss
@@ -73,7 +72,7 @@ DRAWN = MATRIX if MORE else [(_draw.choice(ATTENDING), TOKENS), (_draw.choice(ST
 _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
 COUNTED = _tokens + _objectives if MORE else _draw.sample(_tokens, 2) + _draw.sample(_objectives, 1)
-"""Kinds whose bytes and operations are counted."""
+"""Kinds whose operations are counted."""
 TENSOR = tuple(
     Case("fsdp 2 x tp 2", 4, tp_size=2, others=(("strategy", "sequence_parallel", splits),)) for splits in (False, True)
 )
@@ -236,60 +235,6 @@ def test_step_and_evaluation_are_those_of_one_rank(
         steps = (Step(loss, gradients) for loss, gradients, _ in (found, expected))
         assert step_difference(*steps) < TOLERANCE
         assert found[2].metrics == pytest.approx(expected[2].metrics, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(("family", "objective"), COUNTED)
-def test_planned_bytes_are_those_of_a_step(family: str, objective: str, call_ranks: CallRanks, rows: Path) -> None:
-    check_bytes(kind_of(family, objective, rows), call_ranks)
-
-
-def test_scores_of_relative_attention_are_planned(call_ranks: CallRanks, rows: Path) -> None:
-    relative = Settings((("relative_attention", True), ("pos_att_type", ["c2p", "p2c"])))
-    kind = Kind("deberta-v2", "masked tokens", relative, rows)
-    prepare_tokens(default_job(kind, world=1), rows.parent)
-    check_bytes(kind, call_ranks)
-
-
-LARGE: list[tuple[str, str, dict[str, Any]]] = [
-    ("qwen3", TOKENS, {"tie_word_embeddings": True}),
-    ("qwen3", TOKENS, {"tie_word_embeddings": False}),
-    ("qwen3", "classes of tokens", {}),
-    ("bert", "masked tokens", {}),
-]
-
-
-@pytest.mark.parametrize(("family", "objective", "config"), drawn(LARGE, 1))
-def test_tables_of_a_large_vocabulary_are_planned(
-    family: str, objective: str, config: dict[str, Any], call_ranks: CallRanks, rows: Path
-) -> None:
-    large = config | {"vocab_size": 8000, "hidden_size": 256}
-    kind = Kind(family, objective, Settings(tuple(large.items())), rows)
-    prepare_tokens(default_job(kind, world=1), rows.parent)
-    check_bytes(kind, call_ranks)
-
-
-def test_lists_of_tables_are_not_layers(call_ranks: CallRanks, rows: Path) -> None:
-    kind = Kind("markuplm", "classes of tokens, encoder", NONE, rows)
-    prepare_tokens(default_job(kind, world=1), rows.parent)
-    check_bytes(kind, call_ranks)
-
-
-def test_gradients_that_text_does_not_give_are_not_planned(call_ranks: CallRanks, rows: Path) -> None:
-    """Rows of text use neither the table of entities nor the attention to them."""
-    kind = Kind("luke", "classes of tokens, encoder", NONE, rows)
-    prepare_tokens(default_job(kind, world=1), rows.parent)
-    planned, found = check_bytes(kind, call_ranks)
-    assert found.used < 0.5
-    assert planned["gradients"] < planned["parameters"] / 2
-
-
-def check_bytes(kind: Kind, call_ranks: CallRanks) -> tuple[dict[str, int], Memory]:
-    planned, found = call_ranks(2, measure_memory, kind, shape_of(unpacked_job(kind, world=2)), 2)
-    for kind_of_bytes in ("parameters", "gradients", "optimizer"):
-        assert getattr(found, kind_of_bytes) == pytest.approx(planned[kind_of_bytes], rel=0.05)
-    total = sum(size for name, size in planned.items() if name != "checkpoint_staging")
-    assert found.peak == pytest.approx(total, rel=0.1)
-    return planned, found
 
 
 @pytest.mark.parametrize(("family", "objective"), [one for one in COUNTED if one[0] != OWN])
