@@ -1,5 +1,6 @@
 """An objective whose loss alone counts the divisor, and its named sums, equal plain PyTorch at every order of sums."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from tests.support.ranks.torchrun import write_tokens
 from train_loop.conformance.measure import whole
 from train_loop.data.dataset import IGNORE
 from train_loop.errors import UserError
-from train_loop.loop.batch import StepBatch, micro_batches
-from train_loop.loop.objectives.objective import LINE_FIELDS
+from train_loop.loop.batch import MicroBatch, StepBatch, micro_batches
+from train_loop.loop.objectives.objective import LINE_FIELDS, Terms
 from train_loop.loop.reduction import build_reduction
 from train_loop.loop.step import accumulate
 from train_loop.model.folder import model_shape
@@ -46,6 +47,15 @@ class CountedTwice(CountedLoss):
 
     def divisor(self, batch: StepBatch) -> Tensor | None:
         return (batch.labels != IGNORE).sum()
+
+
+class Uncounted(CountedLoss):
+    """A loss whose rows do not count."""
+
+    def __call__(self, batch: MicroBatch) -> Terms:
+        terms = super().__call__(batch)
+        assert terms.count is not None
+        return replace(terms, count=terms.count * 0)
 
 
 class Foreign(CountedLoss):
@@ -98,7 +108,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     run(folder / "d.parquet", folder / "known")
     for dtype in ("fp32", "fp16"):
         train_with(folder, f"counted {dtype}", CountedLoss, model={"dtype": dtype})
-    wrong = (Renamed, Unstated, CountedTwice, Foreign)
+    wrong = (Renamed, Unstated, CountedTwice, Uncounted, Foreign)
     return {
         "errors": {order: gradient_errors(order) for order in ORDERS},
         "refused": {one.__name__: train_with(folder, one.__name__, one) for one in wrong},
@@ -165,6 +175,7 @@ def test_reserved_fields_are_those_of_the_metrics_line(folder: Path) -> None:
         ("Renamed", "sums named grad_norm, which are fields of every metrics line"),
         ("Unstated", r"returned the sums ('accuracy',); expected ()"),
         ("CountedTwice", "must count in exactly one place"),
+        ("Uncounted", "and its count 0, by which it cannot be divided; return a count above 0"),
         ("Foreign", "needs the columns pixels; batches have"),
     ],
 )

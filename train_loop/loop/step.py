@@ -110,9 +110,19 @@ def accumulate(
     sums = [reduction.sum(column).item() for column in torch.stack(rows).unbind(1)]
     if divisor is not None:
         return StepSums(total, _means(objective, sums, divisor or 1), 1)
-    count = sums.pop() or 1
+    count = _counted(sums.pop(), total)
     _divide_gradients(objective.anatomy.model, count)
     return StepSums(total / count, _means(objective, sums, count), count)
+
+
+def _counted(count: float, total: Tensor) -> float:
+    """Return the count by which a step's sums are divided: 1 if nothing counts. Raises UserError."""
+    if count < 0 or (not count and total.item()):
+        raise UserError(
+            f"the loss of a step is {total.item():g} and its count {count:g}, by which it cannot be divided; return a "
+            "count above 0 with each sum that is not 0"
+        )
+    return count or 1
 
 
 def _named_sums(terms: Terms, objective: Objective, *, counts: bool) -> Tensor:

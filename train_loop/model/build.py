@@ -85,14 +85,14 @@ def drawn_weights(blueprint: Anatomy, names: Collection[str], *, seed: int) -> I
 def check_rules(blueprint: Anatomy, stored: Collection[str] = ()) -> None:
     """Raise ModelError for a parameter or buffer of a model on meta that no rule initialises, before the run.
 
-    `stored` names the tensors that a folder holds. Checks the first of several modules of a kind, and leaves large
-    modules to the run.
+    `stored` names the tensors that a folder holds. Checks the first of several modules of a kind in each child of the
+    model, and leaves large modules to the run.
     """
     checked = set[tuple[object, ...]]()
     for name, module in blueprint.model.named_modules():
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         leaves = [leaf for leaf in own if _join(name, leaf) not in stored]
-        alike = (type(module), *leaves)
+        alike = (name.partition(".")[0], type(module), *leaves)
         if not leaves or alike in checked or sum(tensor.numel() for tensor in own.values()) > _FEW_ELEMENTS:
             continue
         checked.add(alike)

@@ -50,7 +50,9 @@ def passes_unchanged(error: BaseException) -> bool:
     """Return whether an error that a model's code raised comes from elsewhere: storage, memory, or other ranks."""
     if isinstance(error, _ELSEWHERE) or full_memory(error) is not None:
         return True
-    return any(_COLLECTIVES in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    # Without a group of ranks, as in a preflight, there are no others.
+    called = torch.distributed.is_initialized()
+    return called and any(_COLLECTIVES in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextmanager

@@ -86,16 +86,28 @@ def check_shared(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None
     """Raise ModelError for a parameter in two units, or in a unit and the root; inner units come first."""
     owners: dict[int, tuple[int, str]] = {}
     names = {module: name for name, module in model.named_modules()}
-    taken = set[nn.Module]()
+    taken = dict[nn.Module, int]()
     for number, unit in enumerate([*units, [model]]):
-        modules = [module for one in unit for module in one.modules() if module not in taken]
-        taken.update(modules)
+        held = [module for one in unit for module in one.modules()]
+        for module in held:
+            if module in taken and set(units[taken[module]]).isdisjoint(held):
+                _check_module(model, units, module)
+        modules = [module for module in held if module not in taken]
+        taken.update(dict.fromkeys(modules, number))
         for module in modules:
             for leaf, parameter in module.named_parameters(recurse=False):
                 name = f"{names[module]}.{leaf}"
                 owner, first = owners.setdefault(id(parameter), (number, name))
                 if owner != number:
                     raise ModelError(_shared(model, units, first, name))
+
+
+def _check_module(model: nn.Module, units: Sequence[Sequence[nn.Module]], module: nn.Module) -> None:
+    """Raise ModelError for a module with parameters that is a part of two units."""
+    for parameter in module.parameters():
+        named = model.named_parameters(remove_duplicate=False)
+        one, other, *_ = [name for name, its in named if its is parameter]
+        raise ModelError(_shared(model, units, one, other))
 
 
 def _shared(model: nn.Module, units: Sequence[Sequence[nn.Module]], one: str, other: str) -> str:
@@ -194,7 +206,7 @@ def check_names(anatomy: Anatomy, policy: WrapPolicySpec) -> None:
         if not modules_of(model, [name]):
             raise ModelError(
                 f"transformer_layer_cls_to_wrap={name} matches no module of {type(model).__name__}; "
-                f"choose among {', '.join(wrappable(model))}"
+                f"choose among {', '.join(wrappable(model) or _with_parameters(model))}"
             )
 
 
@@ -207,6 +219,11 @@ def wrappable(model: nn.Module) -> list[str]:
         if any(True for _ in module.parameters())
     }
     return list(found)
+
+
+def _with_parameters(model: nn.Module) -> list[str]:
+    held = (one for one in model.modules() if one is not model and any(True for _ in one.parameters()))
+    return list(dict.fromkeys(type(one).__name__ for one in held))
 
 
 def _outer_units(anatomy: Anatomy, policy: WrapPolicySpec) -> list[list[nn.Module]]:

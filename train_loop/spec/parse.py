@@ -197,10 +197,12 @@ def _message(error: ErrorDetails, place: list[int | str], model: type[BaseModel]
         return message.removeprefix("Value error, ")
     told = f"{message[0].lower()}{message[1:]}; the value is {_shortened(json.dumps(value, default=str))}"
     expected = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", "")) if kind == "literal_error" else []
-    near = nearest_value(value, expected)
-    if near is not None:
-        return f"{told}; did you mean {near}?"
-    form = _form(place, value, message)
+    # A head may also be a mapping, which the expected texts lack.
+    forms = [one for one in LabelHeadSpec.model_fields if place == ["model", "head"] and one not in expected]
+    near = nearest_value(value, [*expected, *forms])
+    form = _form(place, near if near in forms else value, message)
+    if near is not None and near != value:
+        return f"{told}; did you mean {form if near in forms else near}?"
     return told if form is None else f"{told}; write {form}"
 
 

@@ -27,7 +27,9 @@ def problem_of(row: Row, columns: ColumnsSpec, vocab: int, head: LabelHeadSpec |
         for name in filter(None, (columns.input_ids, columns.labels)):
             classes = head.classes if head is not None and name == columns.labels else None
             known = (
-                f"in the model's vocabulary of {vocab} tokens" if classes is None else f"below head.labels={classes}"
+                f"in the model's vocabulary of {vocab} tokens"
+                if classes is None
+                else f"a class from 0 to {classes - 1}, nor {IGNORE}"
             )
             wrong = _wrong_tokens(name, values[name], range(classes or vocab), known, ignored=name == columns.labels)
             if wrong:

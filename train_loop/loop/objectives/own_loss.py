@@ -198,6 +198,8 @@ def _number(entry: str, name: str, value: Any, beside: Tensor) -> Tensor:
     if isinstance(value, Tensor) and not value.ndim and not value.is_complex():
         return value.detach()
     if isinstance(value, int | float):
+        if name == "count" and not value >= 0:
+            raise ModelError(f"{entry} returned the count {value}; return 0 or more: what the sum is a sum of")
         return torch.tensor(value, dtype=torch.float64, device=beside.device)
     raise ModelError(f"{entry} returned {_described(value)} as {name}; return a number or a tensor without dimensions")
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from train_loop.spec import BudgetSpec, JobSpec, ModelSpec
 
 _RULES_OF_MODULES = ("reset_parameters", "_reset_parameters")
 """Methods that initialise a module, by the convention of torch.nn."""
+_NUMBERS = re.compile(r"\b(int|float|bool|str|dtype|device)\b")
+"""Types of arguments that are no modules."""
 _SPLIT = "split_sequence"
 """Method of models whose ranks can share a sequence; it is called with a `SequencePart`."""
 _RULES_OF_MODELS = ("init_weights", "_init_weights")
@@ -124,8 +127,20 @@ def _rules(holder: nn.Module, module: nn.Module) -> Iterator[Callable[[], object
     if (rule := _method(holder, _RULES_OF_MODULES)) is not None:
         yield rule
     if (rule := _method(holder, _RULES_OF_MODELS)) is not None:
-        # Called for each module, as by nn.Module.apply, or once for all.
-        yield partial(rule, module) if inspect.signature(rule).parameters else rule
+        yield from _of_model(rule, module)
+
+
+def _of_model(rule: Callable[..., object], module: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield the call of a model's rule: for each module, as by nn.Module.apply, or once for all.
+
+    One that needs other arguments, as those of torchtitan's layers do, is left to the rule that calls it.
+    """
+    needed = [one for one in inspect.signature(rule).parameters.values() if one.default is one.empty]
+    needed = [one for one in needed if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if not needed:
+        yield rule
+    elif len(needed) == 1 and not _NUMBERS.search(str(needed[0].annotation)):
+        yield partial(rule, module)
 
 
 def _method(module: nn.Module, names: tuple[str, ...]) -> Callable[..., object] | None:
@@ -152,6 +167,22 @@ def _check(model: object, entry: str) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(f"{name} of {entry}" if name else entry, module)
     _check_tensors(model, entry)
+    _check_layers(model, entry)
+
+
+def _check_layers(model: nn.Module, entry: str) -> None:
+    """Raise ModelError for names of layers that are no classes of the module's parts."""
+    named = getattr(model, "_no_split_modules", None)
+    if named in (None, [], ()):
+        return
+    if not isinstance(named, list | tuple) or not all(isinstance(one, str) for one in named):
+        raise ModelError(f"_no_split_modules of {entry} is {named!r}; expected a list of names of classes")
+    if not modules_of(model, named):
+        classes = dict.fromkeys(type(one).__name__ for one in model.modules() if one is not model)
+        raise ModelError(
+            f"_no_split_modules of {entry} names {', '.join(named)}, and no part of the module has such a class; "
+            f"choose among {', '.join(classes)}"
+        )
 
 
 def _check_embedding(shown: str, module: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -78,8 +78,8 @@ def _parameters(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, home: Place) -
 
 
 def _buffers(shape: ModelShape) -> tuple[MemoryTerm, ...]:
-    """Return the term of buffers, unless they are as small as in most models."""
-    size = 0 if shape.counts is None else shape.counts.buffers
+    """Return the term of buffers, unless they are as small as in most models. A measured call contains them."""
+    size = 0 if shape.counts is None or shape.is_measured else shape.counts.buffers
     return (MemoryTerm("buffers", size, "bytes of the model's buffers"),) if size >= _SMALL else ()
 
 

@@ -134,7 +134,7 @@ def test_text_without_tokens_has_no_place_for_a_label(tmp_path: Path) -> None:
     ("head", "tags", "reason"),
     [
         (TAGS, [IGNORE, 2], None),
-        (TAGS, [0, 3], "column 'tags' holds 3 at position 1, which is not below head.labels=3"),
+        (TAGS, [0, 3], "column 'tags' holds 3 at position 1, which is not a class from 0 to 2, nor -100"),
         (TAGS, [0, -1], "column 'tags' holds -1 at position 1"),
         (TAGS, [0], "2 tokens and 1 labels; they must be aligned"),
         (TAGS, [0, 1.0], "column 'tags' holds 1.0 at position 1, where a whole number is needed"),

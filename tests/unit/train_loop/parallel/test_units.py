@@ -7,11 +7,12 @@ import pytest
 from torch import nn
 
 from tests.support.builders.specs import TINY, may_read, raw_spec
+from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.unit_sizes import unit_sizes
-from train_loop.parallel.units import find_units, repeated_layers
+from train_loop.parallel.units import check_shared, find_units, repeated_layers
 from train_loop.plan import read_shape
 from train_loop.preflight.model import check_model
 from train_loop.spec import SpecError, StrategySpec, WrapPolicySpec, parse
@@ -26,6 +27,24 @@ LAYERS = [["model.layers.1"], ["model.layers.0"]]
 
 def of(config: dict[str, Any]) -> Anatomy:
     return CAUSAL.anatomy(build_model(parse(raw_spec(model={"config": config})).model))
+
+
+class Block(nn.Module):
+    """A block whose linear module may be that of another."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.linear = shared
+
+
+def test_a_module_of_two_units_is_refused_and_units_may_be_nested() -> None:
+    shared = nn.Linear(2, 2)
+    inner, outer = Block(nn.Linear(2, 2)), nn.Sequential()
+    outer.append(inner)
+    model = nn.Sequential(Block(shared), Block(shared), outer)
+    with pytest.raises(ModelError, match=r"0\.linear\.weight and 1\.linear\.weight of Sequential are one parameter"):
+        check_shared(model, [[model[0]], [model[1]]])
+    check_shared(model, [[inner], [outer]])
 
 
 def chosen(config: dict[str, Any], **policy: Any) -> list[list[str]]:

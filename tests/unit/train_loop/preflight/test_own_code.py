@@ -51,6 +51,28 @@ def test_valid_code_has_a_digest_counted_sizes_and_no_problems(tmp_path: Path) -
     assert (memory["parameters"], memory["optimizer"]) == (4 * 13, 8 * 13)
 
 
+@pytest.mark.parametrize("options", ["std=0.1", "std: float = 0.1", "*, std=0.1"])
+def test_rule_of_a_model_may_have_options(tmp_path: Path, options: str) -> None:
+    rule = f"    def init_weights(self, {options}):\n        nn.init.normal_(self.last.weight, std=std)\n"
+    text = MODEL.replace("    def forward(", f"{rule}    def forward(")
+    _, _, problems = check(own_spec(tmp_path, text), tmp_path)
+    assert problems == {}
+
+
+def test_rule_that_needs_a_number_is_left_to_the_rule_that_calls_it(tmp_path: Path) -> None:
+    """Layers of torchtitan have such rules."""
+    scale = "class Scale(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    scale += "        self.by = nn.Parameter(torch.empty(1))\n"
+    scale += "    def init_weights(self, std: float):\n        nn.init.normal_(self.by, std=std)\n"
+    rule = "    def init_weights(self):\n        self.scale.init_weights(0.1)\n    def forward("
+    text = MODEL.replace("class Model", f"{scale}\nclass Model").replace("    def forward(", rule)
+    text = text.replace(
+        "super().__init__()\n        self.first", "super().__init__()\n        self.scale = Scale()\n        self.first"
+    )
+    _, _, problems = check(own_spec(tmp_path, text), tmp_path)
+    assert problems == {}
+
+
 def test_project_without_permission_is_refused_before_the_package_is_read(tmp_path: Path) -> None:
     _, _, problems = check(own_spec(tmp_path), tmp_path, code=False)
     assert list(problems) == ["/code"]
@@ -70,6 +92,32 @@ def test_other_digest_is_refused_with_both(tmp_path: Path) -> None:
 CASES: list[tuple[str, str, str, str]] = [
     ("import torch", "import torc", "/code/model", "ModuleNotFoundError: .* \\(mymodel.py, line 2"),
     ("def loss(", "def los(", "/code/loss", "mymodel has no loss"),
+    (
+        "super().__init__()",
+        "super().__init__(); self._no_split_modules = ['Nope']",
+        "/code/model",
+        "_no_split_modules of mymodel:build names Nope, and no part .* has such a class; choose among Linear",
+    ),
+    (
+        "super().__init__()",
+        "super().__init__(); self._no_split_modules = 'Linear'",
+        "/code/model",
+        "_no_split_modules of mymodel:build is 'Linear'; expected a list of names",
+    ),
+    (
+        "nn.Linear(width, 1)",
+        "nn.Linear(width, 1); self.copy = nn.Linear(2, width)\n"
+        "    def init_weights(self):\n        self.copy.weight.copy_(self.first.weight)",
+        "/code/model",
+        "the initialisation of copy failed: .*meta tensor.*line 12, in init_weights",
+    ),
+    ('len(batch["y"])', "-1", "/code/loss", "mymodel:loss returned the count -1; return 0 or more"),
+    (
+        "return F.mse_loss(",
+        "torch.distributed.all_reduce(batch['y']); return F.mse_loss(",
+        "/code/loss",
+        "mymodel:loss failed: ValueError: Default process group has not been initialized.*line 21, in loss",
+    ),
     ("def batch(", "def batc(", "/code/batch", "mymodel has no batch"),
     ("return Model(**config)", "return 3", "/code/model", "returned a int; return a torch.nn.Module"),
     ("return Model(**config)", "1/0", "/code/model", "ZeroDivisionError: .*line 15, in build"),

@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _LAYERS = re.compile(r"(num|n)_(hidden_)?layers?|(en|de)coder_layers")
 _KV_HEADS = re.compile(r"(?!linear_).*(kv|key_value|value)_heads")
+_GROUPS = re.compile(r"(mamba_|ssm_)?n_groups")
+"""Groups of heads of state-space layers, which share their projections."""
 _WIDTHS = re.compile(r"hidden_size|(embedding|word_embed_proj)_(size|dim)|n_embd|emb_dim|d_model|.*(?<!d_)heads?")
 """Sizes that stay in proportion to the number of heads, so that the size of a head stays."""
 _SHARED = "num_kv_shared_layers"
@@ -211,6 +213,8 @@ class _Sizes:
             return self._window(value) // 2 * 2 if name == _EVEN_WINDOW else self._window(value)
         if _KV_HEADS.fullmatch(name):
             return self.heads if value == self.old_heads else max(self.heads // 2, 1) if value > 1 else 1
+        if _GROUPS.fullmatch(name):
+            return max(self.heads // 2, 1) if value > 1 else 1
         if _WIDTHS.fullmatch(name):
             return max(value * self.heads // self.old_heads, 1)
         if _POSITIONS.fullmatch(name):
