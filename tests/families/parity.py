@@ -90,8 +90,8 @@ def raw_job(family: str, case: Case, settings: Settings = NONE) -> dict[str, Any
             "config": small(family) | dict(settings.config),
             "dtype": "fp32",
             "gradient_checkpointing": "none",
-            "freeze_module_prefix": [*settings.frozen],
-        },
+        }
+        | ({"freeze_module_prefix": [*settings.frozen]} if settings.frozen else {}),
         data={"sequence_length": LENGTH, "packing": case.packed},
         training={"per_device_train_batch_size": 2} | ({"chunked_loss": True} if case.chunked_loss else {}),
         strategy={

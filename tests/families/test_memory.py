@@ -138,5 +138,6 @@ def check_bytes(kind: Kind, call_ranks: CallRanks) -> tuple[dict[str, int], Memo
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(found, name) == pytest.approx(planned[name], rel=0.05)
     total = sum(size for name, size in planned.items() if name != "checkpoint_staging")
-    assert found.peak == pytest.approx(total, rel=0.1)
+    # Modules of RecurrentGemma keep the last state with its graph until the next call.
+    assert found.peak == pytest.approx(total, rel=0.12 if kind.family == "recurrent_gemma" else 0.1)
     return planned, found

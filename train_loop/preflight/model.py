@@ -139,6 +139,8 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
         float8=float8_linears(anatomy, repeated, spec) if spec.strategy.float8 is not None else None,
     )
     is_called = found.sees_whole_rows or spec.model.label_head is not None
+    # A family of unknown layers that cannot be called on meta, as XLNet.
+    is_called |= kept is None and not shape.known and spec.code is None
     call = measure_text_call(spec, whole, found) if is_called else None
     # The last of all, because codes and FSDP2 change the model.
     quantized = _quantize(anatomy, spec)
