@@ -15,8 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from tests.families.kinds import KINDS
-from tests.families.parity import LENGTH, VOCAB
+from tests.families.parity import KINDS, LENGTH, VOCAB
 from tests.support.own_code import write_package
 from train_loop.data.dataset import IGNORE
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from tests.families.kinds import KINDS, SEED
 from tests.families.objectives import MATRIX, OBJECTIVES, OWN, write_rows
-from tests.families.parity import CASES, NONE, TOLERANCE, Case
+from tests.families.parity import CASES, KINDS, NONE, TOLERANCE, Case
 from tests.families.runs import (
     DISTURBED,
     SHARED,
@@ -35,7 +34,7 @@ from tests.families.runs import (
 )
 from tests.families.table import settings_of
 from tests.support.builders.datasets import prepare_tokens
-from tests.support.builders.searches import drawn
+from tests.support.builders.searches import SEED, drawn
 from tests.support.builders.specs import may_read
 from tests.support.own_code import forget_imports
 from tests.support.ranks.first_step import step_and_evaluation

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.families.kinds import SEED
 from tests.families.layouts import folder_with_rows, saved_in_each_layout, train_runs, values_of
 from tests.families.parity import NONE, Case, difference, raw_job
 from tests.families.routed import Case as Routed
 from tests.families.routed import Found, compare
 from tests.families.runs import STEPS, Leg
 from tests.families.table import accepted
+from tests.support.builders.searches import SEED
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint

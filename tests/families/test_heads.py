@@ -12,9 +12,9 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from tests.families.heads import FAMILIES, HEADS, result
-from tests.families.kinds import SEED
 from tests.families.table import read
 from tests.families.test_table import LIBRARY
+from tests.support.builders.searches import SEED
 from tests.support.ranks.ranks import ranks_of_any_number
 
 KINDS = (

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.families import heads
-from tests.families.kinds import KINDS, SEED
 from tests.families.objectives import OBJECTIVES, write_rows
-from tests.families.parity import NONE, Settings, advised
+from tests.families.parity import KINDS, NONE, Settings, advised
 from tests.families.runs import Kind, default_job, measure_memory, shape_of, unpacked_job
 from tests.families.table import read
 from tests.support.builders.datasets import prepare_tokens
-from tests.support.builders.searches import drawn
+from tests.support.builders.searches import SEED, drawn
 from tests.support.builders.specs import may_read
 from tests.support.own_code import forget_imports
 from tests.support.ranks.ranks import ranks_of_any_number

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.families.kinds import KINDS, SEED
-from tests.families.parity import CASES
+from tests.families.parity import CASES, KINDS
 from tests.families.table import entry, faults, kind, read
 from tests.support.builders.families import FAMILIES
+from tests.support.builders.searches import SEED
 from tests.support.ranks.ranks import ranks_of_any_number
 
 ALONE = ("one rank, packed", "one rank, chunked loss")

@@ -18,11 +18,11 @@ from train_loop.spec import JobSpec
 STEPS, BATCH, LENGTH = 6, 4, 32
 
 
-def job_of(data: Path, world: int, **parts: dict[str, Any]) -> JobSpec:
+def job_of(rows: Path, world: int, **parts: dict[str, Any]) -> JobSpec:
     """Return the spec of a small run, with some fields overridden."""
     base: dict[str, dict[str, Any]] = {
         "model": {"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"},
-        "data": {"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
+        "data": {"train": {"path": str(rows)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
         "training": {"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
         # A schedule that depends only on completed steps.
         | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
@@ -33,18 +33,25 @@ def job_of(data: Path, world: int, **parts: dict[str, Any]) -> JobSpec:
 
 
 def run(
-    data: Path,
+    rows: Path,
     folder: Path,
     *,
     place: dict[str, Any] | None = None,
     model: Any = None,
+    data: Any = None,
     strategy: Any = None,
     checkpoint: Any = None,
     **training: Any,
 ) -> None:
     """Run the loop in a folder, with fields of its spec and of its session overridden."""
-    parts = {"model": model or {}, "strategy": strategy or {}, "checkpoint": checkpoint or {}, "training": training}
-    job = job_of(data, dist.get_world_size(), **parts)
+    parts = {
+        "model": model or {},
+        "data": data or {},
+        "strategy": strategy or {},
+        "checkpoint": checkpoint or {},
+        "training": training,
+    }
+    job = job_of(rows, dist.get_world_size(), **parts)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     session = replace(session, **(place or {}))
     with report_failure(session):
