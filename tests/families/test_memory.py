@@ -28,6 +28,7 @@ from train_loop.preflight.model import check_model
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 CallRanks = Callable[..., Any]
 TOKENS, LABELS = "token cross entropy", "classes of tokens, encoder"
+HEADS = (LABELS, "classes of rows, encoder", "masked tokens", "embeddings")
 _draw = random.Random(SEED)
 _tokens = [(family, TOKENS) for family in KINDS]
 _objectives = [(one.families[-1], name) for name, one in OBJECTIVES.items() if name != TOKENS]
@@ -35,7 +36,7 @@ MORE = bool(os.environ.get("MORE"))
 KNOWN = _tokens + _objectives if MORE else _draw.sample(_tokens, 2) + _draw.sample(_objectives, 1)
 OTHERS = [
     *((family, TOKENS) for family, row in read().items() if "rejected" not in row and family not in KINDS),
-    *((family, name) for name in (LABELS, "classes of rows, encoder", "masked tokens") for family in heads.FAMILIES),
+    *((family, name) for name in HEADS for family in heads.FAMILIES),
 ]
 """Families that the table of models accepts, and all with a head, of which some are refused."""
 

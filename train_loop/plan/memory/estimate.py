@@ -14,9 +14,8 @@ from train_loop.spec import SCHEDULE_FREE, JobSpec
 
 STATE_PART_BYTES = 2**27
 """Maximum bytes of the parameters whose offloaded optimizer state is on the device at a time."""
-
-
 _SMALL = 2**20
+"""Bytes of buffers below which the plan has no term for them."""
 
 
 def estimate_memory(

@@ -105,8 +105,9 @@ def _measured(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, *, beside: Place
     terms = [MemoryTerm("activations", max(kept - moved, 0), formula)]
     if moved:
         terms.append(MemoryTerm("offloaded_activations", moved, "inputs of layers", beside))
-    beyond = max(kept - inputs, 0) if how in ("full", "offload") else 0
-    return Forward(tuple(terms), after_layer=beyond or kept // layers, after_head=beyond)
+    repeats = how in ("full", "offload")
+    beyond = max(kept - inputs, 0) if repeats else 0
+    return Forward(tuple(terms), after_layer=beyond if repeats else kept // layers, after_head=beyond)
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
