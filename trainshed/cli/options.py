@@ -1,7 +1,9 @@
 """Arguments and options that commands share, and reading of spec files and their overrides."""
 
 import json
+import os
 import re
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from trainshed.cli.spec_text import SpecText
 
 M = TypeVar("M", bound=BaseModel)
 JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
+_MOST_BYTES = 16 << 20
 _HEADER = re.compile("[!-~]([ -~]{0,253}[!-~])?")
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
 JobRef = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP, autocompletion=complete_job)]
@@ -124,11 +127,22 @@ def write_file(file: Path, content: bytes) -> None:
         fail(f"{file}: {error.strerror}; name a writable file in an existing folder", code=Exit.USAGE)
 
 
-def read_file(file: Path, kind: str) -> bytes:
-    """Read a file, or standard input for `-`. Exits with a one-line error and code 2 if it cannot be read."""
-    if str(file) == "-":
-        return sys.stdin.buffer.read()
+def read_file(file: Path, kind: str, *, regular: bool = False) -> bytes:
+    """Read a file, or standard input for `-`. Exits with a one-line error and code 2 if it cannot be read.
+
+    A file of more than 16 MiB is an error, such as a device without end; with `regular`, so is a FIFO or a device.
+    """
     try:
-        return file.read_bytes()
+        if str(file) == "-":
+            content = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            # Without O_NONBLOCK, the open of a FIFO would wait for its writer.
+            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK * regular)) as opened:
+                if regular and not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                    fail(f"{file} is not a regular file; name a readable {kind}, or - to read stdin", code=Exit.USAGE)
+                content = opened.read(_MOST_BYTES + 1)
     except OSError as error:
         fail(f"{file}: {error.strerror}; name a readable {kind}", code=Exit.USAGE)
+    if len(content) > _MOST_BYTES:
+        fail(f"{file} is larger than {_MOST_BYTES >> 20} MiB; name a smaller {kind}", code=Exit.USAGE)
+    return content

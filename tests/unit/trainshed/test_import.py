@@ -1,6 +1,7 @@
 """`trainshed import`: the spec, the report, and errors with their place."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,38 @@ def test_absent_file_is_an_error(tmp_path: Path) -> None:
     result = invoke(tmp_path / "absent.yaml")
     assert result.exit_code == Exit.USAGE
     assert "No such file or directory; name a readable configuration" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_file_without_end_is_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "run.yaml"
+    if kind == "FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    result = invoke(file)
+    assert result.exit_code == Exit.USAGE
+    assert f"{file} is not a regular file; name a readable configuration, or - to read stdin" in result.stderr
+
+
+def test_file_over_the_limit_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    with file.open("wb") as opened:
+        opened.truncate((16 << 20) + 1)
+    result = invoke(file)
+    assert result.exit_code == Exit.USAGE
+    assert f"{file} is larger than 16 MiB; name a smaller configuration" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["../base", "a/../../base", "link", "folder/base", "/../base", "{optional ..: base}"])
+def test_defaults_outside_of_the_folder_of_the_file_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "base.yaml").write_text("pretrain: /m\n")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "link.yaml").symlink_to(tmp_path / "base.yaml")
+    (folder / "folder").symlink_to(tmp_path)
+    file = folder / "run.yaml"
+    file.write_text(f"defaults: [{name}]\nexp_name: mine\n")
+    result = invoke(file)
+    assert result.exit_code == Exit.USAGE
+    assert "which lies outside of its folder; import the file from a folder above both" in result.stderr

@@ -131,15 +131,21 @@ def import_(
 
 def _source(file: Path) -> SourceFile:
     name = "<stdin>" if str(file) == "-" else str(file)
-    return SourceFile(name, read_file(file, "configuration"), _reader(file))
+    return SourceFile(name, read_file(file, "configuration", regular=True), _reader(file))
 
 
 def _reader(file: Path) -> Callable[[str], bytes | None]:
-    """Return a function that reads the configs which Hydra finds next to a file."""
+    """Return a function that reads the configs which Hydra finds below the folder of a file."""
 
     def read(name: str) -> bytes | None:
-        beside = file.parent / f"{name}.yaml"
-        return read_file(beside, "configuration") if str(file) != "-" and beside.is_file() else None
+        config = file.parent / f"{name}.yaml"
+        if str(file) == "-" or not os.path.lexists(config):
+            return None
+        # A downloaded folder may have links to any file.
+        if not os.path.realpath(config).startswith(os.path.join(os.path.realpath(file.parent), "")):
+            remedy = "import the file from a folder above both, or write the fields of that config into it"
+            fail(f"defaults of {file} name {config}, which lies outside of its folder; {remedy}", code=Exit.USAGE)
+        return read_file(config, "configuration", regular=True)
 
     return read
 
