@@ -1,11 +1,23 @@
 # `make demo` and `make test` are all a new user needs; both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# What is installed in .venv: the service, all that tests and checks need, and the peers of the benchmarks.
+# What is installed in .venv: what users need, all that tests and checks need, and the peers of the benchmarks.
 SERVICE := .venv/.service
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
-COMMA := ,
+# What the README, `trainshed init` and the first hour use.
+FOR_USERS := service,lora,tensorboard
+FOR_TESTS := dev
+FOR_PEERS := dev,bench
+# An extra package index, e.g. PyTorch's with builds for CPUs. pip would not exchange an installed build.
+TORCH_INDEX ?=
+export TORCH_INDEX
+INDEX := .venv/.torch-index
+ifneq ($(and $(TORCH_INDEX),$(wildcard .venv/.service .venv/.installed)),)
+ifneq ($(shell cat $(INDEX) 2>/dev/null),$(TORCH_INDEX))
+$(error .venv has a PyTorch that is not from TORCH_INDEX=$(TORCH_INDEX). Remedy: remove .venv, or leave TORCH_INDEX out)
+endif
+endif
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # The longest files are first, so that no process works on one of them after the others have ended. The others are files
 # too: pytest drops a file, and with it its place, if a folder of the command contains it.
@@ -64,21 +76,22 @@ setup: $(INSTALLED)
 # The packages of one or several extras, and the stamps of what they contain.
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Trainshed needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Remedy: make PYTHON=/path/to/python3.11")'
-	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m tools.set_up '$(1)'
+	@[ -e $(INDEX) ] || echo '$(TORCH_INDEX)' > $(INDEX)
 	@touch $(2) $@
 endef
 
 $(SERVICE): constraints.txt pyproject.toml
-	$(call install,service)
+	$(call install,$(FOR_USERS))
 
 $(INSTALLED): constraints.txt pyproject.toml
-	$(call install,dev,$(SERVICE))
+	$(call install,$(FOR_TESTS),$(SERVICE))
 
 $(PEERS): constraints.txt pyproject.toml
-	$(call install,dev$(COMMA)bench,$(SERVICE) $(INSTALLED))
+	$(call install,$(FOR_PEERS),$(SERVICE) $(INSTALLED))
 
-# A new user's first command: it installs no more than the service needs.
+# A new user's first command: it installs no more than users need.
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(SERVICE) && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
