@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from train_loop.extras import install
+
 
 def main() -> None:
     """Run the command. Without its libraries, print how to install them, and exit with 1."""
@@ -13,8 +15,8 @@ def main() -> None:
         if (error.name or "").partition(".")[0] in ("trainshed", "service", "train_loop"):
             raise
         sys.exit(
-            f"trainshed: the command is not installed ({error.name} is missing); run pip install 'trainshed[cli]' for "
-            "a service on another machine, or pip install 'trainshed[service]' to run one here"
+            f"trainshed: the command is not installed ({error.name} is missing); run {install('typer')} for a service "
+            f"on another machine, or {install('uvicorn')} to run one here"
         )
     command.app(prog_name="trainshed")
 

@@ -8,6 +8,7 @@ import structlog
 from fastapi import FastAPI
 
 from service.ports import NoTracer, Tracer
+from train_loop.extras import install
 
 log = structlog.get_logger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -40,6 +41,6 @@ def open_traces(environment: Mapping[str, str]) -> AppTraces:
     try:
         opened: AppTraces = pkgutil.resolve_name("service.adapters.otel:OtelTraces")()
     except ImportError as error:
-        log.warning("traces_are_off", missing=error.name, remedy="pip install 'trainshed[otel]'")
+        log.warning("traces_are_off", missing=error.name, remedy=install("opentelemetry"))
         return Off()
     return opened

@@ -24,6 +24,7 @@ from service.ports import NewJob, NoTracer
 from tests.support.fakes.service import FakeService, a_job
 from tests.support.servers.otlp import Collector, collector
 from tests.support.waiting import wait_for
+from train_loop.extras import install
 
 STARTED = re.compile(r"Trainshed listens on (http://\S+) \(docs: /docs\)\n")
 
@@ -163,4 +164,4 @@ def test_traces_are_off_by_default_and_missing_packages_log_a_warning(monkeypatc
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with capture_logs() as lines:
         assert isinstance(open_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}), NoTracer)
-    assert [(line["event"], line["remedy"]) for line in lines] == [("traces_are_off", "pip install 'trainshed[otel]'")]
+    assert [(line["event"], line["remedy"]) for line in lines] == [("traces_are_off", install("opentelemetry"))]

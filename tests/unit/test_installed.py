@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.clients import client_types, model_script
+from train_loop.extras import install
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "guides" / "client.md")
 WRONG = "from trainshed import Client\nClient(3)\n"
+NO_SERVICE = f"the service is not installed here; run {install('uvicorn')}"
 NOT_IN_CLI = (
     "uvicorn",
     "fastapi",
@@ -82,16 +84,18 @@ def test_command_without_its_extra_names_the_remedy() -> None:
     found = run_without(("typer",), "ps")
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.startswith("trainshed: the command is not installed (typer is missing); run pip install")
-    assert "'trainshed[cli]'" in found.stderr
+    assert (
+        f"{install('typer')} for a service on another machine, or {install('uvicorn')} to run one here" in found.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["ps"], "the service does not answer ("),
-        (["up"], "the service is not installed here; run pip install 'trainshed[service]'"),
-        (["serve"], "the service is not installed here; run pip install 'trainshed[service]'"),
-        (["backup", "b.tar"], "the service is not installed here; run pip install 'trainshed[service]'"),
+        (["up"], NO_SERVICE),
+        (["serve"], NO_SERVICE),
+        (["backup", "b.tar"], NO_SERVICE),
     ],
 )
 def test_command_with_the_extra_cli_needs_no_library_of_the_service(arguments: list[str], message: str) -> None:

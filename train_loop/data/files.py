@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from train_loop.data.patterns import ALL_BELOW, Pattern, search
 from train_loop.errors import DataError
+from train_loop.extras import install_storage
 from train_loop.run_dir import StorageUnavailable
 from train_loop.system.input_files import check_regular, open_input
 from train_loop.system.retry import patiently
@@ -97,8 +98,8 @@ def file_system(uri: str) -> FileSystem:
         return _Remote(uri)
     except (ImportError, ValueError) as error:
         scheme = uri.split("://")[0]
-        remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
-        raise DataError(f"{uri}: {scheme}:// storage cannot be read: {error}; {remedy}, or use file://") from error
+        remedy = f"{install_storage(scheme)}, or use file://"
+        raise DataError(f"{uri}: {scheme}:// storage cannot be read: {error}; {remedy}") from error
 
 
 def _read_range(file: File, start: int, stop: int) -> bytes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train_loop.errors import ModelError, UserError
+from train_loop.extras import cannot_import
 from train_loop.model.families.anatomy import Anatomy, plain_linears
 from train_loop.plan import Float8Linears
 from train_loop.spec import JobSpec
@@ -91,10 +92,8 @@ def _torchao(setting: str) -> Any:
         # An optional dependency, whose import takes seconds.
         return import_module("torchao.float8")
     except ImportError as error:
-        raise UserError(
-            f"{setting} needs torchao, which cannot be imported here ({error}); install torchao on the workers, or "
-            "remove float8"
-        ) from error
+        missing = cannot_import(setting, "torchao", error)
+        raise UserError(f"{missing} on the workers, or remove float8") from error
 
 
 def _needs_padding(spec: JobSpec) -> bool:

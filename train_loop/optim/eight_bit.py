@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from train_loop.errors import UserError
+from train_loop.extras import cannot_import
 
 aten = torch.ops.aten
 
@@ -18,10 +19,8 @@ def adamw_8bit_class() -> Callable[..., Optimizer]:
         from torchao.optim import AdamW8bit  # noqa: PLC0415
         from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(
-            f"optimizer=adamw_8bit needs torchao, which cannot be imported here ({error}); "
-            "install torchao on the workers, or choose adamw"
-        ) from error
+        missing = cannot_import("optimizer=adamw_8bit", "torchao", error)
+        raise UserError(f"{missing} on the workers, or choose adamw") from error
     OptimState8bit.implements([aten.clone.default, aten.zeros_like.default])(_copy_each_part)
     made: Callable[..., Optimizer] = AdamW8bit
     return made

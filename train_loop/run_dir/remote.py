@@ -12,6 +12,7 @@ from typing import cast
 import fsspec
 from upath import UPath
 
+from train_loop.extras import install_storage
 from train_loop.run_dir.root import check_storage
 
 # A call fails after 30 s if the server is silent, and after 10 s if it is unreachable; callers retry within their own
@@ -35,8 +36,8 @@ def remote_path(uri: str) -> Path:
             path.fs.retries = _S3_TRIES
         return cast(Path, path)
     except (ImportError, ValueError) as error:
-        remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
-        raise ValueError(f"{uri}: {scheme}:// storage cannot be used: {error}; {remedy}, or use file://") from error
+        remedy = f"{install_storage(scheme)}, or use file://"
+        raise ValueError(f"{uri}: {scheme}:// storage cannot be used: {error}; {remedy}") from error
 
 
 def is_remote(path: Path) -> bool:

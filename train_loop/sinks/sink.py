@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from train_loop import extras
 from train_loop.errors import UserError
 from train_loop.run_dir import Outcome, SinkName
 
@@ -56,8 +57,6 @@ def _scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def cannot_import(sink: SinkName, error: ImportError) -> UserError:
     """Return the error for a sink whose package is missing."""
-    extra = "trainshed" if sink == "tensorboard" else f"trainshed[{sink}]"
-    return UserError(
-        f"the sink {sink} needs a package that cannot be imported here ({error}); run pip install '{extra}' on the "
-        "cluster, or leave it out of TRAINSHED_SINKS"
-    )
+    package = "tensorboardX" if sink == "tensorboard" else sink
+    missing = extras.cannot_import(f"the sink {sink}", package, error)
+    return UserError(f"{missing} on the cluster, or leave it out of TRAINSHED_SINKS")

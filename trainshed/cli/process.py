@@ -12,6 +12,7 @@ import psutil
 
 from service.config.address import ServiceAddress, find_process
 from service.config.settings import Settings
+from train_loop.extras import install
 from trainshed.cli.exit_codes import fail
 
 _COMMAND = ("-m", "service.serve")
@@ -23,7 +24,7 @@ _LAST_LINES = 15
 def require_service() -> None:
     """Exit with a one-line error if this installation has the command but not the service."""
     if find_spec(_SERVER) is None:
-        fail("the service is not installed here; run pip install 'trainshed[service]', or set TRAINSHED_URL to one")
+        fail(f"the service is not installed here; run {install(_SERVER)}, or set TRAINSHED_URL to one")
 
 
 @dataclass(frozen=True)

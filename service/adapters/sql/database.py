@@ -18,6 +18,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 from service.adapters.sql.faults import DatabaseStatus
 from service.adapters.sql.tables import metadata
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
+from train_loop.extras import cannot_import
 
 CALL_SECONDS = 10.0
 """Default time limit of a statement, in seconds."""
@@ -51,7 +52,9 @@ class Database:
         self.url = url
         try:
             self.engine = _engine(url, seconds)
-        except (SQLAlchemyError, ImportError, ValueError) as error:
+        except ImportError as error:
+            raise DatabaseUnusable(cannot_import("TRAINSHED_DATABASE_URL", "psycopg", error)) from error
+        except (SQLAlchemyError, ValueError) as error:
             raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is not the URL of a usable database: {error}") from error
 
     def bring_up_to_date(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train_loop.errors import ModelError
+from train_loop.extras import cannot_import
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import SettingCheck
 from train_loop.model.lora.product import OneProduct
@@ -231,10 +232,8 @@ def _peft() -> Any:
         # The only import of this package, which takes seconds.
         import peft  # noqa: PLC0415
     except ImportError as error:
-        raise ModelError(
-            f"model.lora needs peft, which cannot be imported here ({error}); install peft on service and workers, or "
-            "remove lora"
-        ) from error
+        missing = cannot_import("model.lora", "peft", error)
+        raise ModelError(f"{missing} on service and workers, or remove lora") from error
     return peft
 
 

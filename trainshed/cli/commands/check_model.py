@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from train_loop.conformance.finding import Finding, Findings
+from train_loop.extras import install
 from train_loop.spec import JobSpec, SpecError, parse_text, show
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.options import AsJson, Overrides, SpecFile, read_spec
@@ -27,7 +28,7 @@ def check_model(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = F
     Choose a small model with --set code.config.…
     """
     if find_spec("torch") is None:
-        fail("torch is not installed here; run pip install 'trainshed[train]'")
+        fail(f"torch is not installed here; run {install('torch')}")
     body, text = read_spec(spec, overrides or ())
     try:
         job = parse_text(body)

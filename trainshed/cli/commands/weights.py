@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from train_loop.extras import install
 from train_loop.weights.result import Converted
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.options import AsJson
@@ -45,7 +46,7 @@ def convert(
     The files are read without running code in them, by a process without network and with limited memory.
     """
     if find_spec("torch") is None:
-        fail("torch is not installed here; run pip install 'trainshed[train]'")
+        fail(f"torch is not installed here; run {install('torch')}")
     options = {"--entry": entry, "--config": config, "--memory-mib": memory_mib}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     # A path that begins with a dash is no option.

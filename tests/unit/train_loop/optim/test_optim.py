@@ -83,7 +83,7 @@ def test_describe_groups_returns_size_and_rate() -> None:
 
 def test_eight_bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(UserError, match=r"needs torchao, which cannot be imported here .*; install torchao on "):
+    with pytest.raises(UserError, match=r"needs torchao, which cannot be imported here .*\[torchao\]' in .* on the "):
         groups(optimizer="adamw_8bit")
 
 

@@ -167,5 +167,5 @@ def test_missing_package_is_reported_with_its_remedy(
     run_dir: RunDir, sink: SinkName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, sink, None)
-    with pytest.raises(ValueError, match=rf"the sink {sink} needs .*pip install 'trainshed\[{sink}\]'"):
+    with pytest.raises(ValueError, match=rf"the sink {sink} needs {sink}, .*; run pip install -e '\.\[{sink}\]'"):
         open_sink(sink, run_dir)

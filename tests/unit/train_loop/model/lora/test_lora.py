@@ -11,6 +11,7 @@ from torch import nn
 from tests.support.builders.any_size import GPT2, MOE
 from tests.support.builders.specs import TINY, spec
 from train_loop.errors import ModelError
+from train_loop.extras import install
 from train_loop.model.build import materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
@@ -240,3 +241,4 @@ def test_initial_values_follow_the_rule_of_peft_and_the_name(init: str) -> None:
 def test_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     assert faults(job({}))["lora"].startswith("model.lora needs peft, which cannot be imported here (")
+    assert f"; run {install('peft')} on service and workers, or remove lora" in faults(job({}))["lora"]
