@@ -63,7 +63,9 @@ def requirements_of(found: metadata.Distribution, extras: Iterable[str] = ("",))
 def required_by_pins() -> list[tuple[str, Requirement]]:
     """Return each pinned package with each of its requirements, also of the extras that others ask of it."""
     installed = {canonicalize_name(one.metadata["Name"]): one for one in pinned_distributions()}
-    found = [(name, required) for name, one in installed.items() for required in requirements_of(one)]
+    found: list[tuple[str, Requirement]] = [
+        (name, one) for name in installed for one in requirements_of(installed[name])
+    ]
     for _, asked in found:
         name = canonicalize_name(asked.name)
         if asked.extras and name in installed:
