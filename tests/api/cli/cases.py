@@ -63,8 +63,8 @@ CASES = {
         "name: mine",
         "formats spec rows",
         "import {spec}",
-        "the file cannot be imported:\n  {spec}: the file is a spec of Trainshed already; submit it: "
-        "trainshed submit FILE",
+        "the file cannot be imported:\n  /scaling/num_workers: the file is a configuration of Trainshed "
+        "(scaling.num_workers), which needs no import; submit it: trainshed submit FILE",
         bad_code=2,
     ),
     "submit": Case(

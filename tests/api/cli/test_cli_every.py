@@ -108,7 +108,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
     (home / "spec.json").write_text(spec_body())
-    (home / "arguments.json").write_text(json.dumps({"output_dir": "out", "learning_rate": 1e-5}))
+    (home / "arguments.json").write_text(
+        json.dumps({"output_dir": "out", "learning_rate": 1e-5, "num_train_epochs": 1})
+    )
     hook, *hooks = (
         api.create_webhook(WebhookIn(project=project, url=receiver)).webhook.id for project in ("default", "a", "b")
     )

@@ -12,7 +12,14 @@ from train_loop.spec import parse_text
 from trainshed.cli.exit_codes import Exit
 from trainshed.cli.main import app
 
-ARGUMENTS = {"learning_rate": 1e-5, "output_dir": "out", "max_steps": 10, "bf16": True, "neftune_noise_alpha": 5}
+ARGUMENTS = {
+    "learning_rate": 1e-5,
+    "output_dir": "out",
+    "max_steps": 10,
+    "bf16": True,
+    "neftune_noise_alpha": 5,
+    "lr_scheduler_type": "cosine",
+}
 
 
 def invoke(*words: str | Path, text: str | None = None) -> Result:
@@ -83,7 +90,7 @@ def test_defaults_of_hydra_are_read_beside_the_file(tmp_path: Path) -> None:
     ("text", "error"),
     [
         ("a: 1\n", "unknown format"),
-        ("learning_rate: -1\noutput_dir: x\n", ":1:1: learning_rate: input should be greater than 0"),
+        ("learning_rate: -1\ndo_train: true\n", ":1:1: learning_rate: input should be greater than 0"),
         ("output_dir: x\noutput_dir: y\n", ":2:1: output_dir is given twice"),
         ("output_dir: [\n", "neither YAML nor JSON"),
     ],

@@ -1,21 +1,23 @@
 """Files of other tools → one spec that JobSpec accepts, and the report of all their fields."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import JsonValue
 
 from train_loop.spec.base import Problem, SpecError
-from train_loop.spec.importers import accelerate, roll, transformers
 from train_loop.spec.importers.draft import Draft, has, put
+from train_loop.spec.importers.recognise import Source
 from train_loop.spec.importers.references import Read
+from train_loop.spec.importers.registry import TOOLS, importer_of
 from train_loop.spec.importers.report import Imported, Outcome, Row
+from train_loop.spec.importers.text import read_text
 from train_loop.spec.importers.values import DATA_FOLDER, MODEL_FOLDER
 from train_loop.spec.job import JobSpec
 from train_loop.spec.names import field_paths
 from train_loop.spec.parse import merged, parse_any
-from train_loop.spec.text import add_positions, read_yaml
+from train_loop.spec.text import add_positions
 
 _ENDS = ("num_train_epochs", "max_steps", "max_tokens")
 _RATE = 5e-5
@@ -56,7 +58,7 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
     drafts: list[tuple[SourceFile, str, Draft]] = []
     for file in files:
         try:
-            drafts.append((file, *_read(read_yaml(file.text, aliases=True), file.read, worker)))
+            drafts.append((file, *_read(Source(read_text(file.text, TOOLS), file.read, worker))))
         except SpecError as error:
             raise _located(error.problems, file) from error
     spec = _merge([draft for _, _, draft in drafts])
@@ -89,35 +91,13 @@ def _ordered(part: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     }
 
 
-def _read(data: Any, read: Read, worker: str | None) -> tuple[str, Draft]:
+def _read(source: Source) -> tuple[str, Draft]:
     """Return the name of a file's format, and the draft of a job. Raises SpecError."""
-    if not isinstance(data, dict):
-        raise SpecError([Problem("", "the file is not a mapping of fields")])
-    if roll.is_roll(data) or "defaults" in data:
-        draft, chosen = roll.read_roll(data, read, worker)
-        return f"{roll.TOOL}, worker {chosen}", draft
-    if worker is not None:
-        raise SpecError([Problem("", "the file has no workers of ROLL; remove --worker")])
-    formats: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], Draft]], ...] = (
-        (transformers.DISTRIBUTED_TOOL, transformers.is_distributed_config, transformers.read_distributed_config),
-        (accelerate.TOOL, accelerate.is_accelerate, accelerate.read_accelerate),
-        (transformers.TOOL, transformers.is_training_arguments, transformers.read_training_arguments),
-    )
-    for name, matches, import_one in formats:
-        if matches(data):
-            return name, import_one(data)
-    if data and data.keys() <= JobSpec.model_fields.keys():
-        message = "the file is a spec of Trainshed already; submit it: trainshed submit FILE"
-        raise SpecError([Problem("", message)])
-    raise SpecError(
-        [
-            Problem(
-                "",
-                "unknown format; expected a pipeline of ROLL with strategy_args, a file of accelerate config, "
-                "TrainingArguments or a DistributedConfig",
-            )
-        ]
-    )
+    name, convert = importer_of(source)
+    draft = convert(source)
+    if source.worker is not None and draft.worker is None:
+        raise SpecError([Problem("", f"a file of {name} has no workers of ROLL; remove --worker")])
+    return name if draft.worker is None else f"{name}, worker {draft.worker}", draft
 
 
 def _merge(drafts: Sequence[Draft]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class Draft:
         self.rows: list[Row] = []
         self.pointers: dict[str, str] = {}
         """Pointer in the source of each field of the spec."""
+        self.worker: str | None = None
+        """Worker that the draft is of, if its tool's files have several."""
         self._source = source
         self._leaves = dict(leaves(source))
         self._noted: set[str] = set()

@@ -8,8 +8,7 @@ import yaml
 from tests.unit.train_loop.spec.importers.cases import documents, fates, imported, job, marked, mesh_of, unreported
 from train_loop.spec import SpecError
 from train_loop.spec.importers import Outcome
-from train_loop.spec.importers.accelerate import is_accelerate
-from train_loop.spec.importers.fsdp import RULES
+from train_loop.spec.importers.hugging_face.fsdp import RULES
 
 FILES = documents("accelerate.yaml")
 LAUNCH = [
@@ -48,7 +47,6 @@ def parallel(**sizes: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FILES)
 def test_every_example_imports_and_reports_every_field(name: str) -> None:
     raw = yaml.safe_load(FILES[name])
-    assert is_accelerate(raw)
     found = imported(FILES[name])
     assert found.formats == ("Accelerate",)
     assert unreported(found, raw) == set()
@@ -147,7 +145,7 @@ def test_file_without_a_learning_rate_names_what_to_replace() -> None:
 
 
 def test_later_file_wins_and_its_report_has_no_stale_rows() -> None:
-    found = imported(config(), {"learning_rate": 1e-5, "output_dir": "x", "max_steps": 10, "bf16": True})
+    found = imported(config(), {"learning_rate": 1e-5, "do_train": True, "max_steps": 10, "bf16": True})
     spec = job(found)
     assert found.formats == ("Accelerate", "TrainingArguments")
     assert (spec.training.learning_rate, spec.training.max_steps, spec.scaling.world) == (1e-5, 10, 8)
@@ -166,12 +164,15 @@ def test_unknown_and_unsupported_fields_are_marked() -> None:
     ("text", "message"),
     [
         ("just text", "not a mapping of fields"),
-        ("a: 1", "unknown format; expected a pipeline of ROLL"),
-        ("{}", "unknown format; expected a pipeline of ROLL"),
-        ("name: mine\nmodel: {path: /models/a}", "a spec of Trainshed already; submit it: trainshed submit"),
+        ("a: 1", "unknown format; expected a file of ROLL, Accelerate, TrainingArguments"),
+        ("{}", "unknown format; expected a file of ROLL, Accelerate, TrainingArguments"),
+        (
+            "name: mine\nmodel: {path: /models/a}",
+            "a configuration of Trainshed .*needs no import; submit it: trainshed submit",
+        ),
         ("distributed_type: FSDP\nx: &a [1]\ny: *b", r"\*b refers to no anchor"),
         ("distributed_type: FSDP\ndistributed_type: NO", "given twice"),
-        ("mixed_precision: fp12\nnum_processes: 2", r"fp12.*\(model.dtype of the spec\)"),
+        ("mixed_precision: fp12\nmachine_rank: 0", r"fp12.*\(model.dtype of the spec\)"),
         ("distributed_type: " + "[" * 40, "levels deep"),
     ],
 )

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.unit.train_loop.spec.importers.cases import fates, imported, job, marked, unreported
 from train_loop.spec import LoraSpec, SpecError
 from train_loop.spec.importers import Outcome
-from train_loop.spec.importers.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
+from train_loop.spec.importers.hugging_face.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
 
 HANDLED = {"bf16", "fp16", "num_train_epochs", "max_steps", "eval_steps", "save_steps", "fsdp", "fsdp_config"}
 """Fields whose meaning depends on others."""
-LEAST = {"output_dir": "x", "learning_rate": 1e-5}
+LEAST = {"output_dir": "x", "learning_rate": 1e-5, "do_train": True}
 
 
 def fields_of(file: str, name: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from pydantic import JsonValue
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers.draft import LOOP, Draft, Drop, pointer_of
 from train_loop.spec.importers.parts import drop_unused, read_adapters, read_warmup
-from train_loop.spec.importers.references import Read, compose, resolve
+from train_loop.spec.importers.recognise import Source, Tool
+from train_loop.spec.importers.references import compose, resolve
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.roll_data import read_data, read_length
-from train_loop.spec.importers.roll_fields import ADAPTERS, DEFAULTS, INFERENCE, PIPELINE, WORKER
-from train_loop.spec.importers.roll_infer import keep_inference
+from train_loop.spec.importers.roll.data import read_data, read_length
+from train_loop.spec.importers.roll.fields import ADAPTERS, DEFAULTS, INFERENCE, PIPELINE, WORKER
+from train_loop.spec.importers.roll.infer import keep_inference
 from train_loop.spec.importers.values import (
     devices,
     dtype,
@@ -23,7 +24,7 @@ from train_loop.spec.importers.values import (
     schedule,
 )
 
-TOOL = "ROLL"
+NAME = "ROLL"
 _TRAIN, _INFER = "fsdp2_train", "fsdp2_infer"
 _BATCH = "infer_batch_size"
 _DEPTH = 3
@@ -34,11 +35,6 @@ _OBJECTIVES = {
     "critic": "the loss of a value model is not a job's; this one predicts the next token",
 }
 _RL = "losses of reinforcement learning are not a job's; this one predicts the next token of its rows"
-
-
-def is_roll(data: Mapping[str, Any]) -> bool:
-    """Return whether a file looks like a configuration of ROLL."""
-    return any(True for _ in _strategies(data))
 
 
 def _strategies(data: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -53,12 +49,14 @@ def _strategies(data: Mapping[str, Any], before: str = "", depth: int = 0) -> It
             yield from _strategies(part, f"{path}.", depth + 1)
 
 
-def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[Draft, str]:
-    """Return the draft of a job from ROLL's configuration, and the worker that it is of. Raises SpecError."""
-    whole = resolve(compose(data, read))
+def read_roll(source: Source) -> Draft:
+    """Return the draft of a job from one worker of ROLL's configuration. Raises SpecError."""
+    data = source.data
+    whole = resolve(compose(data, source.read))
     strategies = dict(_strategies(whole))
-    chosen = _choose(strategies, worker)
+    chosen = _choose(strategies, source.worker)
     draft = Draft({**whole, **({"defaults": data["defaults"]} if "defaults" in data else {})})
+    draft.worker = chosen
     role, trains = chosen.rpartition(".")[2], strategies[chosen] == _TRAIN
     draft.take("exp_name", "name", job_name)
     _model(draft, chosen, role)
@@ -80,8 +78,8 @@ def read_roll(data: Mapping[str, Any], read: Read, worker: str | None) -> tuple[
         drop_unused(draft)
     else:
         keep_inference(draft, chosen)
-    draft.finish(TOOL)
-    return draft, chosen
+    draft.finish(NAME)
+    return draft
 
 
 def _choose(strategies: Mapping[str, str], worker: str | None) -> str:
@@ -122,7 +120,7 @@ def _model(draft: Draft, worker: str, role: str) -> None:
 def _precision(draft: Draft, worker: str) -> None:
     compute, model = f"{worker}.strategy_args.strategy_config.param_dtype", f"{worker}.model_args.dtype"
     if not draft.has(compute):
-        draft.assume(compute, "model.dtype", "bf16", tool=TOOL)
+        draft.assume(compute, "model.dtype", "bf16", tool=NAME)
         draft.differ("without param_dtype, ROLL keeps the weights in fp32", target="model.master_dtype", written="fp32")
     else:
         master = "fp32" if dtype(draft.get(compute)) == "fp16" else dtype(draft.get(compute))
@@ -133,7 +131,7 @@ def _precision(draft: Draft, worker: str) -> None:
         )
     draft.leave(model, "ROLL computes in param_dtype")
     draft.assume(f"{worker}.strategy_args.strategy_config.reduce_dtype", "strategy.reduce_dtype", "fp32",
-                 tool=TOOL)  # fmt: skip
+                 tool=NAME)  # fmt: skip
     draft.differ("ROLL computes under torch.autocast, too; here FSDP2's dtypes alone decide, so roundings differ")
 
 
@@ -159,7 +157,7 @@ def _adapters(draft: Draft, arguments: str) -> None:
         return
     rank = number(draft.get(f"{arguments}.lora_rank", 8))
     defaults: dict[str, JsonValue] = {"r": 8, "alpha": 2 * rank if isinstance(rank, int) else 16, "dropout": 0.0}
-    read_adapters(draft, {name: f"{arguments}.{field}" for name, field in ADAPTERS.items()}, defaults, tool=TOOL)
+    read_adapters(draft, {name: f"{arguments}.{field}" for name, field in ADAPTERS.items()}, defaults, tool=NAME)
     draft.leave(f"{arguments}.freeze_module_prefix", "with adapters, ROLL freezes all other weights without it")
 
 
@@ -248,9 +246,9 @@ def _training(draft: Draft, worker: str, *, is_sft: bool) -> None:
         draft.note("max_ckpt_to_keep", Outcome.NOT_SUPPORTED, target="checkpoint.keep_last", written=2,
                    reason="ROLL keeps all checkpoints; here the last 2 are kept")  # fmt: skip
     for name, (target, default) in DEFAULTS.items():
-        draft.assume(f"{worker}.{name}", target, default, tool=TOOL)
-    draft.assume("seed", "training.seed", 42, tool=TOOL)
-    draft.assume("save_steps", "checkpoint.every_steps", 50, tool=TOOL)
+        draft.assume(f"{worker}.{name}", target, default, tool=NAME)
+    draft.assume("seed", "training.seed", 42, tool=NAME)
+    draft.assume("save_steps", "checkpoint.every_steps", 50, tool=NAME)
     if number(draft.get(f"{arguments}.weight_decay", 0)):
         draft.differ("ROLL decays all weights; here norms and biases are left out")
 
@@ -270,3 +268,11 @@ def _others(draft: Draft, worker: str, whole: Mapping[str, Any], *, is_sft: bool
     names: Sequence[str] = () if is_sft else [name for name in whole if name != worker.partition(".")[0]]
     rule = Drop("rollouts, rewards and their losses are not part of a training job", Outcome.NOT_IMPORTED)
     draft.apply({pattern: rule for name in names for pattern in (name, f"{name}.*")})
+
+
+TOOL = Tool(
+    NAME,
+    marks=("*.strategy_args.strategy_name", "rollout_batch_size"),
+    convert=read_roll,
+    shared=("exp_name", "pretrain", "prompt_length", "response_length", "sequence_length"),
+)

@@ -4,17 +4,20 @@ Source: accelerate 1.15, `commands/config/config_args.py`, `commands/launch.py` 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import JsonValue
 
 from train_loop.spec.importers.draft import Draft, Drop, Rule, Take, unneeded
-from train_loop.spec.importers.fsdp import read_fsdp
+from train_loop.spec.importers.hugging_face.fsdp import read_fsdp
+from train_loop.spec.importers.recognise import Source, Tool, names_of
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.values import attention, dtype, flag, number
 
-TOOL = "Accelerate"
-_SIGNS = frozenset({"distributed_type", "compute_environment", "fsdp_config", "mixed_precision", "num_processes"})
+NAME = "Accelerate"
+_MARKS = names_of(
+    "distributed_type compute_environment downcast_bf16 machine_rank main_training_function num_machines same_network "
+    "rdzv_backend dynamo_config megatron_lm_config mpirun_config"
+)
 _HOSTS = unneeded("Ray places the workers on hosts")
 _CLOUD = Drop("TPUs and SageMaker are not supported")
 _OTHER = Drop("every job trains with FSDP2")
@@ -73,14 +76,9 @@ _PARALLEL: dict[str, Rule] = {
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
-def is_accelerate(data: Mapping[str, Any]) -> bool:
-    """Return whether a file looks like Accelerate's configuration."""
-    return "distributed_type" in data or len(_SIGNS & data.keys()) >= 2
-
-
-def read_accelerate(data: Mapping[str, Any]) -> Draft:
+def read_accelerate(source: Source) -> Draft:
     """Return the draft of a job from Accelerate's configuration."""
-    draft = Draft(data)
+    draft = Draft(source.data)
     world, hosts = number(draft.get("num_processes", -1)), number(draft.get("num_machines", 1))
     known = isinstance(world, int) and isinstance(hosts, int) and world > 0 and hosts > 0 and world % hosts == 0
     _workers(draft, world if isinstance(world, int) and world > 0 else None)
@@ -97,7 +95,7 @@ def read_accelerate(data: Mapping[str, Any]) -> Draft:
     _sizes(draft)
     _devices(draft)
     draft.apply(_RULES)
-    draft.finish(TOOL)
+    draft.finish(NAME)
     return draft
 
 
@@ -115,7 +113,7 @@ def _precision(draft: Draft, *, is_sharded: bool) -> None:
     name = "no" if given is False else str(given).lower()
     chosen = {"no": "fp32", "fp8": "bf16"}.get(name) or dtype(name)
     if not draft.has("mixed_precision"):
-        draft.assume("mixed_precision", "model.dtype", chosen, tool=TOOL)
+        draft.assume("mixed_precision", "model.dtype", chosen, tool=NAME)
         return
     reason = {"no": "no mixed precision", "fp8": "layers compute in bf16 unless strategy.float8 is set"}.get(name, "")
     draft.write("mixed_precision", "model.dtype", chosen, reason=reason, numbers=name == "fp8")
@@ -166,3 +164,11 @@ def _devices(draft: Draft) -> None:
     if backend == "INDUCTOR":
         field = "dynamo_config.dynamo_backend" if draft.has("dynamo_config.dynamo_backend") else "dynamo_backend"
         draft.write(field, "model.compile", True, reason="each layer is compiled separately")
+
+
+TOOL = Tool(
+    NAME,
+    marks=_MARKS,
+    convert=read_accelerate,
+    shared=("mixed_precision", "num_processes", *(name.partition(".")[0] for name in _RULES)),
+)

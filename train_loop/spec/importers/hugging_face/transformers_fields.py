@@ -1,7 +1,5 @@
 """The fields of Hugging Face's `TrainingArguments` and `DistributedConfig`, with what becomes of each.
 
-Fields of TRL's ModelConfig that concern adapters are those of files for `trl sft --config`.
-
 Sources: transformers 5.23, `training_args.py` and `distributed/configuration_utils.py`, and fields of transformers 4.
 """
 
@@ -18,20 +16,6 @@ _DDP = unneeded("DDP is not used")
 _LOGS = unneeded("each rank has a log; trainshed logs --level filters it")
 _EVALUATION = Drop("evaluation computes loss, perplexity and the metrics of model.head")
 _SCRIPT = unneeded("a spec with data.eval is evaluated")
-
-_QUANTIZED = Drop("only the frozen weights below adapters are quantised, so use_peft is needed", numbers=True)
-
-ADAPTERS = {
-    "r": "lora_r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "target_modules": "lora_target_modules",
-    "target_parameters": "lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
-"""Fields of TRL's ModelConfig by field of `model.lora`."""
 
 RULES: dict[str, Rule] = {
     "output_dir": _RUN,
@@ -130,13 +114,6 @@ RULES: dict[str, Rule] = {
     "full_determinism": Drop("see training.reproducible; kernels are torch's own choice"),
     "seed": Take("training.seed", number),
     "data_seed": Take("data.seed", number),
-    "use_peft": unneeded("off"),
-    **{name: unneeded("use_peft is off") for name in ADAPTERS.values()},
-    "lora_task_type": unneeded("model.head"),
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
-    "bnb_4bit_quant_type": Drop("4 bits are always nf4", numbers=True, harmless=(None, "nf4")),
-    "use_bnb_nested_quant": unneeded("scales are bf16"),
     "use_cpu": unneeded("scaling.resources_per_worker"),
     "no_cuda": unneeded("scaling.resources_per_worker"),
     "accelerator_config": unneeded("batches are counted in sequences, whatever the number of workers"),

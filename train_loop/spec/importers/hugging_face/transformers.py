@@ -1,57 +1,55 @@
 """Hugging Face's `TrainingArguments` and `DistributedConfig` (transformers 4 and 5) → a spec."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import JsonValue
 
-from train_loop.spec.importers.draft import Draft, Drop
-from train_loop.spec.importers.fsdp import read_fsdp, sharding_name, write_sharding
-from train_loop.spec.importers.parts import drop_unused, read_adapters, read_warmup
+from train_loop.spec.importers.draft import Draft, Drop, Rule
+from train_loop.spec.importers.hugging_face.fsdp import read_fsdp, sharding_name, write_sharding
+from train_loop.spec.importers.hugging_face.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
+from train_loop.spec.importers.parts import drop_unused, read_warmup
+from train_loop.spec.importers.recognise import Source, Tool, names_of
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.transformers_fields import ADAPTERS, DEFAULTS, DISTRIBUTED, RULES
 from train_loop.spec.importers.values import flag, number, schedule_options
 
-TOOL = "TrainingArguments"
-DISTRIBUTED_TOOL = "DistributedConfig"
-_SIGNS = frozenset(RULES) - {"name", "project", "seed", "debug", "parallelism_config", "fsdp_config", "use_cpu"}
+NAME = "TrainingArguments"
+_DISTRIBUTED = "DistributedConfig"
+_MARKS = names_of(
+    "per_device_train_batch_size num_train_epochs lr_scheduler_type per_device_eval_batch_size do_train do_eval "
+    "do_predict per_gpu_train_batch_size per_gpu_eval_batch_size overwrite_output_dir label_smoothing_factor "
+    "average_tokens_across_devices full_determinism logging_strategy disable_tqdm bf16_full_eval fp16_full_eval "
+    "dataloader_drop_last prediction_loss_only log_level ignore_data_skip skip_memory_metrics use_liger_kernel"
+)
+"""Fields that only TrainingArguments have, and the tools that extend them."""
 _BEST = {"loss": "eval_loss", "accuracy": "eval_accuracy", "f1": "eval_f1", "mse": "eval_mse"}
 
 
-def is_training_arguments(data: Mapping[str, Any]) -> bool:
-    """Return whether a file looks like TrainingArguments."""
-    return len(_SIGNS & data.keys()) >= 2
-
-
-def is_distributed_config(data: Mapping[str, Any]) -> bool:
-    """Return whether a file looks like a DistributedConfig: it has no other fields."""
-    return bool(data) and data.keys() <= DISTRIBUTED.keys()
-
-
-def read_training_arguments(data: Mapping[str, Any]) -> Draft:
+def read_training_arguments(source: Source) -> Draft:
     """Return the draft of a job from TrainingArguments."""
-    draft = Draft(data)
+    draft = Draft(source.data)
+    read_arguments(draft, RULES)
+    draft.finish(NAME)
+    return draft
+
+
+def read_arguments(draft: Draft, rules: Mapping[str, Rule]) -> None:
+    """Translate the fields of TrainingArguments, which a tool may add its own to."""
     _precision(draft)
     _length(draft)
     read_warmup(draft, "warmup_steps", "warmup_ratio")
     _evaluation(draft)
     _checkpoints(draft)
     _sharding(draft)
-    _adapters(draft)
     _loop(draft)
-    for old, new in (("gradient_checkpointing", "activation_checkpointing"),):
-        draft.apply({name: RULES[name] for name in (old, new)})
-    draft.apply(RULES)
+    draft.apply(rules)
     for field, (target, default) in DEFAULTS.items():
-        draft.assume(field, target, default, tool=TOOL)
+        draft.assume(field, target, default, tool=NAME)
     drop_unused(draft)
     draft.need("scaling.num_workers", 1, "TrainingArguments do not say how many processes torchrun starts")
     if draft.get("data_seed") is None:
-        draft.assume("data_seed", "data.seed", draft.get("seed", 42), tool=f"{TOOL}, which is seed")
+        draft.assume("data_seed", "data.seed", draft.get("seed", 42), tool=f"{NAME}, which is seed")
     draft.differ("a seed gives another order of samples, other random weights and other dropout")
     draft.differ("epochs follow one another without a shorter batch between them")
-    draft.finish(TOOL)
-    return draft
 
 
 def _precision(draft: Draft) -> None:
@@ -62,7 +60,7 @@ def _precision(draft: Draft) -> None:
         if name not in chosen[:1] and draft.has(name):
             draft.note(name, Outcome.NOT_NEEDED, reason="off" if name not in chosen else "bf16 is on, too")
     if not chosen:
-        draft.assume("bf16", "model.dtype", "fp32", tool=f"{TOOL}, without autocast")
+        draft.assume("bf16", "model.dtype", "fp32", tool=f"{NAME}, without autocast")
     if flag(draft.get("tf32", False)):
         draft.write("tf32", "strategy.matmul_precision", "high")
 
@@ -75,7 +73,7 @@ def _length(draft: Draft) -> None:
         return
     draft.leave("max_steps", "not set")
     draft.take("num_train_epochs", "training.num_train_epochs", number)
-    draft.assume("num_train_epochs", "training.num_train_epochs", 3.0, tool=TOOL)
+    draft.assume("num_train_epochs", "training.num_train_epochs", 3.0, tool=NAME)
 
 
 def _every(draft: Draft, name: str, default: float | None) -> int | None:
@@ -129,7 +127,7 @@ def _checkpoints(draft: Draft) -> None:
         field = "save_steps" if draft.has("save_steps") else "save_strategy"
         if draft.has(field):
             draft.write(field, "checkpoint.every_steps", every)
-        draft.assume("save_steps", "checkpoint.every_steps", 500, tool=TOOL)
+        draft.assume("save_steps", "checkpoint.every_steps", 500, tool=NAME)
     _best(draft)
 
 
@@ -155,19 +153,6 @@ def _best(draft: Draft) -> None:
     if isinstance(evaluated, int) and isinstance(saved, int) and saved % evaluated:
         reason = "checkpoints are compared after evaluations: every_steps becomes a multiple of eval_steps"
         draft.write("save_steps", "checkpoint.every_steps", max(saved // evaluated, 1) * evaluated, reason=reason)
-
-
-def _adapters(draft: Draft) -> None:
-    """Translate the adapters of TRL, whose files have the fields of its ModelConfig together with these."""
-    if not flag(draft.get("use_peft", False)):
-        return
-    draft.note("use_peft", Outcome.NOT_NEEDED, reason="model.lora")
-    read_adapters(draft, ADAPTERS, {"r": 16, "alpha": 32, "dropout": 0.05}, tool="TRL")
-    bits = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
-    for field, kind in bits.items():
-        if flag(draft.get(field, False)):
-            reason = "other scales than those of bitsandbytes: weights differ by a few percent"
-            draft.write(field, "model.quantize_base", kind, reason=reason, numbers=True)
 
 
 def _sharding(draft: Draft) -> None:
@@ -217,9 +202,9 @@ def _loop(draft: Draft) -> None:
                    reason="Trainer keeps all checkpoints; here the last 2 are kept")  # fmt: skip
 
 
-def read_distributed_config(data: Mapping[str, Any]) -> Draft:
+def read_distributed_config(source: Source) -> Draft:
     """Return the draft of a job from a DistributedConfig."""
-    draft = Draft(data)
+    draft = Draft(source.data)
     sizes = {name: number(draft.get(name, 1)) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
     tp, fsdp, copies, _ = sizes.values()
     if all(isinstance(size, int) and size >= 1 for size in sizes.values()):
@@ -239,5 +224,21 @@ def read_distributed_config(data: Mapping[str, Any]) -> Draft:
         reason = "weights stay fp32, layers compute in bf16, and gradients are reduced in fp32"
         draft.write("fsdp_mixed_precision", "model.dtype", "bf16", reason=reason)
     draft.apply(DISTRIBUTED)
-    draft.finish(DISTRIBUTED_TOOL)
+    draft.finish(_DISTRIBUTED)
     return draft
+
+
+_HANDLED = names_of("bf16 fp16 max_steps num_train_epochs eval_steps save_steps fsdp fsdp_config warmup_ratio")
+"""Fields without a rule, whose meaning depends on others."""
+TOOL = Tool(
+    NAME,
+    marks=_MARKS,
+    convert=read_training_arguments,
+    shared=(*_HANDLED, *(name.partition(".")[0] for name in RULES)),
+)
+DISTRIBUTED_TOOL = Tool(
+    _DISTRIBUTED,
+    marks=names_of("tp_plan fsdp_plan ep_plan"),
+    convert=read_distributed_config,
+    alone=[name.partition(".")[0] for name in DISTRIBUTED],
+)

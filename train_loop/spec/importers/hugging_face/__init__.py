@@ -1,0 +1,1 @@
+"""The files of Hugging Face's tools: TrainingArguments, DistributedConfig, Accelerate and TRL."""
