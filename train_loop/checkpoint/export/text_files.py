@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.text.chat import load_chat_templates, read_template
 from train_loop.data.text.chat_template import REFUSED, ChatTemplate
-from train_loop.data.text.tokenizer_files import TEMPLATES, private_copy, tokenizer_files
+from train_loop.data.text.tokenizer_files import TEMPLATES, load_with_transformers, tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
@@ -157,10 +157,7 @@ def read_tokenizer(folder: Path, *, required: bool) -> PreTrainedTokenizerBase |
     if not required and not (folder.is_dir() and tokenizer_files(folder).keys() - {"config.json"}):
         return None
     try:
-        with private_copy(folder) as copy:
-            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                copy, local_files_only=True, trust_remote_code=False
-            )
+        loaded: PreTrainedTokenizerBase = load_with_transformers(folder)
     except Exception as error:  # transformers and tokenizers raise no narrower type
         reason = f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())}"
         if required:

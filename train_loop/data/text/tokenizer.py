@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.text.tokenizer_files import private_copy
+from train_loop.data.text.tokenizer_files import load_with_transformers
 from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
 from train_loop.spec.data import AddBos
@@ -242,12 +242,8 @@ def _is_fault(error: BaseException) -> bool:
 
 
 def _load(folder: Path) -> Any:
-    # Jobs on token ids, and their drivers, do not need it.
-    from transformers import AutoTokenizer  # noqa: PLC0415 - it takes a second
-
     try:
-        with private_copy(folder) as copy:
-            return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+        return load_with_transformers(folder)
     except (DataError, MemoryError):
         raise
     except BaseException as error:  # transformers and tokenizers raise no narrower type

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from train_loop.data.text.tokenizer_settings import check_settings
 from train_loop.errors import DataError
 from train_loop.system.input_files import read_input
+from train_loop.system.landlock import run_restricted
 
 # All files that a tokenizer class of transformers reads from a folder; config.json can choose the class.
 _NAMES = re.compile(
@@ -20,9 +20,9 @@ TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates that are not the default."""
 _LARGEST = 512 * 2**20
 """Maximum bytes of a tokenizer's files; the largest published ones have 50 MB."""
-_OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"}
-_PATHS = {"gguf_file", "init_inputs", "merges", "tokenizer_object", "vocab"}
-"""Settings that make a tokenizer class open other files or replace its vocabulary."""
+_SETTINGS = {"tokenizer_config.json", "special_tokens_map.json"}
+"""Files whose settings reach a tokenizer class. Of config.json, only the type of the model does."""
+_OBJECTS = {*_SETTINGS, "added_tokens.json", "config.json"}
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -41,23 +41,43 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     return {name: read_input(files[name], most=_LARGEST) for name in sorted(files)}
 
 
-@contextmanager
-def private_copy(folder: Path) -> Iterator[Path]:
-    """Yield a copy of a tokenizer's files, which no other user can change while transformers reads them.
+def load_with_transformers(folder: Path) -> Any:
+    """Return a tokenizer as transformers loads it, without code from its folder, by a thread that reads only a copy.
 
-    The copy has the folder's name, and no file with code. Raises DataError for files that are not JSON objects, and for
-    settings that name other files.
+    Raises DataError for files that are not JSON objects, and for settings that name other files; and the errors of
+    transformers, which have no common class.
     """
+    # Jobs on token ids, and their drivers, do not need it.
+    from transformers import AutoTokenizer  # noqa: PLC0415 - it takes a second
+
     with TemporaryDirectory(prefix="trainshed-") as home:
-        copy = Path(home, folder.name or "tokenizer")
-        copy.mkdir()
-        for name, content in tokenizer_files(folder).items():
-            if name in _OBJECTS:
-                found = _read_object(folder / name, content)
-                _check_settings(found if name == "tokenizer_config.json" else {}, folder)
-            (copy / name).parent.mkdir(exist_ok=True)
-            (copy / name).write_bytes(content)
-        yield copy
+        copy = _copy(folder, Path(home))
+        return run_restricted(
+            lambda: AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False),
+            readable=[copy],
+        )
+
+
+def _copy(folder: Path, home: Path) -> Path:
+    """Copy a tokenizer's files, so that no other user can change them while transformers reads them.
+
+    The copy has the folder's name, no file with code, and no setting that names another file.
+    """
+    copy = home / (folder.name or "tokenizer")
+    copy.mkdir()
+    for name, content in tokenizer_files(folder).items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(_checked(folder / name, content) if name in _OBJECTS else content)
+    return copy
+
+
+def _checked(file: Path, content: bytes) -> bytes:
+    found = _read_object(file, content)
+    if file.name in _SETTINGS:
+        found = check_settings(file, found)
+    # Names of other versions of config.json, which may lead out of the folder.
+    found.pop("configuration_files", None)
+    return json.dumps(found).encode()
 
 
 def _read_object(file: Path, content: bytes) -> dict[str, Any]:
@@ -70,15 +90,3 @@ def _read_object(file: Path, content: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{file} holds a JSON {type(found).__name__}, not an object; save the tokenizer again")
     return found
-
-
-def _check_settings(config: dict[str, Any], folder: Path) -> None:
-    strange = sorted(_PATHS & config.keys())
-    files = config.get("fast_tokenizer_files", [])
-    if not isinstance(files, list) or not all(isinstance(name, str) and Path(name).name == name for name in files):
-        strange.append("fast_tokenizer_files")
-    if strange:
-        raise DataError(
-            f"tokenizer_config.json in {folder} sets {strange[0]}, which can name files outside the folder; save the "
-            "tokenizer again with transformers"
-        )

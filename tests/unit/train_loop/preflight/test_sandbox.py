@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.preflight.sandbox import landlock_version
+from train_loop.system.landlock import landlock_version
 
 SCRIPT = """
 import json, os, socket, sys
