@@ -18,12 +18,14 @@ from train_loop.checkpoint.parts import described, plain
 from train_loop.checkpoint.select import agree_on_newest, prove_parent
 from train_loop.checkpoint.state_dict import put_back, rng_key, tensors_of
 from train_loop.data.order import Order
-from train_loop.errors import DataError
+from train_loop.errors import DataError, UserError
 from train_loop.optim import Plateau, go_to
 from train_loop.run_dir import Manifest, Parent
 from train_loop.state import LossWindow, TrainState, seed_generators, set_rng_state
 
 Values = dict[str, Any]
+_MEMBERS = "params"
+"""Key of the parameters of an optimizer's group."""
 
 
 class Origins(NamedTuple):
@@ -66,15 +68,37 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
     folder = access.run_dir.checkpoint(manifest.step)
     values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
-    states = values["optimizer"]["state"]
+    states, groups = values["optimizer"]["state"], [*values["optimizer"]["param_groups"]]
     # Parameters without a gradient so far have no saved state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
     _read(state, manifest, reader, values, seed=seed)
     values["optimizer"]["state"] |= unused
+    values["optimizer"]["param_groups"] = _regrouped(values["optimizer"]["param_groups"], groups, manifest)
     put_back(state, values)
     _forget_new(state, unused)
     state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
     state.unlogged_line = dict(manifest.unlogged_line)
+
+
+def _regrouped(saved: Iterable[Values], own: Iterable[Values], manifest: Manifest) -> list[Values]:
+    """Return a checkpoint's settings of parameters for the groups that this run has.
+
+    Raises UserError if parameters of one group have different settings: torch would take those of any of them.
+    """
+    settings = {
+        name: {key: group[key] for key in group if key != _MEMBERS} for group in saved for name in group[_MEMBERS]
+    }
+    found = list[Values]()
+    for group in own:
+        first, *others = group[_MEMBERS]
+        if moved := [name for name in others if settings[name] != settings[first]]:
+            raise UserError(
+                f"the checkpoint of step {manifest.step} has {first} and {moved[0]} in parameter groups with different "
+                "settings, and this version of Trainshed trains both alike; clone the job, which then continues from "
+                "that step with the groups of this version, or resume it with the earlier version"
+            )
+        found.append(settings[first] | {_MEMBERS: group[_MEMBERS]})
+    return found
 
 
 def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int) -> None:

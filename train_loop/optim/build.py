@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from train_loop.model.families.anatomy import Anatomy, Experts
+from train_loop.model.roles import Role, roles_of
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.by_mesh import ByMesh, by_mesh
 from train_loop.optim.eight_bit import adamw_8bit_class
@@ -69,16 +70,8 @@ def _by_optimizer(anatomy: Anatomy, training: TrainingSpec) -> dict[str, list[Pa
 
 
 def muon_matrices(anatomy: Anatomy) -> set[int]:
-    """Return the ids of the parameters that muon updates, frozen or not.
-
-    Orthogonal updates are for matrices that map between spaces, also those of experts; embeddings and head are tables
-    of vectors, and biases of experts are vectors.
-    """
-    tables = [one for one in anatomy.model.modules() if isinstance(one, nn.Embedding) or one is anatomy.head]
-    rows = {id(p) for table in tables for p in table.parameters()}
-    found = {id(p) for p in anatomy.model.parameters() if p.ndim == 2} - rows
-    experts = anatomy.experts
-    return found if experts is None else (found - experts.biases) | experts.matrices
+    """Return the ids of the parameters that muon updates, frozen or not: orthogonal updates are for linear maps."""
+    return {one for one, role in roles_of(anatomy).items() if role == Role.MATRIX}
 
 
 def _build(

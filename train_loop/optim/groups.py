@@ -1,4 +1,4 @@
-"""Parameter groups: learning rate, decay and betas of each trained parameter, by its name, its layer and its shape."""
+"""Parameter groups: learning rate, decay and betas of each trained parameter, by its name, its layer and its role."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from torch import nn
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.match import match_parameters
+from train_loop.model.roles import Role, roles_of
 from train_loop.spec import OptimizerSpec, ParameterGroupSpec
 
 _AFTER_LAYERS = 0
@@ -40,22 +41,22 @@ class _Key(NamedTuple):
     distance: int
     """Layers from the head, 0 for the head; always 0 without layer_decay."""
     is_vector: bool
-    """True for norms and biases, which do not decay by default."""
+    """True for norms, biases and other vectors, which do not decay by default."""
 
 
 def parameter_groups(anatomy: Anatomy, training: OptimizerSpec) -> list[ParameterGroup]:
     """Return the groups of all trained parameters: those of no group of the spec first, then by layer from the head.
 
-    Weights of experts are matrices, their biases vectors. Raises ModelError for patterns that match nothing, or nothing
-    that is trained, and for layer_decay of a model without layers.
+    Vectors do not decay by default. Raises ModelError for patterns that match nothing, or nothing that is trained, and
+    for layer_decay of a model without layers.
     """
     numbers, distances = _numbers(anatomy.model, training.groups), _distances(anatomy, training)
-    biases: Container[int] = () if anatomy.experts is None else anatomy.experts.biases
+    roles = roles_of(anatomy)
     found = dict[_Key, list[nn.Parameter]]()
     for p in (p for p in anatomy.model.parameters() if p.requires_grad):
         number = numbers.get(id(p), -1)
         decays_all = number >= 0 and training.groups[number].weight_decay is not None
-        is_vector = not decays_all and (p.ndim < 2 or id(p) in biases)
+        is_vector = not decays_all and roles[id(p)] == Role.VECTOR
         found.setdefault(_Key(number, distances.get(id(p), _AFTER_LAYERS), is_vector), []).append(p)
     layers = len(anatomy.layers)
     return [_group(key, found[key], training, layers) for key in sorted(found)]

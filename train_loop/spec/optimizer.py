@@ -64,13 +64,15 @@ class OptimizerSpec(SpecModel):
     """The settings of the optimizer."""
 
     learning_rate: float = Field(gt=0, description="peak learning rate")
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay; not applied to norms and biases")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="weight decay; not applied to norms, biases and other vectors"
+    )
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "adamw_8bit", "lion", "schedule_free_adamw"] = (
         Field(
             default="adamw",
-            description="adam: weight_decay is added to gradients; muon: adamw for embeddings, head, norms and biases, "
-            "at the same learning_rate; adamw_8bit: needs torchao on the workers; schedule_free_adamw: evaluation and "
-            "export use averaged weights; lr_scheduler_type is constant or constant_with_warmup",
+            description="adam: weight_decay is added to gradients; muon: for matrices of linear layers, and adamw for "
+            "all else, at the same learning_rate; adamw_8bit: needs torchao on the workers; schedule_free_adamw: "
+            "evaluation and export use averaged weights; lr_scheduler_type is constant or constant_with_warmup",
         )
     )
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of the first moment")

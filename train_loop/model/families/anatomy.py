@@ -57,11 +57,6 @@ class Experts:
         return max(sum(p.numel() for p in module.parameters()) for module in self.modules)
 
     @property
-    def biases(self) -> set[int]:
-        """Return the ids of biases, which have two dimensions here."""
-        return {id(p) for module in self.modules for name, p in module.named_parameters() if name.endswith("bias")}
-
-    @property
     def balanced(self) -> dict[int, tuple[nn.Module, str]]:
         """Return the corrections of routers that are trained: the choices of frozen ones stay as they are."""
         return {
@@ -116,6 +111,8 @@ class Anatomy:
     """Number of labels of which the head gives logits; None if these are of tokens."""
     experts: Experts | None = None
     """Experts and their routers; None if the model is dense."""
+    undecayed: frozenset[tuple[nn.Module, str]] = frozenset()
+    """Parameters that the model's own code keeps from weight decay, by module and name there."""
 
     @property
     def vocabulary(self) -> int | None:

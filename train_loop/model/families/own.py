@@ -30,6 +30,8 @@ _SPLIT = "split_sequence"
 """Method of models whose ranks can share a sequence; it is called with a `SequencePart`."""
 _RULES_OF_MODELS = ("init_weights", "_init_weights")
 """Methods that initialise all modules of a model: all at once, or their argument."""
+_UNDECAYED = "_no_weight_decay"
+"""Attribute of parameters that do not decay, by the convention of state-space models (Gu and Dao, "Mamba", 2023)."""
 
 
 class OwnModels(Family):
@@ -69,6 +71,7 @@ class OwnModels(Family):
             norms=tuple(one for one in model.modules() if is_norm(one)),
             depth=0,
             attention_width=0,
+            undecayed=_undecayed(model),
         )
 
     def examine(self, anatomy: Anatomy, spec: JobSpec) -> Examination:
@@ -120,6 +123,11 @@ class OwnModels(Family):
         """Write code.json: the function, its config and the package with which the weights were trained."""
         fields = self.code.spec.model_dump(include={"package", "model", "config", "sha256"})
         write_durably(folder / "code.json", json.dumps(fields, indent=2) + "\n")
+
+
+def _undecayed(model: nn.Module) -> frozenset[tuple[nn.Module, str]]:
+    named = ((one, leaf, p) for one in model.modules() for leaf, p in one.named_parameters(recurse=False))
+    return frozenset((one, leaf) for one, leaf, p in named if getattr(p, _UNDECAYED, False))
 
 
 def _rules(holder: nn.Module, module: nn.Module) -> Iterator[Callable[[], object]]:

@@ -23,6 +23,7 @@ from train_loop.model.freeze import freeze
 from train_loop.optim import Ema, build_optimizers, describe_groups
 from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.build import muon_matrices
+from train_loop.optim.muon import Muon
 from train_loop.plan import certain_needs, plan_job
 from train_loop.preflight.model import check_model
 from train_loop.spec import ModelSpec, SpecError, parse
@@ -65,6 +66,20 @@ def test_muon_trains_matrices_of_experts_and_adamw_their_biases() -> None:
         ("AdamW", 0.0),
     ]
     assert (described[0]["tensors"], described[1]["tensors"]) == (14, 2)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (4, 8), (6, 6)])
+def test_step_of_muon_has_the_factor_that_the_guide_states(shape: tuple[int, int]) -> None:
+    steps = []
+    # The guide: a rate for torch's default factor becomes rate x 5 / sqrt(N).
+    for kind, rate in ((Muon, 0.02 * 5 / shape[1] ** 0.5), (torch.optim.Muon, 0.02)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"} if kind is Muon else {}
+        kind([parameter], lr=rate, weight_decay=0.0, **options).step()
+        steps.append(parameter.detach())
+    ours, torchs = steps
+    assert torch.allclose(ours, torchs, rtol=1e-6)
 
 
 def test_describe_groups_returns_size_and_rate() -> None:
