@@ -201,7 +201,17 @@ def _stop_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
 
 
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
-    return *_of_memory(spec, shape), *_of_float8(spec)
+    return *_of_memory(spec, shape), *_of_float8(spec), *_of_micro_batches(shape)
+
+
+def _of_micro_batches(shape: ModelShape) -> tuple[str, ...]:
+    if not shape.loss_depends_on_micro_batch:
+        return ()
+    return (
+        "the loss of routers is a mean over a micro-batch of all workers (router_aux_loss.scope=micro): another number "
+        "of workers, or another size of micro-batches, trains another loss; set router_aux_loss.scope: sequence to "
+        "avoid it",
+    )
 
 
 def _of_float8(spec: JobSpec) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
+from train_loop.spec import TrainingSpec
 
 if TYPE_CHECKING:
     from train_loop.model.families.family import Family
@@ -75,6 +76,15 @@ class Experts:
         """Return how the two matrices of each expert are fused in some of these tensors, by id."""
         gated: list[Any] = [module for module in self.modules if hasattr(module, "gate_up_proj")]
         return {id(one.gate_up_proj): Fused(1 + one.is_transposed, not one.is_concatenated) for one in gated}
+
+    def loss_depends_on_micro_batch(self, training: TrainingSpec) -> bool:
+        """Return whether other micro-batches of the same step have another loss: routers' are means over each of them.
+
+        Every other loss is a sum over tokens, rows or groups of rows that stay together.
+        """
+        rule = training.router_aux_loss
+        auxiliary = (self.auxiliary or 0.0) if rule.coef is None else rule.coef
+        return rule.scope == "micro" and bool(auxiliary or training.router_z_loss)
 
     def named(self, names: Iterable[str]) -> list[nn.Module]:
         """Return the modules whose experts have one of the names, or had it when each was a module.

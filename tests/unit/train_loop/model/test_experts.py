@@ -217,6 +217,12 @@ ODD = small("qwen3_moe") | {"moe_intermediate_size": 20}
 BALANCE = {"router_bias_update": 0.001}
 NO_BIAS = "none named e_score_correction_bias or expert_bias; remove router_bias_update"
 ANY_SIZE = {"reproducible": "any_size", "global_batch_size": 4}
+AUTO_SIZE = {"per_device_train_batch_size": "auto", "global_batch_size": 4}
+BY_MICRO_BATCH = (
+    "per_device_train_batch_size=auto depends on the memory of the workers, and the loss of routers of "
+    "Qwen3MoeForCausalLM on the size of micro-batches (router_aux_loss.scope=micro); set router_aux_loss.scope: "
+    "sequence, or write a number"
+)
 ULYSSES = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
 NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3ForCausalLM has none"
 
@@ -230,6 +236,10 @@ NONE = "is for families whose code has an auxiliary loss, and that of DeepseekV3
             {"training": ANY_SIZE | {"router_z_loss": 0.1}},
             "/training/reproducible",
             "router_aux_loss.scope: seq",
+        ),
+        *(
+            ("qwen3_moe", {"training": AUTO_SIZE | losses}, "/training/per_device_train_batch_size", BY_MICRO_BATCH)
+            for losses in ({"router_aux_loss": {"coef": 0.1}}, {"router_z_loss": 0.1})
         ),
         (
             "qwen3_moe",
@@ -295,6 +305,25 @@ def test_setting_that_does_not_fit_is_rejected(family: str, parts: Any, pointer:
     _, problems = check_model(parse(raw_spec(**parts | {"model": model})), may_read())
     assert [problem.pointer for problem in problems] == [pointer]
     assert message in problems[0].message
+
+
+LOSSES: list[dict[str, Any]] = [
+    {"router_z_loss": 0.1},
+    {"router_aux_loss": {"coef": 0.0}},
+    {"router_aux_loss": {"coef": 0.1}},
+    {"router_aux_loss": {"coef": 0.1, "scope": "sequence"}, "router_z_loss": 0.1},
+]
+
+
+@pytest.mark.parametrize(("losses", "warns"), list(zip(LOSSES, (True, False, True, False), strict=True)))
+def test_plan_says_that_a_loss_depends_on_the_micro_batch(losses: dict[str, Any], *, warns: bool) -> None:
+    job = parse(raw_spec(model={"config": small("qwen3_moe")}, training=losses))
+    shape, problems = check_model(job, may_read())
+    assert shape is not None, problems
+    warnings = [one for one in plan_job(job, shape).warnings if one.startswith("the loss of routers is a mean over a")]
+    assert len(warnings) == warns
+    sizes = parse(raw_spec(model={"config": small("qwen3_moe")}, training=AUTO_SIZE | losses))
+    assert bool(check_model(sizes, may_read())[1]) == warns
 
 
 def test_loss_of_a_whole_step_is_rejected_with_the_reason() -> None:

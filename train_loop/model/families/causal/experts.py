@@ -18,7 +18,7 @@ from train_loop.model.families.causal.embeddings import embedding_of
 from train_loop.model.families.causal.heads import has_labels
 from train_loop.model.families.causal.parallel.expert import check_expert_plan
 from train_loop.model.families.family import SettingCheck, faults_without_experts, rejecting
-from train_loop.spec import JobSpec
+from train_loop.spec import AUTO, JobSpec
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 """Fields with the number of experts that a token uses."""
@@ -193,6 +193,11 @@ def _faults_of_settings(model: Model, experts: Experts, spec: JobSpec) -> dict[s
         and _kernel_fault(model, spec),
         "/model/router_bias_update": _balance_fault(model, experts, spec),
         "/model/compile": spec.model.compile and f"compile is not proven for experts, which {name} has; remove compile",
+        "/training/per_device_train_batch_size": training.per_device_train_batch_size == AUTO
+        and experts.loss_depends_on_micro_batch(training)
+        and f"per_device_train_batch_size=auto depends on the memory of the workers, and the loss of routers of {name} "
+        "on the size of micro-batches (router_aux_loss.scope=micro); set router_aux_loss.scope: sequence, or write a "
+        "number",
         "/training/reproducible": training.reproducible == "any_size" and _any_size_fault(name, experts, spec),
         "/training/router_aux_loss": _auxiliary_fault(name, experts, spec),
         "/training/router_z_loss": bool(z_loss)
@@ -237,12 +242,11 @@ def _are_frozen(model: nn.Module, modules: Sequence[nn.Module], prefixes: Iterab
 
 
 def _any_size_fault(name: str, experts: Experts, spec: JobSpec) -> str | bool:
-    training, chosen = spec.training, spec.training.router_aux_loss
-    losses = experts.auxiliary if chosen.coef is None else chosen.coef, training.router_z_loss
+    training = spec.training
     settings = {"ulysses_size": spec.strategy.ulysses_size > 1, "router_bias_update": spec.model.router_bias_update}
     for setting in (one for one, value in settings.items() if value):
         return f"any_size is not proven for the experts of {name} with {setting}; remove {setting}"
-    return (chosen.scope == "micro" and any(losses)) and (
+    return experts.loss_depends_on_micro_batch(training) and (
         "reproducible=any_size needs losses of routers that do not depend on the number of workers, and "
         f"those of {name} count the tokens of all workers together; set router_aux_loss.scope: sequence"
     )
