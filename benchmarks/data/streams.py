@@ -17,7 +17,7 @@ from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import write_part
 from train_loop.data.stream.local import StreamPlan, local_stream
-from train_loop.data.stream.ray_data import ray_stream
+from train_loop.data.stream.takeover import ray_stream
 from train_loop.plan import MeshPlan
 
 DATASET, ARROW, PARQUET = "dataset.json", "samples.arrow", "parquet"

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from service.config.settings import Settings
 
 _PREFIX = "TRAINSHED_"
-_OTHERS = ("URL", "KEY", "EMBEDDED_RAY", "AHEAD_UNTIL")
+_OTHERS = ("URL", "KEY", "EMBEDDED_RAY")
 """Variables of clients, and internal variables between the service's own processes."""
 _TESTS = _PREFIX + "TEST_"
 """Prefix of the variables that only tests read."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from train_loop.plan import lay_out
 from train_loop.spec import ScalingSpec
-from train_loop.system.ray_env import AHEAD_SECONDS, Environment
+from train_loop.system.ray_env import Environment
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ _WORTH_IT = 20.0
 """Seconds after its start at which a run starts spares."""
 _IDLE_CHECK_SECONDS = 30.0
 """Seconds between two checks for idle nodes."""
+_ROOM_SECONDS = 30.0
+"""Seconds for which a driver waits for nodes with room. After the loss of a head node, they join within seconds."""
 _ROOM_CHECK_SECONDS = 0.5
 """Seconds between two checks for room."""
 _ANSWER_SECONDS = 30.0
@@ -90,7 +92,7 @@ def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[s
 
 def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1, whole: int = 1) -> None:
     raylet = importlib.import_module("train_loop.ray_train.raylet")
-    give_up, ranks = time.monotonic() + AHEAD_SECONDS, None
+    give_up, ranks = time.monotonic() + _ROOM_SECONDS, None
     while ranks is None:
         _, found = raylet.usable()
         nodes, free = list(found), list(found.values())

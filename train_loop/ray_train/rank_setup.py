@@ -17,7 +17,6 @@ from train_loop.liveness.fencing import EPOCH_VARIABLE
 from train_loop.liveness.heartbeat import Target
 from train_loop.parallel.process_group import Group, Meeting, meet_at, meet_in_file, new_secret
 from train_loop.ray_train.raylet import session_folder
-from train_loop.ray_train.warm_up import wait_until_ready
 from train_loop.system.deterministic import deterministic_settings
 from train_loop.system.gc import no_automatic_collection
 from train_loop.system.network import socket_settings
@@ -37,7 +36,6 @@ def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
 
     Runs in the rank's process. Returns the placement group of the worker group.
     """
-    wait_until_ready()
     os.environ[EPOCH_VARIABLE] = str(settings.epoch)
     os.environ.update(socket_settings(address, os.environ))
     if settings.deterministic:

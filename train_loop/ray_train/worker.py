@@ -13,7 +13,7 @@ from ray.train import get_context, get_preemption_info
 
 from train_loop.code.use import with_own_code
 from train_loop.data.dataset import Dataset
-from train_loop.data.stream.ray_data import ray_stream
+from train_loop.data.stream.takeover import ray_stream
 from train_loop.faults.failure import report_failure
 from train_loop.kinds import WORK
 from train_loop.liveness.fencing import EPOCH_VARIABLE, fence_watched
@@ -51,14 +51,16 @@ def _work(run_dir: RunDir, token: Fence) -> None:
     each, ranks = spec.scaling.resources_per_worker, context.get_local_world_size()
     limit_rank(os.environ, ranks=ranks, on_gpu=bool(each.get("GPU")), reserved=each.get(MEMORY))
     held = _ranks_by_node()
-    session = Session(
+    session: Session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
         attempt=attempt.number,
         epoch=token.epoch,
         run_dir=run_dir,
-        open_stream=functools.partial(ray_stream, timeout=timeout),
+        open_stream=functools.partial(
+            ray_stream, timeout=timeout, report=lambda name, **fields: session.journal.event(name, **fields)
+        ),
         timeout=timeout,
         expect_restart=_spares(spec, context.get_world_rank(), held).keep,
         proves_pauses=True,
@@ -80,13 +82,10 @@ def _work(run_dir: RunDir, token: Fence) -> None:
 
 
 def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Standby:
-    """Return the spare processes of a rank: one replacement for it, and on rank 0 also those of idle nodes.
-
-    Rank 0 keeps two on its node, because Ray Data's coordinator would take one.
-    """
+    """Return the spare processes of a rank: one replacement for it, and on rank 0 also those of idle nodes."""
     if not spec.failure.spare_workers:
         return Standby(0)
-    return Standby(2, elsewhere=(spec.scaling, held)) if rank == 0 else Standby(1)
+    return Standby(1, elsewhere=(spec.scaling, held) if rank == 0 else None)
 
 
 def _preemption() -> Preemption | None:

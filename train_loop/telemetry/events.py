@@ -51,6 +51,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "training_ended": "training has ended: succeeded, paused, cancelled, failed or moved",
         "work_started": "the ranks of a job that does not train begin; `kind`, and the row from which they resume",
         "work_ended": "their work has ended, as in `training_ended`",
+        "data_reader_failed": "Ray Data failed; rank 0 reads its own rows until a new start of it delivers them",
         "results_committed": "a shard of results is committed, with its rows",
         "warning": "a message to the user; the run continues",
         # Checkpoints.

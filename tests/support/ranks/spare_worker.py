@@ -1,17 +1,13 @@
-"""An actor that may take a spare, and a setup hook that shows from outside when a spare's imports are done.
-
-Processes of Ray import this module while a spare imports in another thread. So it imports nothing that a spare does:
-two threads that import the same modules can get incomplete ones.
-"""
+"""An actor that may take a spare, and a setup hook that shows from outside when a spare's imports are done."""
 
 import os
 import sys
-import threading
 from importlib import import_module
 from pathlib import Path
 
 import ray
 
+from train_loop.data.stream.local import StreamPlan
 from train_loop.ray_train import warm_up
 from train_loop.system.ray_env import HOOK_VARIABLE, Environment, task_environment, worker_environment
 
@@ -28,14 +24,7 @@ def spare_environment(folder: Path) -> Environment:
 def get_ready() -> None:
     """Get ready as a job's worker does, and report the end of the imports."""
     warm_up.get_ready()
-    threading.Thread(target=_report, daemon=True).start()
-
-
-def _report() -> None:
-    for thread in warm_up._getting_ready:
-        thread.join()
-    if _SLOWEST_IMPORT in sys.modules:
-        Path(os.environ[_FOLDER_VARIABLE], str(os.getpid())).touch()
+    Path(os.environ[_FOLDER_VARIABLE], str(os.getpid())).touch()
 
 
 class Worker:
@@ -48,13 +37,18 @@ class Worker:
         return _SLOWEST_IMPORT in sys.modules
 
     def threads(self) -> int:
-        # A spare has it, and a process that was taken at once has not.
         return int(import_module("torch").get_num_threads())
 
     def task(self) -> int:
         """Return the process of a separate task."""
         task = ray.remote(num_cpus=0.1, runtime_env=task_environment())(lambda: os.getpid())
         return int(ray.get(task.remote()))
+
+    def read(self, plan: StreamPlan) -> list[int]:
+        """Return the samples of all steps, read by Ray Data."""
+        ray_data = import_module("train_loop.data.stream.ray_data")
+        (split,) = ray_data.open_splits(plan, plan.start, plan.steps)
+        return [sample for rows in ray_data.by_step(split, plan.order.per_rank) for sample in rows.samples.tolist()]
 
     def request_spares(self) -> None:
         prestart = import_module("train_loop.ray_train.prestart")

@@ -94,7 +94,7 @@ def _slow_down_phases(step_seconds: float) -> None:
 
 def _let_ranks_read() -> None:
     """Never start Ray Data for the rows of ranks."""
-    import_module("train_loop.data.stream.ray_data").ray_stream.__kwdefaults__["after"] = float(2**20)
+    import_module("train_loop.data.stream.takeover").ray_stream.__kwdefaults__["after"] = float(2**20)
 
 
 def main() -> None:
