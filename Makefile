@@ -29,7 +29,7 @@ long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # about as long, so that no commit is much slower than another.
 TURNS := tests/hosts/test_faults.py+tests/hosts/test_pods.py+tests/e2e/test_first_hour.py+tests/e2e/test_elastic.py \
 	tests/hosts/test_compose.py+tests/hosts/test_object_storage.py+tests/hosts/test_walkthrough.py+tests/e2e/test_operate.py+tests/e2e/test_embedded_ray.py \
-	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py+tests/e2e/test_stream.py+tests/e2e/test_data.py \
+	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py+tests/e2e/test_stream.py+tests/e2e/test_stream_kills.py+tests/e2e/test_data.py \
 	tests/e2e/test_old_runs.py+tests/e2e/test_versions.py \
 	tests/families/test_sequence_parallel.py+tests/families/test_tensor.py+tests/families/test_expert_parallel.py+tests/families/test_tensor_training.py \
 	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py+tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py \

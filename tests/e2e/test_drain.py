@@ -15,7 +15,7 @@ from tests.support.ranks.own_ray import own_cluster
 from tests.support.ranks.torchrun import write_tokens
 from tests.support.servers.worker_forks import worker_forks
 from tests.support.waiting import wait_for
-from train_loop.data.stream import ray_data
+from train_loop.data.stream import takeover
 from train_loop.run_dir import RunDir, Stop, read_lines
 
 
@@ -73,7 +73,7 @@ def test_run_on_a_drained_node_saves_at_once(tmp_path: Path) -> None:
             assert sorted(run_dir.manifests()) == [committed["step"]]
             # The run continues while the node exists, even if Ray Data cannot start there.
             (started,) = (line["time"] for line in events("training_started"))
-            after = float(str(started)) + ray_data._WORTH_IT + 10
+            after = float(str(started)) + takeover._WORTH_IT + 10
             metrics = run_dir.attempt(1).metrics
             wait_for(lambda: any(line["time"] > after for line in read_lines(metrics)), "later steps")
             assert len(events("training_started")) == 1

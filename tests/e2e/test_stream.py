@@ -1,8 +1,7 @@
 """Streaming on real Ray: every rank gets its samples once, in order, from any start, with little read amplification."""
 
-import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from ray.data import DataIterator
 
 from tests.support.builders.specs import spec
 from tests.support.ranks.own_ray import own_ray
@@ -21,9 +19,10 @@ from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.prepare.pipeline import prepare
-from train_loop.data.stream import ray_data
+from train_loop.data.stream import ray_data, takeover
 from train_loop.data.stream.local import StreamPlan, read_rows
-from train_loop.data.stream.ray_data import by_step, open_splits, ray_stream
+from train_loop.data.stream.ray_data import by_step, open_splits
+from train_loop.data.stream.takeover import ray_stream
 from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec
 
@@ -92,79 +91,53 @@ def alone(tmp_path: Path) -> Iterator[None]:
 ALONE = MeshPlan(ddp=1, fsdp=1, sp=1)
 
 
-def first_rows_are_there() -> bool:
-    """Return True if the thread that starts Ray Data has ended."""
-    return "first-rows" not in {thread.name for thread in threading.enumerate()}
+def stream_of(numbered: Dataset, steps: int, **options: Any) -> tuple[Iterator[Rows | None], list[list[int]]]:
+    """Return the stream of a single rank, and the samples of each step."""
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=8 + steps * 4), 1, 4)
+    rows = ray_stream(StreamPlan(numbered, deal, 8, steps), ALONE, 0, **options)
+    return rows, [deal.step(8 + step * 4)[0].tolist() for step in range(steps)]
+
+
+def samples_of(rows: Iterable[Rows | None]) -> list[list[int]]:
+    return [one.samples.tolist() for one in rows if one is not None]
+
+
+def has_reader_thread() -> bool:
+    """Return whether a thread starts Ray Data or reads its rows."""
+    return any(thread.name == "ray-rows" for thread in threading.enumerate())
 
 
 def test_short_run_starts_no_ray_data(numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_data, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
-    start, per_rank = 8, 4
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + 40 * per_rank), 1, per_rank)
-    rows = list(ray_stream(StreamPlan(numbered, deal, start, 40), ALONE, 0))
-    assert [one.samples.tolist() for one in rows if one] == [
-        deal.step(start + k * per_rank)[0].tolist() for k in range(40)
-    ]
-    wait_for(first_rows_are_there, "the end of the thread that would have started it", seconds=ray_data._WORTH_IT / 2)
+    monkeypatch.setattr(takeover, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
+    rows, expected = stream_of(numbered, 40)
+    assert samples_of(rows) == expected
+    wait_for(lambda: not has_reader_thread(), "the end of the waiting thread", seconds=takeover._WORTH_IT / 2)
 
 
-@pytest.mark.parametrize(("before", "late"), [(0, 0), (0, 1), (7, 10), (16, 24), (39, 1)])
-def test_ranks_read_directly_until_ray_data_has_started(
-    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, before: int, late: int
+def test_rank_reads_its_own_rows_until_ray_data_delivers(
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`before`: steps before Ray Data is started; `late`: steps while it starts."""
-    begins, opened = threading.Event(), threading.Event()
-    opened_splits, own = list[tuple[int, int]](), list[int]()
-
-    def open_late(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
-        opened_splits.append((start, count))
-        begins.set()
-        opened.wait(60)
-        return open_splits(plan, start, count)
+    own = list[int]()
 
     def read_here(dataset: Dataset, ids: Any) -> Rows:
         own.extend(ids.tolist())
         return read_rows(dataset, ids)
 
-    begin = ray_data._Takeover.begin
-    takeovers = list[ray_data._Takeover]()
-    monkeypatch.setattr(ray_data._Takeover, "begin", lambda takeover, after: takeovers.append(takeover))
-    monkeypatch.setattr(ray_data, "open_splits", open_late)
     monkeypatch.setattr("train_loop.data.stream.local.read_rows", read_here)
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=168), 1, 4)
-    rows = ray_stream(StreamPlan(numbered, deal, 8, 40), ALONE, 0)
-    received = list(itertools.islice(rows, before))
-    # A generator starts with its first row, and counts it once the next is requested.
-    received += itertools.islice(rows, 1)
-    begin(takeovers[0], after=0.0)
-    assert begins.wait(60)
-    received += itertools.islice(rows, late)
-    opened.set()
-    wait_for(first_rows_are_there, "the first rows")
+    rows, expected = stream_of(numbered, 40, after=0.0)
+    received = [next(rows)]
+
+    def delivers() -> bool:
+        """Take a step, and return whether Ray Data has delivered its rows."""
+        before = len(own)
+        received.append(next(rows))
+        return len(own) == before
+
+    wait_for(delivers, "rows of Ray Data", pause=3.0)
+    read = len(own)
     received += rows
-    samples = [one.samples.tolist() for one in received if one is not None]
-    assert samples == [deal.step(8 + step * 4)[0].tolist() for step in range(40)]
-    assert opened_splits == [(8 + before * 4, 40 - before)]
-    assert own == list(itertools.chain(*samples[: before + 1 + late]))
-
-
-def test_error_during_the_start_of_ray_data_is_raised_to_the_reader(
-    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has_first_row = threading.Event()
-
-    def fail(*_: object) -> list[DataIterator]:
-        assert has_first_row.wait(60)
-        raise OSError("no such storage")
-
-    monkeypatch.setattr(ray_data, "open_splits", fail)
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=80), 1, 4)
-    rows = ray_stream(StreamPlan(numbered, deal, 0, 20), ALONE, 0, after=0.0)
-    assert next(rows) is not None
-    has_first_row.set()
-    wait_for(first_rows_are_there, "the failure")
-    with pytest.raises(OSError, match="no such storage"):
-        next(rows)
+    assert samples_of(received) == expected
+    assert len(own) == read, "expected no own rows after the first of Ray Data"
 
 
 def test_all_ranks_together_have_little_read_amplification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
