@@ -119,3 +119,13 @@ def loop_arguments(spec: dict[str, Any], run_dir: Path) -> tuple[list[object], P
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics lines of a run's first attempt."""
     return list(read_lines(RunDir(run_dir).attempt(1).metrics))
+
+
+def expect_starts(run_dir: str, count: int) -> None:
+    """Raise ProgramError unless the ranks of a job have started as often as the benchmark has caused."""
+    attempts = RunDir.at(run_dir).attempts()
+    events = [line for attempt in attempts for line in read_lines(attempt.events)]
+    started = sum(event["event"] == "training_started" for event in events)
+    if started != count:
+        losses = [event.get("error") for event in events if event["event"] == "workers_lost"]
+        raise ProgramError(f"the ranks have started {started} times; expected {count}; losses: {losses}")

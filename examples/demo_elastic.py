@@ -75,6 +75,8 @@ def run_alone(client: Api) -> RunSummary:
     summary = RunSummary(client.submit(yaml.safe_dump(spec)))
     console.print(f"[bold]Job[/] {summary.job.id} submitted for one worker")
     finish(client, summary)
+    if (starts := len(summary.named("training_started"))) != 1:
+        raise DemoError(f"{summary.job.id} started {starts} times; expected 1, as nothing has disturbed it")
     return summary
 
 

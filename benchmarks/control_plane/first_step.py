@@ -32,7 +32,7 @@ from benchmarks.harness import (
     parse,
     write_result,
 )
-from benchmarks.launch import ProgramError, environment
+from benchmarks.launch import ProgramError, environment, expect_starts
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
 from service.domain.jobs.job import JobState
@@ -134,6 +134,7 @@ def ours(client: Api, spec: dict[str, Any]) -> Measured:
     wait(lambda: any(read_lines(attempt.metrics)))
     marks = [{"what": line["event"], **line} for line in read_lines(attempt.events)]
     marks += itertools.islice(read_lines(attempt.metrics), 1)
+    expect_starts(job.run_dir, 1)
     client.cancel(job.id, grace_seconds=0, checkpoint=False)
     wait(lambda: client.job(job.id).state is JobState.CANCELLED)
     return spans(began, answered, marks, driver="attempt_started", ready="workers_ready", loaded="training_started")

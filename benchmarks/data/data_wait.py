@@ -31,7 +31,7 @@ from benchmarks.harness import (
     ratios_of,
     write_result,
 )
-from benchmarks.launch import ProgramError, metrics, run_for_json
+from benchmarks.launch import ProgramError, expect_starts, metrics, run_for_json
 from benchmarks.training.step_overhead import POLL_SECONDS
 from examples.demo import SPEC, service
 from train_loop.run_dir import RunDir
@@ -103,6 +103,7 @@ def one_job(client: Api, spec: str) -> Measured:
         job = client.job(job.id)
     if job.state != "SUCCEEDED":
         raise ProgramError(f"the job ended as {job.state}: {job.reason and job.reason.message}")
+    expect_starts(job.run_dir, 1)
     steps = [
         {name: line[name] for name in ("step", "step_seconds", "data_wait_seconds")}
         for line in metrics(RunDir.at(job.run_dir).root)

@@ -28,7 +28,7 @@ from benchmarks.harness import (
     parse,
     write_result,
 )
-from benchmarks.launch import ProgramError, end, last_words, start_module
+from benchmarks.launch import ProgramError, end, expect_starts, last_words, start_module
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
 from train_loop.run_dir import RunDir, read_lines
@@ -135,10 +135,12 @@ def ours(workload: Workload, folder: Path, here: Path, settled: float) -> Measur
             functools.partial(lambda path: list(read_lines(path)), p) for p in (attempt.metrics, attempt.events)
         )
         wait(lambda: is_the_moment(lines(), settled))
+        expect_starts(job.run_dir, 1)
         (start,) = (event for event in events() if event["event"] == "training_started")
         killed = kill(start["workers"][1]["pid"])
         before = max(line["step"] for line in lines())
         wait(lambda: any(line["step"] > before for line in lines()))
+        expect_starts(job.run_dir, 2)
         after_kill = [event for event in events() if event["time"] > killed]
         new = next(line["time"] for line in lines() if line["step"] > before)
         client.cancel(job.id, grace_seconds=0, checkpoint=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.harness import Measured, command_line, compare, interleave, parse, ratio_table, write_result
-from benchmarks.launch import ProgramError, metrics, run_loop, run_module
+from benchmarks.launch import ProgramError, expect_starts, metrics, run_loop, run_module
 from benchmarks.training.trace import Trace, measure
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
@@ -96,6 +96,7 @@ def through_service(workload: Workload, folder: Path, here: Path) -> Trace:
             job = client.job(job.id)
     if job.state != "SUCCEEDED":
         raise ProgramError(f"the job ended as {job.state}: {job.reason and job.reason.message}")
+    expect_starts(job.run_dir, 1)
     return Trace.of_metrics(metrics(RunDir.at(job.run_dir).root))
 
 

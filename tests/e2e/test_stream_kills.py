@@ -1,6 +1,6 @@
 """Processes of Ray Data that are killed while a rank streams: every row once, in order, and no error of the rank."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream import ray_data, takeover
-from train_loop.data.stream.local import StreamPlan
+from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.data.stream.takeover import ray_stream
 from train_loop.plan import MeshPlan
 
@@ -62,10 +62,9 @@ class Stream:
         order = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=STEPS * 4), 1, 4)
         self.expected = [order.step(step * 4)[0].tolist() for step in range(STEPS)]
         self.received, self.failures, self.own = list[list[int]](), list[str](), list[int]()
-        read = takeover.local_stream
 
         def note_own(*arguments: Any) -> Iterator[Rows | None]:
-            for rows in read(*arguments):
+            for rows in local_stream(*arguments):
                 self.own.append(len(self.received))
                 yield rows
 
@@ -118,11 +117,20 @@ def fails(stream: Stream) -> None:
     wait_for(lambda: (stream.take(), stream.failures)[1], "the failure", pause=0.05)
 
 
-MOMENTS: dict[str, Callable[[Stream], object]] = {
-    "start": lambda stream: (stream.take(), wait_for(coordinators, "the coordinator")),
-    "first rows": delivered_after,
-    "later rows": lambda stream: (delivered_after(stream), [stream.take() for _ in range(10)]),
-}
+def has_started(stream: Stream) -> None:
+    """Take a step, and wait for the coordinator."""
+    stream.take()
+    wait_for(coordinators, "the coordinator")
+
+
+def delivers_later_rows(stream: Stream) -> None:
+    """Take steps until Ray Data has delivered some."""
+    delivered_after(stream)
+    for _ in range(10):
+        stream.take()
+
+
+MOMENTS = {"start": has_started, "first rows": delivered_after, "later rows": delivers_later_rows}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -88,8 +88,22 @@ class LiveService:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop the service and its Ray as an operator would."""
+        """Stop the service and its Ray as an operator would. Raises AssertionError if a job restarted without a cause.
+
+        The resumed run is right, so that its test would not notice.
+        """
         self._end(signal.SIGTERM)
+        assert (found := self._uncaused_losses()) == [], found
+
+    def _uncaused_losses(self) -> list[dict[str, Any]]:
+        """Return the losses of worker groups that no kill, hang or lost host explains, of jobs that went on."""
+        found = []
+        for file in sorted(self.home.glob("runs/*/job-*/attempts/*/events.jsonl")):
+            events = list(read_lines(file))
+            losses = [event for event in events if event["event"] == "workers_lost"]
+            started = max((event["seq"] for event in events if event["event"] == "training_started"), default=0)
+            found += [loss for loss in losses if loss["cause"] in ("error", "disconnected") and loss["seq"] < started]
+        return found
 
     def _end(self, number: signal.Signals) -> None:
         if self._client is not None:

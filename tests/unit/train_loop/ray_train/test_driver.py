@@ -26,7 +26,7 @@ from train_loop.system.ray_env import task_environment
 from train_loop.telemetry.event_log import EventLog, group_journal
 
 
-@pytest.mark.parametrize(("wanted", "counts"), [(True, [2, 1]), (False, [0, 0])])
+@pytest.mark.parametrize(("wanted", "counts"), [(True, [1, 1]), (False, [0, 0])])
 def test_run_sets_the_hook_if_it_has_spare_workers(
     monkeypatch: pytest.MonkeyPatch, wanted: bool, counts: list[int]
 ) -> None:
