@@ -24,7 +24,11 @@ _RATE = 5e-5
 _PLACEHOLDERS: dict[str, tuple[JsonValue, str]] = {
     "model.path": (f"file://{MODEL_FOLDER}/MODEL", "the URI of the model's folder below a storage root"),
     "data.train.path": (f"file://{DATA_FOLDER}/train.jsonl", "the URI of the rows below a storage root"),
-    "training.learning_rate": (_RATE, "no file has a learning rate; this is TrainingArguments' default"),
+    "training.learning_rate": (
+        _RATE,
+        "the files describe no training, so that batch, schedule and packing are a spec's defaults; this rate is that "
+        "of TrainingArguments: import those, too",
+    ),
 }
 
 

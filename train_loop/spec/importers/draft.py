@@ -164,8 +164,8 @@ class Draft:
             self.note(field, rule.outcome, reason=rule.reason, numbers=rule.numbers)
 
     def assume(self, field: str, target: str, default: JsonValue, *, tool: str) -> None:
-        """Write the tool's own default of a field that the source does not set, and report it."""
-        if self.has(field) or has(self.given, target):
+        """Write the tool's own default of a field of the spec that nothing in the source has set, and report it."""
+        if has(self.given, target):
             return
         put(self.assumed, target, default)
         ours = default_of(target)
@@ -269,6 +269,7 @@ def default_of(target: str) -> JsonValue:
         optional = next((one for one in get_args(inner.annotation) if one is not NoneType), None)
         fields = optional if inner.default is None else type(inner.default)
     default: Any = fields.model_fields[names[-1]].get_default() if names[-1] in fields.model_fields else None
+    default = [] if default == () else default
     return _UNSET.get(target, None if default is PydanticUndefined else default)
 
 

@@ -1,10 +1,11 @@
 """Recognition of the tool that a configuration was written for: by fields that no other tool has."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.importers.defaults import Answer
 from train_loop.spec.importers.draft import Draft, pointer_of
 from train_loop.spec.importers.references import Read
 
@@ -44,6 +45,8 @@ class Tool:
     """Fields of its files that other tools have, too."""
     alone: Collection[str] = ()
     """A file without marks is the tool's if all its fields are among these."""
+    defaults: Mapping[str, Answer] = field(default_factory=dict)
+    """The answer of the tool to each field of `data:`, `model:` and `training:`, if its files describe a run."""
     extends: str | None = None
     """The tool whose fields its files may have, too."""
     refusal: str = "which is not imported; write a spec, starting from trainshed init"

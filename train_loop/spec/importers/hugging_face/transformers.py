@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
+from train_loop.spec.importers.defaults import Answer, write_defaults
 from train_loop.spec.importers.draft import Draft, Drop, Rule
+from train_loop.spec.importers.hugging_face.batches import read_batches
+from train_loop.spec.importers.hugging_face.defaults import TRAINER
 from train_loop.spec.importers.hugging_face.fsdp import read_fsdp, sharding_name, write_sharding
-from train_loop.spec.importers.hugging_face.transformers_fields import DEFAULTS, DISTRIBUTED, RULES
+from train_loop.spec.importers.hugging_face.transformers_fields import DISTRIBUTED, RULES
 from train_loop.spec.importers.parts import drop_unused, read_warmup
 from train_loop.spec.importers.recognise import Source, Tool, names_of
 from train_loop.spec.importers.report import Outcome
@@ -32,8 +35,10 @@ def read_training_arguments(source: Source) -> Draft:
     return draft
 
 
-def read_arguments(draft: Draft, rules: Mapping[str, Rule]) -> None:
-    """Translate the fields of TrainingArguments, which a tool may add its own to."""
+def read_arguments(
+    draft: Draft, rules: Mapping[str, Rule], *, defaults: Mapping[str, Answer] = TRAINER, tool: str = NAME
+) -> None:
+    """Translate the fields of TrainingArguments, to which a tool may add its own rules and defaults."""
     _precision(draft)
     _length(draft)
     read_warmup(draft, "warmup_steps", "warmup_ratio")
@@ -41,15 +46,19 @@ def read_arguments(draft: Draft, rules: Mapping[str, Rule]) -> None:
     _checkpoints(draft)
     _sharding(draft)
     _loop(draft)
+    read_batches(draft, tool=tool)
+    _recomputation(draft)
     draft.apply(rules)
-    for field, (target, default) in DEFAULTS.items():
-        draft.assume(field, target, default, tool=NAME)
+    if draft.given.get("training", {}).get("optimizer") == "sgd":
+        draft.assume("optim_args", "training.momentum", 0.0, tool=tool)
+    write_defaults(draft, defaults, tool)
     drop_unused(draft)
     draft.need("scaling.num_workers", 1, "TrainingArguments do not say how many processes torchrun starts")
     if draft.get("data_seed") is None:
         draft.assume("data_seed", "data.seed", draft.get("seed", 42), tool=f"{NAME}, which is seed")
     draft.differ("a seed gives another order of samples, other random weights and other dropout")
     draft.differ("epochs follow one another without a shorter batch between them")
+    draft.differ("rows longer than data.sequence_length are split, or left out if they have answers; see on_long_rows")
 
 
 def _precision(draft: Draft) -> None:
@@ -59,10 +68,17 @@ def _precision(draft: Draft) -> None:
     for name in ("bf16", "fp16"):
         if name not in chosen[:1] and draft.has(name):
             draft.note(name, Outcome.NOT_NEEDED, reason="off" if name not in chosen else "bf16 is on, too")
-    if not chosen:
-        draft.assume("bf16", "model.dtype", "fp32", tool=f"{NAME}, without autocast")
     if flag(draft.get("tf32", False)):
         draft.write("tf32", "strategy.matmul_precision", "high")
+
+
+def _recomputation(draft: Draft) -> None:
+    """Translate the recomputation of activations. The older name counts if the newer one is not set."""
+    old, new = "gradient_checkpointing", "activation_checkpointing"
+    field = new if draft.has(new) else old
+    draft.take(field, f"model.{old}", lambda on: "full" if flag(on) else "none", reason="memory")
+    if field == new:
+        draft.leave(old, f"{new} wins")
 
 
 def _length(draft: Draft) -> None:
@@ -91,8 +107,11 @@ def _every(draft: Draft, name: str, default: float | None) -> int | None:
 def _logging(draft: Draft) -> None:
     """Translate logging_steps as a fraction of the run; other values stay."""
     share = number(draft.get("logging_steps"))
-    if isinstance(share, float) and 0 < share < 1 and (every := _every(draft, "logging_steps", share)) is not None:
-        draft.write("logging_steps", "training.logging_steps", every, reason="a fraction of max_steps")
+    if not isinstance(share, float) or not 0 < share < 1:
+        return
+    steps = draft.given.get("training", {}).get("max_steps")
+    reason = "a fraction of max_steps" if steps else "a fraction of the run, whose steps are not known: each step"
+    draft.write("logging_steps", "training.logging_steps", max(int(share * (steps or 0)), 1), reason=reason)
 
 
 def _evaluation(draft: Draft) -> None:
@@ -228,12 +247,16 @@ def read_distributed_config(source: Source) -> Draft:
     return draft
 
 
-_HANDLED = names_of("bf16 fp16 max_steps num_train_epochs eval_steps save_steps fsdp fsdp_config warmup_ratio")
+_HANDLED = names_of(
+    "bf16 fp16 max_steps num_train_epochs eval_steps save_steps fsdp fsdp_config warmup_ratio activation_checkpointing "
+    "gradient_checkpointing per_device_train_batch_size per_gpu_train_batch_size gradient_accumulation_steps"
+)
 """Fields without a rule, whose meaning depends on others."""
 TOOL = Tool(
     NAME,
     marks=_MARKS,
     convert=read_training_arguments,
+    defaults=TRAINER,
     shared=(*_HANDLED, *(name.partition(".")[0] for name in RULES)),
 )
 DISTRIBUTED_TOOL = Tool(

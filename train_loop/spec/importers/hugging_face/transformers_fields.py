@@ -3,9 +3,8 @@
 Sources: transformers 5.23, `training_args.py` and `distributed/configuration_utils.py`, and fields of transformers 4.
 """
 
-from pydantic import JsonValue
-
 from train_loop.spec.importers.draft import Drop, Rule, Take, unneeded
+from train_loop.spec.importers.recognise import names_of
 from train_loop.spec.importers.values import flag, job_name, no_clipping, number, optimizer, schedule
 
 _RUN = unneeded("the service chooses the run directory")
@@ -23,8 +22,6 @@ RULES: dict[str, Rule] = {
     "logging_dir": _RUN,
     "run_name": Take("name", job_name),
     "project": unneeded("the project of the tracker; project is that of the job"),
-    "per_device_train_batch_size": Take("training.per_device_train_batch_size", number),
-    "gradient_accumulation_steps": Take("training.gradient_accumulation_steps", number),
     "learning_rate": Take("training.learning_rate", number),
     "lr_scheduler_type": Take("training.lr_scheduler_type", schedule),
     "lr_scheduler_kwargs": Drop("not a mapping of options", numbers=True),
@@ -47,10 +44,6 @@ RULES: dict[str, Rule] = {
     "fp16_full_eval": unneeded("evaluation computes in model.dtype"),
     "half_precision_backend": unneeded("FSDP2 casts parameters; autocast is not used"),
     "tf32": Drop("matrix products of fp32 use torch's default", numbers=True),
-    "gradient_checkpointing": Take("model.gradient_checkpointing", lambda on: "full" if flag(on) else "none", "memory"),
-    "activation_checkpointing": Take(
-        "model.gradient_checkpointing", lambda on: "full" if flag(on) else "none", "memory"
-    ),
     "gradient_checkpointing_kwargs": unneeded("layers are recomputed without reentrant autograd"),
     "gradient_checkpointing_kwargs.*": unneeded("layers are recomputed without reentrant autograd"),
     "activation_checkpointing_kwargs": unneeded("layers are recomputed without reentrant autograd"),
@@ -65,7 +58,9 @@ RULES: dict[str, Rule] = {
     "neftune_noise_alpha": Drop("embeddings get no noise", numbers=True),
     "torch_empty_cache_steps": Drop("the allocator keeps its cache"),
     "auto_find_batch_size": Drop(
-        "set training.per_device_train_batch_size: auto and global_batch_size; Trainer changes the global batch"
+        "the batch stays as written, and Trainer lowers it if memory runs out; for micro-batches by memory, set "
+        "training.per_device_train_batch_size: auto and global_batch_size",
+        numbers=True,
     ),
     "logging_steps": Take("training.logging_steps", number),
     "logging_strategy": Drop("metrics are written every logging_steps", harmless=("steps",)),
@@ -84,6 +79,7 @@ RULES: dict[str, Rule] = {
     "eval_strategy": Drop("nothing is evaluated", harmless=("no", None)),
     "evaluation_strategy": Drop("nothing is evaluated", harmless=("no", None)),
     "eval_delay": Drop("evaluation begins with the first eval_steps", harmless=(None, 0)),
+    "per_gpu_eval_batch_size": Drop("evaluation uses per_device_train_batch_size; its loss is the same"),
     "per_device_eval_batch_size": Drop("evaluation uses per_device_train_batch_size; its loss is the same"),
     "prediction_loss_only": _EVALUATION,
     "eval_on_start": Drop("the first evaluation comes after eval_steps"),
@@ -116,8 +112,8 @@ RULES: dict[str, Rule] = {
     "data_seed": Take("data.seed", number),
     "use_cpu": unneeded("scaling.resources_per_worker"),
     "no_cuda": unneeded("scaling.resources_per_worker"),
-    "accelerator_config": unneeded("batches are counted in sequences, whatever the number of workers"),
-    "accelerator_config.*": unneeded("batches are counted in sequences, whatever the number of workers"),
+    "accelerator_config": unneeded("Ray Data reads the rows"),
+    "accelerator_config.*": unneeded("Ray Data reads the rows; their order differs in any case"),
     "parallelism_config.*": Drop("import the DistributedConfig or Accelerate's file with the same sizes"),
     "parallelism_config": Drop("import the DistributedConfig or Accelerate's file with the same sizes"),
     "dataloader_drop_last": unneeded("epochs follow one another without a shorter batch between them"),
@@ -156,27 +152,18 @@ RULES: dict[str, Rule] = {
     "jit_mode_eval": unneeded("evaluation is not traced"),
     "torchdynamo": Drop("layers are compiled by inductor (model.compile)"),
     "tpu_num_cores": unneeded("TPUs are not supported"),
+    **dict.fromkeys(
+        names_of(
+            "ray_scope tpu_metrics_debug use_mps_device use_ipex fp16_opt_level fp16_backend xpu_backend "
+            "use_legacy_prediction_loop dispatch_batches"
+        ),
+        unneeded("the loop has no such choice; numbers stay"),
+    ),
+    **dict.fromkeys(names_of("push_to_hub_model_id push_to_hub_organization push_to_hub_token"), _HUB),
     "past_index": unneeded("models keep no past between steps"),
     "mp_parameters": unneeded("SageMaker is not supported"),
 }
 """The rule of each field. Fields that depend on others are handled before."""
-
-DEFAULTS: dict[str, tuple[str, JsonValue]] = {
-    "per_device_train_batch_size": ("training.per_device_train_batch_size", 8),
-    "gradient_accumulation_steps": ("training.gradient_accumulation_steps", 1),
-    "learning_rate": ("training.learning_rate", 5e-5),
-    "lr_scheduler_type": ("training.lr_scheduler_type", "linear"),
-    "warmup_steps": ("training.warmup_steps", 0),
-    "weight_decay": ("training.weight_decay", 0.0),
-    "adam_beta1": ("training.adam_beta1", 0.9),
-    "adam_beta2": ("training.adam_beta2", 0.999),
-    "adam_epsilon": ("training.adam_epsilon", 1e-8),
-    "max_grad_norm": ("training.max_grad_norm", 1.0),
-    "seed": ("training.seed", 42),
-    "logging_steps": ("training.logging_steps", 500),
-    "gradient_checkpointing": ("model.gradient_checkpointing", "none"),
-}
-"""TrainingArguments' own defaults, which are written out."""
 
 _PLAN = Drop("models have their own plans", numbers=False)
 DISTRIBUTED: dict[str, Rule] = {

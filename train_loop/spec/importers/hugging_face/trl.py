@@ -2,6 +2,7 @@
 
 from train_loop.spec.importers.draft import Draft, Drop, Rule, unneeded
 from train_loop.spec.importers.hugging_face import transformers
+from train_loop.spec.importers.hugging_face.defaults import TRAINER
 from train_loop.spec.importers.hugging_face.transformers_fields import RULES
 from train_loop.spec.importers.parts import read_adapters
 from train_loop.spec.importers.recognise import Source, Tool, names_of
@@ -71,6 +72,7 @@ TOOL = Tool(
         "model_init_kwargs test_split_size"
     ),
     convert=read_sft,
+    defaults=TRAINER,
     shared=(*_OWN, *transformers.TOOL.shared),
     extends=transformers.NAME,
 )

@@ -19,8 +19,6 @@ def read_data(draft: Draft, worker: str, *, is_sft: bool) -> None:
     _columns(draft, arguments, is_sft=is_sft)
     read_length(draft)
     _evaluation(draft, arguments, is_sft=is_sft)
-    packing = f"{worker}.use_sequence_packing"
-    draft.assume(packing, "data.packing", False, tool="ROLL, which pads each row")
     if is_sft:
         reason = "ROLL's SFT reads the rows in the order of the file, and leaves out the last, shorter batch"
         draft.differ(reason, target="data.shuffle", written=False)

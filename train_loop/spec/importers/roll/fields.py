@@ -3,8 +3,6 @@
 Source: github.com/alibaba/ROLL at 8eb27cc, `roll/configs` and `roll/distributed/strategy/fsdp2_strategy.py`.
 """
 
-from pydantic import JsonValue
-
 from train_loop.spec.importers.draft import Drop, Rule, Take, unneeded
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.values import attention, dtype, flag, frozen, head, names, no_clipping, number, switch
@@ -176,19 +174,6 @@ ADAPTERS = {
     "modules_to_save": "additional_target",
 }
 """Fields of a worker's `model_args` by field of `model.lora`."""
-
-DEFAULTS: dict[str, tuple[str, JsonValue]] = {
-    "training_args.learning_rate": ("training.learning_rate", 5e-5),
-    "training_args.lr_scheduler_type": ("training.lr_scheduler_type", "linear"),
-    "training_args.weight_decay": ("training.weight_decay", 0.0),
-    "training_args.adam_beta1": ("training.adam_beta1", 0.9),
-    "training_args.adam_beta2": ("training.adam_beta2", 0.999),
-    "training_args.warmup_steps": ("training.warmup_steps", 0),
-    "training_args.per_device_train_batch_size": ("training.per_device_train_batch_size", 8),
-    "training_args.gradient_accumulation_steps": ("training.gradient_accumulation_steps", 1),
-    "training_args.num_train_epochs": ("training.num_train_epochs", 1.0),
-}
-"""ROLL's own defaults of a worker, which are written out."""
 
 INFERENCE = WORKER | {name: _OF_INFERENCE for name, rule in WORKER.items() if rule is _LORA}
 """Rules of a worker that infers."""

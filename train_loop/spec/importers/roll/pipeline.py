@@ -6,13 +6,15 @@ from typing import Any
 from pydantic import JsonValue
 
 from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.importers.defaults import write_defaults
 from train_loop.spec.importers.draft import LOOP, Draft, Drop, pointer_of
 from train_loop.spec.importers.parts import drop_unused, read_adapters, read_warmup
 from train_loop.spec.importers.recognise import Source, Tool
 from train_loop.spec.importers.references import compose, resolve
 from train_loop.spec.importers.report import Outcome
 from train_loop.spec.importers.roll.data import read_data, read_length
-from train_loop.spec.importers.roll.fields import ADAPTERS, DEFAULTS, INFERENCE, PIPELINE, WORKER
+from train_loop.spec.importers.roll.defaults import defaults_of
+from train_loop.spec.importers.roll.fields import ADAPTERS, INFERENCE, PIPELINE, WORKER
 from train_loop.spec.importers.roll.infer import keep_inference
 from train_loop.spec.importers.values import (
     devices,
@@ -75,6 +77,7 @@ def read_roll(source: Source) -> Draft:
     draft.apply(PIPELINE)
     _others(draft, chosen, whole, is_sft=role == "sft_train")
     if trains:
+        write_defaults(draft, defaults_of(chosen), NAME)
         drop_unused(draft)
     else:
         keep_inference(draft, chosen)
@@ -245,9 +248,6 @@ def _training(draft: Draft, worker: str, *, is_sft: bool) -> None:
     else:
         draft.note("max_ckpt_to_keep", Outcome.NOT_SUPPORTED, target="checkpoint.keep_last", written=2,
                    reason="ROLL keeps all checkpoints; here the last 2 are kept")  # fmt: skip
-    for name, (target, default) in DEFAULTS.items():
-        draft.assume(f"{worker}.{name}", target, default, tool=NAME)
-    draft.assume("seed", "training.seed", 42, tool=NAME)
     draft.assume("save_steps", "checkpoint.every_steps", 50, tool=NAME)
     if number(draft.get(f"{arguments}.weight_decay", 0)):
         draft.differ("ROLL decays all weights; here norms and biases are left out")
@@ -274,5 +274,6 @@ TOOL = Tool(
     NAME,
     marks=("*.strategy_args.strategy_name", "rollout_batch_size"),
     convert=read_roll,
+    defaults=defaults_of("sft_train"),
     shared=("exp_name", "pretrain", "prompt_length", "response_length", "sequence_length"),
 )
