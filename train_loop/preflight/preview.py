@@ -30,6 +30,10 @@ _MOST_CHARACTERS = 4 * 2**20
 """Maximum size of the previewed rows of a source, in characters or tokens: long rows take seconds to tokenise."""
 
 
+_BEGINNING = 200
+"""Characters of a text whose first tokens are compared."""
+
+
 @dataclass(frozen=True)
 class _FirstRows:
     """The first rows of a source, as preparation encodes and fits them."""
@@ -88,6 +92,9 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     without = rules is None or rules.plain or columns.messages or columns.label or columns.sequences
     if rules is not None and not without and (count := _ended(columns, rules, first.rows)):
         notes.append(f"{count} of the first {len(first.rows)} rows end with EOS already and get no second one")
+    if rules is not None and (count := _begun(columns, rules, first.rows)):
+        what = "BOS" if rules.load().bos in rules.load().prefix else "the tokenizer's special tokens"
+        notes.append(f"{count} of the first {len(first.rows)} rows begin with {what} already and get no second one")
     if columns.messages is not None and rules is not None and boundaries is not None:
         notes += _chat_notes(columns, rules, first.rows)
         if boundaries.sample_without_end is not None:
@@ -115,7 +122,7 @@ def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) ->
         encoded = [_judged(row, columns, vocab, head) for row in numbered(rows, columns, head)]
     else:
         encoded = encode_rows(rows, columns, vocab=vocab, rules=rules, head=spec.model.label_head)
-    fit = Fit.of(spec.data, columns, rules)
+    fit = Fit.of(spec, columns, rules)
     return _FirstRows(rows, [place for place, _ in placed], encoded, fit, are_all)
 
 
@@ -190,6 +197,15 @@ def _ended(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> int:
     """Return the number of rows whose own text ends with the tokenizer's EOS."""
     eos, name = str(rules.load().variables["eos_token"]), str(columns.text or columns.response)
     return sum(str(row.values.get(name)).endswith(eos) for row in rows)
+
+
+def _begun(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> int:
+    """Return the number of rows with a text that begins with the special tokens that the tokenizer writes before it."""
+    if columns.messages is not None:
+        return 0
+    tokenizer, names = rules.load(), columns.texts if columns.prompt is None else [columns.prompt]
+    cells = ([row.values.get(name) for name in names] for row in rows)
+    return sum(any(isinstance(one, str) and tokenizer.begins(one[:_BEGINNING]) for one in some) for some in cells)
 
 
 def _chat_notes(columns: ColumnsSpec, rules: TextRules, rows: list[Row]) -> list[str]:

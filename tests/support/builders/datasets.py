@@ -40,7 +40,7 @@ def prepare_tokens(job: JobSpec, cache: Path) -> None:
             continue
         columns, vocab = source.columns, model_shape(job.model).vocab
         rows = [row for piece in cut(source.files, 2**20) for chunk in read_piece(piece, columns) for row in chunk.rows]
-        fit, documents = Fit.of(job.data, columns, rules), list[Document]()
+        fit, documents = Fit.of(job, columns, rules), list[Document]()
         for one in encode_rows(rows, columns, vocab=vocab, rules=rules, head=job.model.label_head):
             assert isinstance(one, Document), one
             documents.append(fit(one)[0])

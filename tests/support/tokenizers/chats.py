@@ -160,3 +160,13 @@ def write_tokenizer(
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template
     ).save_pretrained(folder)
     return str(folder)
+
+
+def write_surrounding(folder: Path, shape: str, *, bos: str | None = "<s>", template: str | None = None) -> str:
+    """Write a tokenizer whose special tokens around a text have a shape, such as `<s> $A </s>`."""
+    write_tokenizer(folder, template=template, bos=bos)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(name, backend.token_to_id(name)) for name in shape.split() if name != "$A"]
+    backend.post_processor = processors.TemplateProcessing(single=shape, special_tokens=special)
+    backend.save(str(folder / "tokenizer.json"))
+    return str(folder)

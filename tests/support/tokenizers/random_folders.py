@@ -67,6 +67,8 @@ def _backend(random: Random) -> Tokenizer:
         return tokenizer
     if random.random() < 0.15:
         return _with_byte_fallback(random)
+    if random.random() < 0.15:
+        return _with_word_pieces(random)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=random.random() < 0.3)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,6 +89,17 @@ def _with_byte_fallback(random: Random) -> Tokenizer:
         scheme = random.choice(["first", "always", "never"])
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=random.random() < 0.5)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _with_word_pieces(random: Random) -> Tokenizer:
+    """Return a tokenizer like BERT's, whose pieces within a word begin with ##."""
+    words = ["[UNK]", *"abdehiloprstuwyx.,?!", *(f"##{letter}" for letter in "abdehiloprstuwyx"), "word", "two"]
+    tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=random.random() < 0.5)
+    if random.random() < 0.5:
+        tokenizer.normalizer = normalizers.BertNormalizer()
     return tokenizer
 
 

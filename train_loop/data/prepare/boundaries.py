@@ -54,7 +54,7 @@ def mark_trained(tokenizer: TextTokenizer, document: Document) -> str:
     labels = document.input_ids if document.labels is None else document.labels
     text = ""
     for trained, run in groupby(zip(document.input_ids.tolist(), labels.tolist(), strict=True), _is_trained):
-        part = tokenizer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        part = tokenizer.decode([token for token, _ in run], special=True)
         text += f"⟦{part}⟧" if trained else part
     return text
 

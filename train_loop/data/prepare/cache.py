@@ -31,7 +31,7 @@ from train_loop.spec import MASKED_LM, ColumnsSpec, DataSpec, JobSpec, SourceSpe
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
 
-TEXT_RULES = 7
+TEXT_RULES = 8
 """Version of the rules that turn text into tokens. Raise it when the same text becomes other tokens or labels."""
 
 _ALWAYS = {"text", "input_ids", "labels", "messages", "prompt", "response", "weight", "image"}
@@ -173,7 +173,11 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
     later |= {"head": MASKED_LM} if spec.model.masked and not columns.tokenised else {}
     later |= {"ends": "plain"} if _is_plain(spec) and not columns.tokenised else {}
-    later |= {"chats": spec.chats} if columns.messages and spec.chats != "trained" else {}
+    later |= (
+        {"chats": spec.chats}
+        if (columns.messages and spec.chats == "whole") or (not columns.tokenised and spec.chats == "prompt")
+        else {}
+    )
     later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
         later

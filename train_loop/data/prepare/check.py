@@ -146,7 +146,7 @@ class _SourceText:
         """Return the part of each trained row that begins it in the samples."""
         vocab = model_shape(self.spec.model).vocab
         encoded = encode_rows(rows, self.source.columns, vocab=vocab, rules=self.rules)
-        return _beginnings(encoded, Fit.of(self.spec.data, self.source.columns, self.rules))
+        return _beginnings(encoded, Fit.of(self.spec, self.source.columns, self.rules))
 
     @property
     def is_dated(self) -> bool:

@@ -60,7 +60,9 @@ class TextRules:
 
     def load(self) -> TextTokenizer:
         """Load the tokenizer. Raises DataError if it is unusable."""
-        return load_tokenizer(self.tokenizer, needs_eos=not self.plain).adding_bos(self.add_bos)
+        loaded = load_tokenizer(self.tokenizer, needs_eos=not self.plain).adding_bos(self.add_bos)
+        # Nothing ends a prompt, which the model continues.
+        return replace(loaded, suffix=()) if self.chats == "prompt" else loaded
 
     @property
     def kept(self) -> tuple[int | None, int | None]:

@@ -13,7 +13,7 @@ from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import locate
 from train_loop.data.prepare.sources import SourceFile
 from train_loop.errors import DataError
-from train_loop.spec import ColumnsSpec, DataSpec
+from train_loop.spec import ColumnsSpec, JobSpec
 from train_loop.spec.data import LongRows
 
 Fate = Literal["whole", "long", "dropped", "untrained"]
@@ -35,12 +35,15 @@ class Fit:
     """First token that truncate_left keeps, if a document begins with it."""
     last: int | None = None
     """Last token that truncate keeps, if a document ends with it."""
+    others: tuple[LongRows, ...] = ()
+    """Rules in place of `fail` that the spec takes."""
 
     @classmethod
-    def of(cls, data: DataSpec, columns: ColumnsSpec, rules: TextRules | None) -> "Fit":
+    def of(cls, spec: JobSpec, columns: ColumnsSpec, rules: TextRules | None) -> "Fit":
         """Return the rules for rows with these columns; `rules` are those of their text, None for rows of tokens."""
-        first, last = (None, None) if rules is None else rules.kept
-        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns), first, last)
+        data, (first, last) = spec.data, (None, None) if rules is None else rules.kept
+        drops, others = data.drops_untrained(columns), _rules_of(spec, columns)
+        return cls(data.sequence_length, data.long_rows_of(columns), drops, first, last, others)
 
     def refuses(self, document: Document) -> bool:
         """Return whether a document is too long and on_long_rows is `fail`, so that preparation fails."""
@@ -79,6 +82,15 @@ class Fit:
         return kept
 
 
+def _rules_of(spec: JobSpec, columns: ColumnsSpec) -> tuple[LongRows, ...]:
+    """Return the values of on_long_rows, but `fail`, that a spec takes for rows with these columns."""
+    head = spec.model.label_head
+    if spec.infer is None:
+        return ("drop", "truncate", "truncate_left", *(("split",) if head is None or not head.pools else ()))
+    # The end of a conversation asks for the answer.
+    return ("truncate_left",) if columns.messages and spec.chats == "prompt" else ("truncate", "truncate_left")
+
+
 def explain_cut(rule: str, long: int) -> str:
     """Return the end of a warning that no end token is trained, if the rule for `long` rows has cut ends; else ''."""
     return f"; on_long_rows: truncate cuts the ends of {long} rows" if rule == "truncate" and long else ""
@@ -107,7 +119,7 @@ def check_rows(encoded: Sequence[Encoded], places: Sequence[Place], fit: Fit, *,
         if not isinstance(row, BadRow) and fit.refuses(row):
             raise DataError(
                 f"{_where(place)} has {row.longest} tokens, more than sequence_length={fit.length}, and "
-                "on_long_rows is fail; raise sequence_length, or choose drop, truncate, truncate_left or split"
+                f"on_long_rows is fail; raise sequence_length, or choose {' or '.join(fit.others)}"
             )
 
 

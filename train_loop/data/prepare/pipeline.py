@@ -180,7 +180,7 @@ def _documents(
         encode_rows, columns=columns, vocab=model_shape(spec.model).vocab, rules=rules, head=spec.model.label_head
     )
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
-    options |= {"fit": Fit.of(spec.data, columns, rules)}
+    options |= {"fit": Fit.of(spec, columns, rules)}
     reserved = _reserved(spec, source)
     blocks = numbers(len(tasks), **reserved).map_batches(_encode_task, batch_size=None, fn_kwargs=options, **reserved)
     for table in blocks.iter_batches(batch_format="pyarrow", batch_size=None):

@@ -70,7 +70,7 @@ class TextTokenizer:
         """Return the token ids of each text as transformers gives them, without EOS. Raises DataError without any."""
         with _named_faults():
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        found = [[*self.prefix, *encoding.ids, *self.suffix] for encoding in encodings]
+        found = [[*self.before(encoding.ids), *encoding.ids, *self.suffix] for encoding in encodings]
         if not all(found):
             raise DataError("it has no tokens, and a row needs one at least")
         return found
@@ -89,9 +89,21 @@ class TextTokenizer:
             offsets = self._own_offsets(encoding, prompt + response)
             is_ended = encoding.ids[-1:] == [self.eos] and offsets[-1][0] >= len(prompt)
             ids = self._document(encoding.ids, is_ended)
-            untrained = len(self.prefix) + sum(stop <= len(prompt) for _, stop in offsets)
+            untrained = len(self.before(encoding.ids)) + sum(stop <= len(prompt) for _, stop in offsets)
             rows.append((ids, [IGNORE] * untrained + ids[untrained:]))
         return rows
+
+    def before(self, ids: list[int]) -> tuple[int, ...]:
+        """Return the special tokens to write before the tokens of a text; none if it begins with them, or with BOS.
+
+        A chat template has written them into such a text, as `apply_chat_template` tokenises it.
+        """
+        has_bos = self.bos in self.prefix and ids[:1] == [self.bos]
+        return () if has_bos or tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
+
+    def begins(self, text: str) -> bool:
+        """Return whether a text begins itself with special tokens that are written before others."""
+        return bool(self.prefix) and not self.before(self.encode_with_offsets(text)[0])
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of one text, without special tokens, and the characters [start, stop) of each token."""
@@ -99,9 +111,9 @@ class TextTokenizer:
             encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, self._own_offsets(encoding, text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids, with or without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not special))
 
     def _own_offsets(self, encoding: Encoding, text: str) -> list[tuple[int, int]]:
         """Return the characters of each token, for added tokens without the white space that they take in."""
@@ -173,8 +185,9 @@ class TextTokenizer:
 
         `is_ended`: the text itself ends with EOS and gets no second one, as in TRL.
         """
-        whole = [*self.prefix, *ids, *self.suffix]
-        return whole if (is_ended and not self.suffix) or self.suffix[-1:] == (self.eos,) else [*whole, self.eos]
+        after = () if is_ended and self.suffix == (self.eos,) else self.suffix
+        whole = [*self.before(ids), *ids, *after]
+        return whole if (is_ended and not after) or after[-1:] == (self.eos,) else [*whole, self.eos]
 
 
 @lru_cache(maxsize=4)

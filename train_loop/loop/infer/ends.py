@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from train_loop.data.text.continuation import Continuation, Piece
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import ModelError
 from train_loop.model.folder import model_config, model_folder
@@ -20,7 +22,7 @@ class Ends:
     tokens: frozenset[int]
     """Tokens after which a row ends."""
     texts: tuple[str, ...] = ()
-    """Texts before which the text of a row ends."""
+    """Texts before which the text of a row ends; they may contain special tokens."""
     tokenizer: TextTokenizer | None = None
     """Tokenizer of the generated text; None if rows are token ids."""
 
@@ -43,26 +45,41 @@ class Ends:
         The first `start` tokens are known not to end it.
         """
         by_token = next((place + 1 for place in range(start, len(ids)) if ids[place] in self.tokens), None)
-        if not self.texts or self._first_stop(self._decode(ids)) is None:
+        if not self.texts or self._first_stop(self._pieces(ids)) is None:
             return by_token
         last = len(ids) if by_token is None else by_token
-        found = (size for size in range(start + 1, last + 1) if self._first_stop(self._decode(ids[:size])) is not None)
+        found = (size for size in range(start + 1, last + 1) if self._first_stop(self._pieces(ids[:size])) is not None)
         return next(found, by_token)
 
     def text(self, ids: Sequence[int]) -> str | None:
-        """Return the text of a row's tokens up to its end, without special tokens and what has stopped it."""
+        """Return the text of a row's tokens up to its end, without special tokens and what has stopped it.
+
+        It begins with the space that separates its first word from the text before it.
+        """
         if self.tokenizer is None:
             return None
-        text = self._decode(ids[:-1] if ids and ids[-1] in self.tokens else ids)
-        stop = self._first_stop(text)
-        return text if stop is None else text[:stop]
+        own = ids[:-1] if ids and ids[-1] in self.tokens else ids
+        pieces = self._pieces(own) if self.texts else []
+        stop, start, text = self._first_stop(pieces), 0, ""
+        if stop is None:
+            return self._continuation.plain(own)
+        for piece in pieces:
+            text += "" if piece.is_special else piece.text[: max(0, stop - start)]
+            start += len(piece.text)
+        return text
 
-    def _first_stop(self, text: str) -> int | None:
-        return min((place for stop in self.texts if (place := text.find(stop)) >= 0), default=None)
+    def _first_stop(self, pieces: Sequence[Piece]) -> int | None:
+        """Return the place of the first text that stops a row, in the text with special tokens; None without one."""
+        whole = "".join(piece.text for piece in pieces)
+        return min((place for stop in self.texts if (place := whole.find(stop)) >= 0), default=None)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _pieces(self, ids: Sequence[int]) -> list[Piece]:
+        return self._continuation.pieces(ids)
+
+    @cached_property
+    def _continuation(self) -> Continuation:
         assert self.tokenizer is not None, "the spec rejects texts that stop rows of token ids"
-        return self.tokenizer.decode(ids)
+        return Continuation(self.tokenizer)
 
 
 def stop_tokens_of(model: ModelSpec, eos: int | None, *, trained: bool = False) -> tuple[int, ...]:

@@ -31,7 +31,9 @@ class GenerationSpec(SpecModel):
         default=0, ge=0, lt=2**63, description="seed of drawn tokens, which depend on it, the row's id and the position"
     )
     stop: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
-        default=(), strict=False, description="texts before which the text of a row ends"
+        default=(),
+        strict=False,
+        description="texts before which the text of a row ends; they may contain special tokens",
     )
     stop_tokens: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,

@@ -5,15 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.builders.folders import write_tokenizer
+from tests.support.builders.specs import infer_spec
+from tests.support.tokenizers.chats import write_surrounding
 from train_loop.data.prepare.encode import BadRow, TextRules, encode_rows
+from train_loop.data.prepare.fit import Fit
 from train_loop.data.prepare.packing import Document
 from train_loop.data.prepare.rows import Row
 from train_loop.data.text.chat import load_chat_templates
 from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
-from train_loop.spec import ColumnsSpec
+from train_loop.spec import ColumnsSpec, parse_any
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -183,3 +187,20 @@ def test_deeply_nested_tool_call_makes_its_row_bad(folder: str) -> None:
     rows = [Row(7, {"turns": turns})]
     (bad,) = encode_rows(rows, ColumnsSpec(messages="turns"), vocab=300, rules=TextRules(folder))
     assert bad == BadRow(7, "a value of the row is nested too deeply; write it with fewer levels")
+
+
+def test_prompts_of_generation_lack_the_suffix_that_scored_texts_have(tmp_path: Path) -> None:
+    folder = write_surrounding(tmp_path, "<s> $A </s>")
+    raw: dict[str, Any] = {
+        "data": {"train": {"path": "/a.jsonl"}, "columns": {"text": "t"}},
+        "model": {"tokenizer": folder},
+    }
+    peer = AutoTokenizer.from_pretrained(folder)
+    for output, ids in (("logprobs", peer("a <s>")["input_ids"]), ("generate", peer("a <s>")["input_ids"][:-1])):
+        job = parse_any(infer_spec(**raw, infer={"output": output})).run
+        rules = TextRules.of_spec(job, Path(folder))
+        (found,) = encode_rows([Row(0, {"t": "a <s>"})], job.data.columns, vocab=300, rules=rules)
+        assert isinstance(found, Document)
+        assert found.input_ids.tolist() == ids
+        cut, _ = Fit(2, "truncate", drops_untrained=False, bos=rules.kept[0], last=rules.kept[1])(found)
+        assert cut.input_ids.tolist() == [ids[0], ids[-1] if output == "logprobs" else ids[1]]

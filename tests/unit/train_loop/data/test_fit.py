@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.builders.specs import infer_spec, raw_spec, spec
 from train_loop.data.dataset import IGNORE
-from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.fit import Fit, check_rows
 from train_loop.data.prepare.packing import Document
-from train_loop.spec import ColumnsSpec, DataSpec, SourceSpec
+from train_loop.data.prepare.sources import SourceFile
+from train_loop.errors import DataError
+from train_loop.spec import parse_any
 
 
 def document(size: int, trained: list[bool] | None = None) -> Document:
@@ -63,7 +66,40 @@ def test_truncate_left_keeps_bos_if_the_document_begins_with_it() -> None:
 def test_long_rows_are_dropped_by_default_if_only_answers_are_trained(
     columns: dict[str, str], rule: str, drops: bool
 ) -> None:
-    data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec.model_validate(columns))
-    assert Fit.of(data, data.columns, None) == Fit(4096, rule, drops)  # type: ignore[arg-type]
-    chosen = data.model_copy(update={"on_long_rows": "truncate"})
-    assert Fit.of(chosen, data.columns, None).rule == "truncate"
+    model = {"path": "/models/a", "config": None}
+    job = spec(data={"columns": columns}, model=model)
+    found = Fit.of(job, job.data.columns, None)
+    assert (found.length, found.rule, found.drops_untrained) == (32, rule, drops)
+    chosen = spec(data={"columns": columns, "on_long_rows": "truncate"}, model=model)
+    assert Fit.of(chosen, chosen.data.columns, None).rule == "truncate"
+
+
+REWARD: dict[str, Any] = {
+    "model": {"head": "reward"},
+    "data": {"columns": {"chosen": "c", "rejected": "r"}, "packing": False},
+}
+TALKS = {"columns": {"messages": "m"}}
+PATH = {"path": "/models/a", "config": None}
+
+
+@pytest.mark.parametrize(
+    ("raw", "choices"),
+    [
+        (raw_spec(), "drop or truncate or truncate_left or split"),
+        (raw_spec(**REWARD), "drop or truncate or truncate_left"),
+        (infer_spec(), "truncate or truncate_left"),
+        (infer_spec(infer={"output": "generate"}), "truncate or truncate_left"),
+        (infer_spec(model=PATH, infer={"output": "generate"}, data=TALKS), "truncate_left"),
+        (infer_spec(model=PATH, data=TALKS), "truncate or truncate_left"),
+    ],
+)
+def test_long_row_is_refused_with_the_rules_that_its_job_takes(raw: dict[str, Any], choices: str) -> None:
+    raw["data"]["on_long_rows"] = "fail"
+    job = parse_any(raw).run
+    fit = Fit.of(job, job.data.columns, None)
+    row, place = Document(np.zeros(40, np.int32)), (SourceFile("/a.parquet", 1, "", "parquet", None), 1)
+    with pytest.raises(DataError, match=rf"on_long_rows is fail; raise sequence_length, or choose {choices}$"):
+        check_rows([row], [place], fit, skip=False)
+    for choice in choices.split(" or "):
+        raw["data"]["on_long_rows"] = choice
+        parse_any(raw)

@@ -110,7 +110,7 @@ def test_truncated_text_keeps_its_special_tokens_as_in_transformers(tmp_path: Pa
     job, rules = job_of(data=data), TextRules(str(folder), plain=True)
     (whole,) = encode_rows([Row(0, {"text": "abcdefgh"})], job.data.columns, vocab=300, rules=rules)
     assert not isinstance(whole, BadRow)
-    found, fate = Fit.of(job.data, job.data.columns, rules)(whole)
+    found, fate = Fit.of(job, job.data.columns, rules)(whole)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder, truncation_side="left" if "left" in rule else "right")
     assert found.input_ids.tolist() == theirs("abcdefgh", truncation=True, max_length=6)["input_ids"]
     assert fate == "long"

@@ -133,7 +133,7 @@ def test_texts_to_embed_have_the_tokens_of_the_tokenizer_also_if_they_are_long(t
     rules = TextRules(folder, plain=not job.model.ends_text)
     found = encode(folder, columns, **dict(zip("apn", texts, strict=True)))
     assert [one.input_ids.tolist() for one in found.sequences] == peer(texts)["input_ids"]
-    fitted, fate = Fit.of(job.data, job.data.columns, rules)(found)
+    fitted, fate = Fit.of(job, job.data.columns, rules)(found)
     assert fate == "long"
     expected = peer(texts, truncation=True, max_length=6)["input_ids"]
     assert [one.input_ids.tolist() for one in fitted.sequences] == expected
@@ -234,7 +234,7 @@ def test_pair_stays_one_sample_from_the_file_to_the_model(tmp_path: Path) -> Non
     (source,) = list_sources(job)
     tasks, progress = [cut(source.files, 2**20)], Progress(lambda *_, **__: None, [1])
     encoded = partial(encode_rows, columns=source.columns, vocab=384)
-    fit = Fit.of(job.data, source.columns, None)
+    fit = Fit.of(job, source.columns, None)
     tables = list(_encode_task({"id": np.array([0])}, tasks, source.columns, encoded, False, fit))
     documents = [one for found in tables for one in _from_table(found, tasks, progress)]
     part = write_part(one_per_sample(documents, 4), tmp_path)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.builders.folders import write_model, write_tokenizer
-from tests.support.builders.specs import may_read, raw_spec
+from tests.support.builders.specs import infer_spec, may_read, raw_spec
 from tests.support.tokenizers import chats
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.preflight.checks import answer
@@ -246,3 +246,26 @@ def test_rows_that_end_with_eos_are_reported(tmp_path: Path) -> None:
     policy = may_read(f"file://{tmp_path}").model_dump()
     (found,) = answer({"spec": raw, "read_policy": policy, "parent": None})["preview"]
     assert found["notes"][0].endswith("1 of the first 2 rows end with EOS already and get no second one")
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "anchor", "generate"])
+def test_rows_that_begin_with_bos_are_reported(tmp_path: Path, kind: str) -> None:
+    folder = chats.write_surrounding(tmp_path / "t", "<s> $A")
+    rows = [{"t": "<s>a", "r": "b"}, {"t": "a", "r": "<s>b"}, {"t": "a", "r": "b"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"prompt": {"prompt": "t", "response": "r"}, "anchor": {"anchor": "t", "positive": "r"}}
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": columns.get(kind, {"text": "t"}), "packing": False}
+    model: dict[str, Any] = {"tokenizer": folder}
+    if kind == "anchor":
+        raw = raw_spec(data=data, model=model | {"head": {"embedding": {"group": 1}}})
+    elif kind == "generate":
+        raw = infer_spec(data=data, model=model, infer={"output": "generate"})
+    else:
+        raw = raw_spec(data=data, model=model)
+    policy = may_read(f"file://{tmp_path}").model_dump()
+    found = answer({"spec": raw, "read_policy": policy, "parent": None})
+    count = 2 if kind == "anchor" else 1
+    notes = [note for (only,) in [found["preview"]] for note in only["notes"]]
+    assert [note.rpartition(": ")[2] for note in notes] == [
+        f"{count} of the first 3 rows begin with BOS already and get no second one"
+    ]

@@ -56,7 +56,7 @@ def ends_job(raw: dict[str, Any]) -> bool:
         source.columns,
         partial(encode_rows, columns=source.columns, vocab=384, rules=rules),
         spec.data.on_bad_rows == "skip",
-        Fit.of(spec.data, source.columns, rules),
+        Fit.of(spec, source.columns, rules),
     )
     try:
         return not any(len(ids) for table in tables for ids in table["input_ids"].to_pylist())

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
 
-from tests.support.tokenizers.chats import write_tokenizer
+from tests.support.tokenizers.chats import write_surrounding, write_tokenizer
+from train_loop.data.dataset import IGNORE
 from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
@@ -61,6 +63,32 @@ def test_panic_of_the_tokenizer_is_a_fault_of_its_files(tmp_path: Path) -> None:
     tokenizer.save(file)
     with pytest.raises(DataError, match=r"the tokenizer rejects text: .*retry-limit-in-match over; correct its files"):
         load_tokenizer(folder).encode(["a" * 400])
+
+
+@pytest.mark.parametrize("end", ["", "</s>"])
+def test_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path, end: str) -> None:
+    folder = write_surrounding(tmp_path, f"<s> $A {end}".strip())
+    tokenizer, peer = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    plain, after = peer("<s>hi", add_special_tokens=False)["input_ids"], list(tokenizer.suffix)
+    assert plain[0] == peer.bos_token_id
+    assert tokenizer.encode(["<s>hi", "hi"]) == [[*plain, peer.eos_token_id]] * 2
+    assert tokenizer.encode_plainly(["<s>hi", "hi"]) == [[*plain, *after]] * 2
+    assert tokenizer.encode(["<s>hi</s>"]) == [[*plain, peer.eos_token_id]]
+    (ids, labels), (other, same) = tokenizer.encode_responses([("<s>h", "i"), ("h", "i")])
+    assert (
+        (ids, labels) == (other, same) == ([*plain, peer.eos_token_id], [IGNORE, IGNORE, *plain[2:], peer.eos_token_id])
+    )
+    for rule, count in ((True, 1), (False, 1)):
+        assert tokenizer.adding_bos(rule).encode(["<s>hi"])[0].count(peer.bos_token_id) == count
+
+
+def test_text_that_begins_with_all_special_tokens_gets_no_second_ones(tmp_path: Path) -> None:
+    # As text of GLM's chat template, whose tokenizer writes two tokens and names no BOS.
+    tokenizer = load_tokenizer(write_surrounding(tmp_path, "[INST] <bos> $A", bos=None))
+    assert tokenizer.encode(["[INST]<bos>hi"]) == tokenizer.encode(["hi"])
+    assert tokenizer.begins("[INST]<bos>hi")
+    assert len(tokenizer.encode(["[INST]hi"])[0]) == 1 + len(tokenizer.encode(["hi"])[0])
+    assert not tokenizer.begins("[INST]hi")
 
 
 def test_text_that_ends_with_eos_gets_no_second_one(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.builders.specs import infer_spec
 from tests.support.tokenizers.chats import write_tokenizer
@@ -32,6 +34,35 @@ def test_text_of_half_a_character_ends_no_row(tmp_path: Path) -> None:
     ids = tokenizer.encode_plainly(["é!"])[0]
     ends = Ends(frozenset(), ("é",), tokenizer)
     assert [ends.find(ids[:size], 0) for size in (1, 2, 3)] == [None, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "left"),
+    [("<|im_end|>", "Paris<|im_end|>is", "Paris"), ("s<|im_end|>\n", "Paris<|im_end|>\nis", "Pari")],
+)
+def test_stop_text_with_a_special_token_ends_the_row_there(tmp_path: Path, stop: str, text: str, left: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=None), needs_eos=False)
+    ids = tokenizer.encode_plainly([text])[0]
+    ends = Ends(frozenset(), (stop,), tokenizer)
+    size = ends.find(ids, 0)
+    assert tokenizer.decode(ids[:size], special=True) == text.removesuffix("is")
+    assert ends.text(ids[:size]) == left
+    assert Ends(frozenset(), (), tokenizer).text(ids) == text.replace("<|im_end|>", ""), "without special tokens"
+
+
+def test_generated_text_keeps_the_space_of_its_first_word(tmp_path: Path) -> None:
+    words = ["<unk>", "▁", *"abeinyprs", "▁a", "▁is", "▁any"]
+    model = models.BPE({word: n for n, word in enumerate(words)}, [("▁", "a")], unk_token="<unk>")
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), needs_eos=False)
+    answer = [words.index(word) for word in ("▁is", "▁any")]
+    assert tokenizer.decode(answer) == "is any"
+    assert Ends(frozenset(), (), tokenizer).text(answer) == " is any"
+    assert Ends(frozenset(), (" is",), tokenizer).find(answer, 0) == 1
+    assert Ends(frozenset(), (" any",), tokenizer).find(answer, 0) == 2
 
 
 def test_default_stop_tokens_are_of_the_generation_config_then_the_tokenizer_then_the_config(tmp_path: Path) -> None:
