@@ -113,7 +113,7 @@ def resolve_adapter(spec: AnyJobSpec, run_dir: RunDir) -> AnyJobSpec:
         return spec
     with suppress(FileNotFoundError, SpecError):
         begun = run_dir.spec().model
-        if begun.adapter == spec.model.adapter and spec.model.lora is None:
+        if begun.adapter == spec.model.adapter and spec.model.lora in (None, begun.lora):
             return with_lora(spec, begun.lora)
     return with_adapter(spec)
 

@@ -1,6 +1,9 @@
 """The frozen weights to which the adapters of a checkpoint belong."""
 
+from collections.abc import Collection
+
 from train_loop.errors import ModelError
+from train_loop.model.weight_map import some
 from train_loop.run_dir import BaseWeights, Manifest
 
 
@@ -26,6 +29,17 @@ def check_base(now: BaseWeights | None, manifest: Manifest) -> None:
     raise ModelError(
         f"{which} has adapters for the weights of {then.path} with the SHA-256 {then.sha256[:12]}, and {now.path} now "
         f"has {now.sha256[:12]}; restore its files, or start a new run"
+    )
+
+
+def check_trained(trained: Collection[str], saved: Collection[str], manifest: Manifest) -> None:
+    """Raise ModelError if a checkpoint's trained weights, by name, are not those that this run trains with adapters."""
+    if manifest.base is None or not (lost := [name for name in trained if name not in saved]):
+        return
+    raise ModelError(
+        f"the checkpoint of step {manifest.step} has adapters of other modules: this version also trains {some(lost)}, "
+        "because model.lora now means what it means in peft, and random weights above those of a folder are trained "
+        "whole; resume and export with the version that wrote it, or start a new run"
     )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.checkpoint.access import RunAccess
-from train_loop.checkpoint.base_weights import check_base
+from train_loop.checkpoint.base_weights import check_base, check_trained
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.optimizer_state import OptimizerState, fill_optimizer_state
 from train_loop.checkpoint.parts import described, plain
@@ -67,7 +67,9 @@ def _resume(state: TrainState, access: RunAccess, manifest: Manifest, *, seed: i
     _warn_of_torch(access, manifest)
     folder = access.run_dir.checkpoint(manifest.step)
     values, reader = tensors_of(state), CheckpointReader(folder, patience=access.patience)
-    is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
+    saved = reader.read_metadata().state_dict_metadata
+    _check_trained(values, saved, manifest)
+    is_saved = partial(_is_saved, saved)
     states, groups = values["optimizer"]["state"], [*values["optimizer"]["param_groups"]]
     # Parameters without a gradient so far have no saved state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
@@ -107,7 +109,9 @@ def _continue(state: TrainState, access: RunAccess, parent: Parent, *, seed: int
     _warn_of_torch(access, parent.manifest)
     values = tensors_of(state)
     reader = CheckpointReader(prove_parent(access, parent), patience=access.patience)
-    is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
+    saved = reader.read_metadata().state_dict_metadata
+    _check_trained(values, saved, parent.manifest)
+    is_saved = partial(_is_saved, saved)
     states = values["optimizer"]["state"] if parent.same_optimizer else {}
     averages, trained = values.get("ema", {}), values.get("trained", {}) if parent.same_optimizer else {}
     wanted: Values = {
@@ -193,6 +197,11 @@ def _forget_new(state: TrainState, names: Iterable[str]) -> None:
 def _warn_of_torch(access: RunAccess, manifest: Manifest) -> None:
     if (message := manifest.other_torch(version("torch"))) is not None:
         access.journal.warn(message)
+
+
+def _check_trained(values: Values, saved: Mapping[str, Any], manifest: Manifest) -> None:
+    names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    check_trained(values["model"], names, manifest)
 
 
 def _is_saved(saved: Mapping[str, Any], place: str, values: Mapping[str, Any]) -> bool:

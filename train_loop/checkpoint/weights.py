@@ -15,7 +15,7 @@ from train_loop.checkpoint.parts import described
 from train_loop.checkpoint.select import prove_parent
 from train_loop.errors import CheckpointError
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.lora.adapters import has_adapters
+from train_loop.model.lora.names import has_adapters
 from train_loop.run_dir import Parent, storage_failed
 from train_loop.system.retry import patiently
 

@@ -40,7 +40,7 @@ def fake_call(anatomy: Anatomy, spec: JobSpec, batch: Any, *, recompute: bool) -
     layers, units = repeated_layers(anatomy, policy), [one for unit in find_units(anatomy, policy) for one in unit]
     freeze(model, spec.model.freeze_module_prefix)
     if spec.model.lora is not None:
-        inject_adapters(anatomy, spec.model.lora)
+        inject_adapters(anatomy, spec.model)
     with FakeTensorMode() as fake:
         _allocate(model, dtype)
         if spec.strategy.cast_forward_inputs:

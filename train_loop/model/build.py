@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
-from train_loop.model.lora.adapters import by_plain_name
 from train_loop.model.lora.base import DrawnWeights
+from train_loop.model.lora.names import by_plain_name
 from train_loop.model.parts import own_parts
 from train_loop.model.quantize import quantized_layers
 
@@ -80,6 +80,15 @@ def drawn_weights(blueprint: Anatomy, names: Collection[str], *, seed: int) -> I
             with _initialised(blueprint, name, seed=f"{seed}/{name}"):
                 for leaf in leaves:
                     yield _join(name, leaf), _set_by_a_rule(blueprint, name, leaf)
+
+
+def is_random(blueprint: Anatomy, name: str) -> bool:
+    """Return whether the first value of a parameter depends on the seed; True for those of large modules."""
+    module = blueprint.model.get_submodule(name.rpartition(".")[0])
+    if sum(tensor.numel() for tensor in module.parameters(recurse=False)) > _FEW_ELEMENTS:
+        return True
+    (_, one), (_, other) = (next(drawn_weights(blueprint, [name], seed=seed)) for seed in (0, 1))
+    return not torch.equal(one, other)
 
 
 def check_rules(blueprint: Anatomy, stored: Collection[str] = ()) -> None:

@@ -22,8 +22,8 @@ from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import Join, StoredNames
 from train_loop.model.fill import fill
 from train_loop.model.folder import model_folder
-from train_loop.model.lora.adapters import by_plain_name
 from train_loop.model.lora.base import DrawnWeights
+from train_loop.model.lora.names import by_plain_name
 from train_loop.model.quantize import quantized_layers
 from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
@@ -241,6 +241,16 @@ def _by_own_name(
             left[target] = _joined(join, found)
     # Experts beyond the model's, and a tensor that is stored whole besides its parts.
     return left, lost, [one for name, one in found.items() if names.own[name] in names.joins and name not in used]
+
+
+def absent_weights(blueprint: Anatomy, spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the parameters that a spec's folder lacks, so that they are drawn; empty without a folder."""
+    folder, model = model_folder(spec), blueprint.model
+    if folder is None:
+        return frozenset()
+    names = blueprint.family.stored_names(model, {name: one.shape for name, one in read_headers(folder).items()})
+    stored, parameters = {*names.own.values()}, dict(model.named_parameters())
+    return frozenset(of[0] for of in _tensors(model) if of[0] in parameters and stored.isdisjoint(of))
 
 
 def read_headers(folder: Path, stem: str = "model") -> dict[str, Stored]:

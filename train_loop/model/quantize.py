@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy, plain_linears
-from train_loop.model.lora.adapters import by_plain_name
+from train_loop.model.lora.names import by_plain_name
 from train_loop.plan import RESTORED_AT_ONCE
 
 Kind = Literal["nf4", "int8"]

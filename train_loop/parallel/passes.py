@@ -59,8 +59,7 @@ class Adapters:
 
     def apply(self, built: BuiltModel, mesh: Mesh) -> None:
         """Put a layer with adapters around each target."""
-        assert built.spec.model.lora is not None, "the spec asks for adapters"
-        inject_adapters(built.anatomy, built.spec.model.lora)
+        inject_adapters(built.anatomy, built.spec.model)
 
 
 class Quantize:

@@ -201,7 +201,7 @@ def _stop_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
 
 
 def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
-    return *_of_memory(spec, shape), *_of_float8(spec), *_of_micro_batches(shape)
+    return *shape.notes, *_of_memory(spec, shape), *_of_float8(spec), *_of_micro_batches(shape)
 
 
 def _of_micro_batches(shape: ModelShape) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from train_loop.model.float8 import float8_linears
 from train_loop.model.folder import model_config, model_folder, model_shape
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.lora.adapters import inject_adapters, lora_checks
+from train_loop.model.lora.adapters import inject_adapters, lora_checks, lora_notes
 from train_loop.model.quantize import frozen_linears, quantize_layers, quantized_layers
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices, plan_groups
@@ -63,6 +63,9 @@ def check_model(
         found = family.examine(anatomy, spec)
     except MISTAKES as error:
         return shape, [Problem(pointer, message_of(error))]
+    if problems := _failed((one.pointer, one.check) for one in lora_checks(anatomy, spec)):
+        return shape, problems
+    shape = replace(shape, notes=lora_notes(anatomy, spec.model))
     if problems := _adapter_problems(anatomy, spec, parent):
         return shape, problems
     problems = checkpoint_problems(anatomy, spec.model, parent, pointer) if parent is not None else []
@@ -74,12 +77,10 @@ def check_model(
 
 
 def _adapter_problems(anatomy: Anatomy, spec: JobSpec, parent: Parent | None) -> list[Problem]:
-    """Return the problems of `model.lora` and `model.adapter`; without any, the model gets its adapters."""
-    if problems := _failed((one.pointer, one.check) for one in lora_checks(anatomy, spec)):
-        return problems
+    """Give a model its adapters, and return the problems of the folder of `model.adapter`."""
     if spec.model.lora is not None:
         set_pointer("/model/lora")
-        inject_adapters(anatomy, spec.model.lora)
+        inject_adapters(anatomy, spec.model)
     return stored_problems(anatomy.model, spec.model) if parent is None else []
 
 

@@ -15,7 +15,8 @@ from tests.support.ranks.gradients import Gradients, build, divisor, forget_mesh
 from train_loop.conformance.measure import accumulate_plainly, whole
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loop.batch import micro_batches
-from train_loop.model.lora.adapters import by_plain_name, trained_parameters
+from train_loop.model.lora.adapters import trained_parameters
+from train_loop.model.lora.names import by_plain_name
 from train_loop.model.parts import own_parts
 from train_loop.model.quantize import Kind, quantise, restore
 from train_loop.spec import JobSpec

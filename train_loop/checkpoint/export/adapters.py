@@ -21,12 +21,13 @@ from train_loop.model.lora.adapters import (
     check_peft_reads,
     inject_adapters,
     peft_config,
-    plain_name,
     trained_parameters,
 )
 from train_loop.model.lora.base import DrawnWeights, base_sha256
 from train_loop.model.lora.merge import layers_with_adapters, merged_layer
-from train_loop.model.lora.peft_config import PREFIX
+from train_loop.model.lora.names import plain_name
+from train_loop.model.lora.peft_config import PREFIX, task_type
+from train_loop.model.lora.saved import choose
 from train_loop.model.lora.stored import stored_name
 from train_loop.model.lora.targets import Targets, find_targets
 from train_loop.model.quantize import frozen_linears, quantise, restore
@@ -52,8 +53,11 @@ class Adapted:
 
     @cached_property
     def trained(self) -> dict[str, str]:
-        """The name of each trained weight in peft's file, by its name in the model."""
-        return {name: f"{PREFIX}{stored_name(name)}" for name in trained_parameters(self.anatomy.model)}
+        """The name in peft's file of each trained weight, and of buffers of whole modules, by its name in the model."""
+        whole = tuple(f"{name}." for name in self.targets.saved)
+        buffers = [name for name in stored_buffers(self.anatomy.model) if name.startswith(whole)]
+        names = [*trained_parameters(self.anatomy.model), *sorted(buffers)]
+        return {name: f"{PREFIX}{stored_name(name)}" for name in names}
 
     def write_config(self, folder: Path) -> None:
         """Write adapter_config.json for peft. Raises ModelError if peft would read it otherwise."""
@@ -61,7 +65,10 @@ class Adapted:
         config.target_modules = {*self._short_targets}
         config.modules_to_save = [*self.targets.saved] or None
         config.base_model_name_or_path = str(model_folder(self.spec.model) or "") or None
-        config.task_type = "CAUSAL_LM" if self.spec.model.label_head is None else None
+        config.task_type = task_type(self.spec.model)
+        if config.task_type is None:
+            kind = type(self.plain.model)
+            config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         layers = [self.anatomy.model.get_submodule(name) for name in self.targets.modules]
         config.fan_in_fan_out = bool(layers) and all(getattr(layer, "fan_in_fan_out", False) for layer in layers)
         config.inference_mode = True
@@ -72,13 +79,14 @@ class Adapted:
     def _short_targets(self) -> tuple[str, ...]:
         """Last parts of the targets' names if no other module has them, which other programs expect; else the names.
 
-        peft takes some last parts for those of experts in older versions of transformers.
+        peft takes some last parts for those of experts in older versions of transformers. Models of embeddings have
+        no pooler here, and have one in transformers.
         """
+        if self.plain.experts or self.plain.labels == 0:
+            return self.targets.modules
         last = {name.rpartition(".")[2] for name in self.targets.modules}
         same = {name for name, _ in self.plain.model.named_modules() if name.rpartition(".")[2] in last}
-        return (
-            tuple(sorted(last)) if same == {*self.targets.modules} and not self.plain.experts else self.targets.modules
-        )
+        return tuple(sorted(last)) if same == {*self.targets.modules} else self.targets.modules
 
     def check_base(self, manifest: Manifest) -> None:
         """Raise ModelError if the frozen weights differ from those to which the adapters belong."""
@@ -139,8 +147,8 @@ def open_adapters(
     # It also prepares the model for calls.
     plain.family.examine(plain, spec)
     anatomy, lora = plain.family.anatomy(copy.deepcopy(plain.model)), spec.model.lora
-    targets = find_targets(plain, lora)
-    inject_adapters(anatomy, lora)
+    targets = find_targets(choose(plain, spec.model))
+    inject_adapters(anatomy, spec.model)
     adapted = Adapted(spec, lora, plain, anatomy, targets, saved, find_weights(anatomy, saved, weights))
     adapted.check_base(manifest)
     return adapted

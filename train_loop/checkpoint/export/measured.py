@@ -18,7 +18,7 @@ from train_loop.run_dir import ExportWish, write_durably
 from train_loop.system.memory_limit import available_bytes
 
 _TOKENS = 32
-"""Tokens of the row whose outputs are compared."""
+"""Tokens of the row whose outputs are compared, at most."""
 _ROOM = 1.5
 """Memory of a call, relative to that of the weights."""
 
@@ -49,6 +49,8 @@ _MERGED = """# Merged model of step {step}
 class Difference(NamedTuple):
     """The outputs of a merged model, compared with those of the model with adapters."""
 
+    tokens: int
+    """Number of tokens of the row."""
     largest: float
     """Largest absolute difference."""
     of: float
@@ -63,7 +65,7 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
     told = "The outputs were not compared with those of the model with adapters: that needs more memory."
     if found is not None:
         told = (
-            f"For a row of {_TOKENS} tokens, computed in fp32, its outputs differ from those of the model with "
+            f"For a row of {found.tokens} tokens, computed in fp32, its outputs differ from those of the model with "
             f"adapters by at most {found.largest:.3g}; the largest output is {found.of:.3g}."
         )
     path, kind = adapted.spec.model.path, adapted.spec.model.quantize_base
@@ -97,12 +99,14 @@ def measure(adapted: Adapted, folder: Path) -> Difference | None:
         return stored.read(tuple(slice(0, size) for size in stored.shape))
 
     plain = adapted.plain.family.anatomy(copy.deepcopy(adapted.plain.model))
-    merged = _outputs(adapted, plain, exported)
-    with_adapters = _outputs(adapted, adapted.anatomy, adapted.read)
-    return Difference(float((merged - with_adapters).abs().max()), float(with_adapters.abs().max()))
+    # A model may have no positions beyond those of the run.
+    tokens = min(_TOKENS, adapted.spec.positions)
+    merged = _outputs(adapted, plain, exported, tokens)
+    with_adapters = _outputs(adapted, adapted.anatomy, adapted.read, tokens)
+    return Difference(tokens, float((merged - with_adapters).abs().max()), float(with_adapters.abs().max()))
 
 
-def _outputs(adapted: Adapted, built: Anatomy, read: Callable[[str], Tensor]) -> Tensor:
+def _outputs(adapted: Adapted, built: Anatomy, read: Callable[[str], Tensor], tokens: int) -> Tensor:
     """Return the outputs of a model with the weights that `read` returns, for a row of random tokens."""
     family, cpu = built.family, torch.device("cpu")
     model, kept = built.model.float(), stored_buffers(built.model)
@@ -112,11 +116,11 @@ def _outputs(adapted: Adapted, built: Anatomy, read: Callable[[str], Tensor]) ->
         if name in kept or isinstance(tensor, nn.Parameter):
             tensor.data.copy_(read(name))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(built.vocabulary or 2, (1, _TOKENS), generator=generator)
+    ids = torch.randint(built.vocabulary or 2, (1, tokens), generator=generator)
     columns = {
         "input_ids": ids,
-        "position_ids": torch.arange(_TOKENS).expand(1, _TOKENS),
-        "length": torch.tensor([_TOKENS]),
+        "position_ids": torch.arange(tokens).expand(1, tokens),
+        "length": torch.tensor([tokens]),
     }
     with torch.no_grad():
         return family.call(model.eval(), columns, family.arguments(model, columns))

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -22,42 +22,44 @@ from train_loop.errors import ModelError
 from train_loop.extras import cannot_import
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.family import SettingCheck
+from train_loop.model.lora.names import RENAMED, by_plain_name, has_adapters
 from train_loop.model.lora.product import OneProduct
-from train_loop.model.lora.targets import (
-    Targets,
-    chosen_layers,
-    find_targets,
-    saved_modules,
-    target_modules,
-    target_parameters,
-)
+from train_loop.model.lora.routed import routed_warning
+from train_loop.model.lora.saved import Chosen, choose
+from train_loop.model.lora.targets import Targets, chosen_layers, find_targets, target_modules, target_parameters
 from train_loop.model.parts import own_parts
-from train_loop.spec import JobSpec, LoraSpec
+from train_loop.spec import JobSpec, LoraSpec, ModelSpec
 
 ADAPTER = "default"
 """Name of the adapters in peft's layers."""
 MAGNITUDE = "lora_magnitude_vector"
 """Attribute of peft's layers with the magnitudes of DoRA (Liu et al., 2024)."""
-_RENAMED = "names_without_adapters"
-"""Attribute of a model with adapters: the names that modules inside of peft's layers had before."""
 
 
 def lora_checks(anatomy: Anatomy, spec: JobSpec) -> tuple[SettingCheck, ...]:
     """Return a check for each setting of adapters that a model, before it has them, may not support."""
-    lora = spec.model.lora
-    if lora is None:
+    if spec.model.lora is None:
         return ()
+    chosen = choose(anatomy, spec.model)
     needed = (
         SettingCheck("/model/lora", _peft),
-        SettingCheck("/model/lora/layers", lambda: chosen_layers(anatomy, lora)),
-        SettingCheck("/model/lora/modules_to_save", lambda: saved_modules(anatomy, lora)),
+        SettingCheck("/model/lora/layers", lambda: chosen_layers(chosen)),
+        SettingCheck("/model/lora/modules_to_save", lambda: chosen.saved),
     )
     # The others need these, and would repeat their faults.
     return tuple(one for one in needed if not _holds(one)) or (
-        SettingCheck("/model/lora/target_parameters", lambda: target_parameters(anatomy, lora)),
-        SettingCheck("/model/lora/target_modules", lambda: target_modules(anatomy, lora)),
-        SettingCheck("/model/router_bias_update", lambda: _check_balance(anatomy, spec)),
+        SettingCheck("/model/lora/target_parameters", lambda: target_parameters(chosen)),
+        SettingCheck("/model/lora/target_modules", lambda: target_modules(chosen)),
+        SettingCheck("/model/router_bias_update", lambda: _check_balance(chosen)),
     )
+
+
+def lora_notes(anatomy: Anatomy, spec: ModelSpec) -> tuple[str, ...]:
+    """Return warnings about the adapters of a model that does not have them yet. Raises ModelError as `lora_checks`."""
+    if spec.lora is None:
+        return ()
+    chosen = choose(anatomy, spec)
+    return tuple(filter(None, [routed_warning(chosen, target_modules(chosen))]))
 
 
 def _holds(one: SettingCheck) -> bool:
@@ -68,12 +70,13 @@ def _holds(one: SettingCheck) -> bool:
     return True
 
 
-def inject_adapters(anatomy: Anatomy, lora: LoraSpec) -> None:
+def inject_adapters(anatomy: Anatomy, spec: ModelSpec) -> None:
     """Give a model on meta its adapters, in place, and freeze all but these and the modules to save.
 
     Raises ModelError as `lora_checks` do.
     """
-    model, targets, peft = anatomy.model, find_targets(anatomy, lora), _peft()
+    model, chosen, peft = anatomy.model, choose(anatomy, spec), _peft()
+    targets = find_targets(chosen)
     before = {id(module): name for name, module in model.named_modules()}
     # peft would take the names of some layers for those of experts in older versions of transformers, if it saw the
     # config of the model.
@@ -81,14 +84,14 @@ def inject_adapters(anatomy: Anatomy, lora: LoraSpec) -> None:
     around.model = model
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Conv1D
-        peft.inject_adapter_in_model(peft_config(lora, targets, prefix="model."), around, ADAPTER)
+        peft.inject_adapter_in_model(peft_config(chosen.lora, targets, prefix="model."), around, ADAPTER)
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.layer.Linear) and not module.lora_variant:
             module.lora_variant[ADAPTER] = OneProduct()
     renamed = {
         name: before[id(module)] for name, module in model.named_modules() if before.get(id(module), name) != name
     }
-    setattr(model, _RENAMED, renamed)
+    setattr(model, RENAMED, renamed)
     for name in targets.saved:
         for parameter in model.get_submodule(name).parameters():
             parameter.requires_grad_()
@@ -133,16 +136,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether a model has adapters."""
-    return hasattr(model, _RENAMED)
-
-
-def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors of a model by the names that they have without adapters; adapters keep theirs."""
-    return {plain_name(model, name): tensor for name, tensor in named}
-
-
 def without_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a model that belong to no adapter, by the names that they have without adapters."""
     return by_plain_name(model, ((name, p) for name, p in model.named_parameters() if not _is_adapter(name)))
@@ -152,13 +145,6 @@ def _is_adapter(name: str) -> bool:
     """Return whether a parameter of this name belongs to an adapter."""
     *_, kind, adapter, leaf = ("", "", *name.split("."))
     return adapter == ADAPTER and leaf == "weight" and kind in ("lora_A", "lora_B", MAGNITUDE)
-
-
-def plain_name(model: nn.Module, name: str) -> str:
-    """Return the name of a tensor of a model without adapters; those of adapters keep theirs."""
-    renamed: Mapping[str, str] = getattr(model, _RENAMED, {})
-    holder, _, leaf = name.rpartition(".")
-    return f"{renamed[holder]}.{leaf}" if holder in renamed else name
 
 
 def shared_plan(model: nn.Module, plan: Mapping[str, str], *, rows: Container[str]) -> dict[str, str]:
@@ -237,12 +223,11 @@ def _peft() -> Any:
     return peft
 
 
-def _check_balance(anatomy: Anatomy, spec: JobSpec) -> None:
-    lora, experts, rate = spec.model.lora, anatomy.experts, spec.model.router_bias_update
-    if lora is None or experts is None or rate is None:
+def _check_balance(chosen: Chosen) -> None:
+    model, experts, rate = chosen.anatomy.model, chosen.anatomy.experts, chosen.spec.router_bias_update
+    if experts is None or rate is None:
         return
-    model = anatomy.model
-    whole = {part for name in saved_modules(anatomy, lora) for part in model.get_submodule(name).modules()}
+    whole = {part for name in chosen.saved for part in model.get_submodule(name).modules()}
     if not any(router in whole for router in experts.routers):
         raise ModelError(
             f"router_bias_update={rate} has no effect, because model.lora freezes each router of "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train_loop.model.lora.adapters import by_plain_name
+from train_loop.model.lora.names import by_plain_name
 
 
 def layers_with_adapters(model: nn.Module) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from train_loop.errors import DataError, ModelError
 from train_loop.model.load import Stored, read_headers
+from train_loop.model.lora.saved import OF_LABELS
 from train_loop.model.weight_map import PICKLES, some
 from train_loop.run_dir import local_path
 from train_loop.spec import AnyJobSpec, LoraSpec, ModelSpec, dump, load, with_lora
@@ -34,6 +35,8 @@ _FIELDS = {
     "layers": "layers_to_transform",
 }
 """peft's name of each field of `model.lora`."""
+_OF_TENSORS = ("target_modules", "target_parameters", "modules_to_save", "layers")
+"""Fields that may name the same tensors in other words."""
 _NO_EFFECT = {
     *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
     *("inference_mode", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size"),
@@ -42,9 +45,8 @@ _NO_EFFECT = {
 """Fields of peft that change nothing here: the names of stored tensors show which modules have adapters."""
 _SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """First values of adapters that leave the frozen weights unchanged; others change these, too."""
-_HEADS = ("classifier", "score")
-"""Modules that peft adds to `modules_to_save` for heads of labels, whether a model has them or not."""
 _OF_LABELS = ("SEQ_CLS", "TOKEN_CLS")
+"""Tasks for which peft itself trains heads whole."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class AdapterFolder:
 def with_adapter(spec: AnyJobSpec) -> AnyJobSpec:
     """Return a spec with `model.lora` as the folder of `model.adapter` has it; unchanged without a folder.
 
+    A spec with `model.lora` keeps its own names of targets: the folder's tensors show whether they are the same.
     Raises ModelError for a folder that cannot be used or contradicts the spec, SpecError for settings that do not go
     with adapters, DataError for files that must not be read.
     """
@@ -77,7 +80,17 @@ def with_adapter(spec: AnyJobSpec) -> AnyJobSpec:
             "the folder has"
         )
     # With the rules between adapters and other settings.
-    return load(dump(with_lora(spec, found)))
+    return load(dump(with_lora(spec, given or found)))
+
+
+def task_type(model: ModelSpec) -> str | None:
+    """Return peft's name of a model's task; None for masked language models, for which peft has none."""
+    head = model.label_head
+    if head is None:
+        return "CAUSAL_LM" if model.masked is None else None
+    if head.embedding is not None:
+        return "FEATURE_EXTRACTION"
+    return "SEQ_CLS" if head.pools else "TOKEN_CLS"
 
 
 def adapter_folder(model: ModelSpec) -> Path | None:
@@ -178,7 +191,7 @@ def _settings(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[
     saved = _names(config, "modules_to_save")
     if config.get("task_type") in _OF_LABELS:
         # A head of labels is always trained.
-        saved = [name for name in saved if name not in _HEADS]
+        saved = [name for name in saved if name not in OF_LABELS]
     return {
         "r": config.get("r", 8),
         "alpha": config.get("lora_alpha", 8),
@@ -216,16 +229,8 @@ def _adapted(tensors: Mapping[str, Stored], parameters: list[str]) -> Iterator[s
 def _contradictions(given: LoraSpec, found: LoraSpec) -> Iterator[str]:
     for name, theirs in _FIELDS.items():
         here, there = getattr(given, name), getattr(found, name)
-        if _comparable(here) != _comparable(there):
-            yield f"{name}={_shown(here)} and {theirs}={_shown(there)}"
-
-
-def _comparable(value: Any) -> Any:
-    return frozenset(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    return f"[{some(list(map(str, value)))}]" if isinstance(value, tuple) else str(value)
+        if name not in _OF_TENSORS and here != there:
+            yield f"{name}={here} and {theirs}={there}"
 
 
 def _version(config: Mapping[str, Any]) -> tuple[int, ...]:

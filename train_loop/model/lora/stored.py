@@ -4,7 +4,7 @@ peft's files have the names of `PeftModel`, without the name of the adapters: `b
 `….lora_magnitude_vector`, and whole tensors of `modules_to_save` by their own names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,37 +75,57 @@ def fill_adapters(model: nn.Module, folder: Path, readers: dist.ProcessGroup | N
 
     `readers` is that of `fill`. Raises ModelError as `match_adapters`, DataError.
     """
+    tensors = trained_parameters(model) | dict(model.named_buffers())
     for name, stored in match_adapters(model, read_adapter(folder)).items():
-        fill(trained_parameters(model)[name], [stored], readers)
+        fill(tensors[name], [stored], readers)
 
 
 def match_adapters(model: nn.Module, found: AdapterFolder) -> dict[str, Stored | Swapped]:
     """Return the stored tensor of each trained parameter of a model with adapters, from file headers alone.
 
-    Raises ModelError with the names of tensors that are missing, left over, of another shape or without float values.
+    A folder may have the buffers of modules that are trained whole, too. Raises ModelError with the names of tensors
+    that are missing, left over, of another shape or without float values.
     """
-    wanted, experts = trained_parameters(model), _experts(model)
+    wanted, experts, buffers = trained_parameters(model), _experts(model), dict(model.named_buffers())
     left: dict[str, Stored] = dict(found.tensors)
     homes: dict[str, Stored | Swapped] = {name: left.pop(of) for name in wanted if (of := stored_name(name)) in left}
     if found.version < _CURRENT:
         homes |= _by_older_version(wanted, homes, experts)
+    missing = [name for name in wanted if name not in homes]
+    numbers = [one for one in homes.values() if one.dtype not in _FLOATS]
+    homes |= {name: left.pop(name) for name in buffers.keys() & left.keys()}
+    tensors: dict[str, Tensor] = {**wanted, **buffers}
     faults = {
-        "missing": [f"{PREFIX}{stored_name(name)} {list(p.shape)}" for name, p in wanted.items() if name not in homes],
+        "missing": [f"{PREFIX}{stored_name(name)} {list(wanted[name].shape)}" for name in missing],
         "left over": [f"{one.name} {list(one.shape)}" for one in left.values()],
         "wrong shape": [
-            f"{one.name} is {list(one.shape)}, expected {list(wanted[name].shape)}"
+            f"{one.name} is {list(one.shape)}, expected {list(tensors[name].shape)}"
             for name, one in homes.items()
-            if one.shape != tuple(wanted[name].shape)
+            if one.shape != tuple(tensors[name].shape)
         ],
-        "no floats": [f"{one.name} has dtype {one.dtype}" for one in homes.values() if one.dtype not in _FLOATS],
+        "no floats": [f"{one.name} has dtype {one.dtype}" for one in numbers],
     }
     if any(faults.values()):
+        told = "; ".join(f"{kind}: {some(which)}" for kind, which in faults.items() if which)
         raise ModelError(
-            f"the tensors in {found.folder} do not match the adapters of {type(model).__name__}: "
-            f"{'; '.join(f'{kind}: {some(which)}' for kind, which in faults.items() if which)}; give the folder of "
-            "adapters that were trained on the model in model.path"
+            f"the tensors in {found.folder} do not match the adapters of {type(model).__name__}: {told}; "
+            f"{_remedy(missing, left)}"
         )
     return homes
+
+
+def _remedy(missing: Iterable[str], left: Container[str]) -> str:
+    """Return what to do about a folder that does not match, given the model's names and the folder's."""
+    holders = (name.rpartition(".")[0] for name in missing)
+    if (above := next((one for one in holders if f"{one}.lora_A.weight" in left), None)) is not None:
+        return (
+            f"its adapters are above weights of {above} that were random and are in no file, so that their outputs "
+            "cannot be computed again; train adapters anew"
+        )
+    return (
+        "give the folder of adapters that were trained on the model in model.path; remove model.lora, whose settings "
+        "the folder has"
+    )
 
 
 def stored_name(name: str) -> str:

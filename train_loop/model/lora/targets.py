@@ -1,17 +1,17 @@
-"""The parts of a model that `model.lora` names: targets of adapters, and modules that are trained whole."""
+"""The modules and parameters that get adapters (`model.lora`)."""
 
-import difflib
-import inspect
-import re
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.lora.choices import choices
+from train_loop.model.lora.reads import reads_weight
+from train_loop.model.lora.routed import expert_matrices, expert_words, routed_remedy
+from train_loop.model.lora.saved import Chosen
 from train_loop.spec import ALL_LINEAR, LoraSpec
 
 _ADAPTABLE = (nn.Linear, Conv1D)
@@ -25,18 +25,17 @@ class Targets(NamedTuple):
     saved: tuple[str, ...]
 
 
-def find_targets(anatomy: Anatomy, lora: LoraSpec) -> Targets:
-    """Return the targets of a spec in a model without adapters. Raises ModelError for names that match nothing."""
-    saved = saved_modules(anatomy, lora)
-    return Targets(target_modules(anatomy, lora), target_parameters(anatomy, lora), saved)
+def find_targets(chosen: Chosen) -> Targets:
+    """Return the targets of a spec in its model. Raises ModelError for names that match nothing."""
+    return Targets(target_modules(chosen), target_parameters(chosen), chosen.saved)
 
 
-def target_modules(anatomy: Anatomy, lora: LoraSpec) -> tuple[str, ...]:
+def target_modules(chosen: Chosen) -> tuple[str, ...]:
     """Return the full names of the modules with adapters. Raises ModelError."""
-    model, why = anatomy.model, _why_not(anatomy)
-    inside = _inside(anatomy, lora)
+    model, why = chosen.anatomy.model, _why_not(chosen.anatomy)
+    inside = _inside(chosen)
     linear = {name: one for name, one in model.named_modules() if isinstance(one, _ADAPTABLE)}
-    if lora.target_modules == ALL_LINEAR:
+    if chosen.lora.target_modules == ALL_LINEAR:
         found = [name for name, one in linear.items() if why(name, one) is None and inside(name)]
         if not found:
             raise ModelError(
@@ -44,22 +43,29 @@ def target_modules(anatomy: Anatomy, lora: LoraSpec) -> tuple[str, ...]:
                 "name others, or set target_modules: [] with target_parameters"
             )
         return tuple(found)
-    chosen = dict[str, None]()
-    for wanted in lora.target_modules:
+    targets, words = dict[str, None](), expert_words(chosen.anatomy)
+    for wanted in chosen.lora.target_modules:
         matched = {name: one for name, one in model.named_modules() if _is_named(name, wanted)}
         if not matched:
             known = [name for name, one in linear.items() if why(name, one) is None]
-            raise ModelError(f"target_modules {wanted} matches no module; {_choices(wanted, known)}")
+            is_of_experts = wanted.rpartition(".")[2] in words
+            remedy = routed_remedy(chosen) if is_of_experts else choices(wanted, known)
+            raise ModelError(f"target_modules {wanted} matches no module; {remedy}")
         for name, one in matched.items():
-            if (reason := why(name, one)) is not None:
+            if inside(name) and (reason := why(name, one)) is not None:
                 raise ModelError(f"target_modules {wanted} matches {name}, {reason}")
+            if (word := chosen.cut_word(name)) is not None:
+                raise ModelError(
+                    f"target_modules {wanted} matches {name}, and modules_to_save {word} the module around it by an "
+                    "end inside of a name: peft would train it whole and adapt it; write the whole name"
+                )
         if not (below := [name for name in matched if inside(name)]):
             raise ModelError(
-                f"target_modules {wanted} matches no module of layers={_listed(lora)} outside of modules_to_save; "
-                "change one of them"
+                f"target_modules {wanted} matches no module of layers={_listed(chosen.lora)} outside of those that are "
+                f"trained whole ({', '.join(chosen.saved) or 'none'}); change one of them"
             )
-        chosen |= dict.fromkeys(below)
-    return tuple(chosen)
+        targets |= dict.fromkeys(below)
+    return tuple(targets)
 
 
 def _why_not(anatomy: Anatomy) -> Callable[[str, nn.Module], str | None]:
@@ -92,7 +98,7 @@ def _why_not(anatomy: Anatomy) -> Callable[[str, nn.Module], str | None]:
             return f"a {type(module).__name__}, and adapters are for linear layers; name those inside of it"
         if names[id(module)] > 1:
             return "which the model uses in several places; name other modules"
-        if _is_read(model, name):
+        if reads_weight(model, name):
             return (
                 "whose weight the code of its model may use without a call of the module, so that an adapter would "
                 "have no effect; name other modules"
@@ -102,76 +108,31 @@ def _why_not(anatomy: Anatomy) -> Callable[[str, nn.Module], str | None]:
     return why
 
 
-def _is_read(model: nn.Module, name: str) -> bool:
-    """Return whether the code around a module reads its weight, as fused kernels of state-space models do."""
-    holder, _, leaf = name.rpartition(".")
-    kind: Any = type(model.get_submodule(holder))
-    code = _code(kind)
-    return re.search(rf"\bself\.{re.escape(leaf)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
-
-
-@cache
-def _code(kind: Any) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
-
-
-def target_parameters(anatomy: Anatomy, lora: LoraSpec) -> tuple[str, ...]:
+def target_parameters(chosen: Chosen) -> tuple[str, ...]:
     """Return the full names of the parameters with adapters. Raises ModelError."""
-    model, experts = anatomy.model, anatomy.experts
-    inside = _inside(anatomy, lora)
-    held = [] if experts is None else [*experts.modules]
-    places = {module: name for name, module in model.named_modules()}
-    known = {f"{places[one]}.{leaf}": p for one in held for leaf, p in one.named_parameters(recurse=False)}
-    matrices = [name for name, p in known.items() if p.ndim == 3]
-    chosen = dict[str, None]()
-    for wanted in lora.target_parameters:
+    model, inside = chosen.anatomy.model, _inside(chosen)
+    matrices = expert_matrices(chosen.anatomy)
+    targets = dict[str, None]()
+    for wanted in chosen.lora.target_parameters:
         matched = [name for name, _ in model.named_parameters() if _is_named(name, wanted)]
         if not matched:
-            raise ModelError(f"target_parameters {wanted} matches no parameter; {_choices(wanted, matrices, parts=2)}")
+            raise ModelError(f"target_parameters {wanted} matches no parameter; {choices(wanted, matrices, parts=2)}")
         if strange := next((name for name in matched if name not in matrices), None):
             raise ModelError(
                 f"target_parameters {wanted} matches {strange}, which is not a tensor with a matrix of each expert; "
-                f"{_choices(wanted, matrices, parts=2)}"
+                f"{choices(wanted, matrices, parts=2)}"
             )
         if not (below := [name for name in matched if inside(name)]):
-            raise ModelError(f"target_parameters {wanted} matches no parameter of layers={_listed(lora)}; change one")
-        chosen |= dict.fromkeys(below)
-    return tuple(chosen)
+            raise ModelError(
+                f"target_parameters {wanted} matches no parameter of layers={_listed(chosen.lora)}; change one"
+            )
+        targets |= dict.fromkeys(below)
+    return tuple(targets)
 
 
-def saved_modules(anatomy: Anatomy, lora: LoraSpec) -> tuple[str, ...]:
-    """Return the full names of the modules that are trained whole; a head of labels always is. Raises ModelError."""
-    model, chosen = anatomy.model, dict[str, None]()
-    shared = _shared(model)
-    named = {name: one for name, one in model.named_modules() if any(True for _ in one.parameters())}
-    for wanted in lora.modules_to_save:
-        matched = [name for name in named if _is_named(name, wanted)]
-        if not matched:
-            raise ModelError(f"modules_to_save {wanted} matches no module with parameters; {_choices(wanted, named)}")
-        for name in matched:
-            if any(id(p) in shared for p in named[name].parameters()):
-                raise ModelError(
-                    f"modules_to_save {wanted} matches {name}, whose weights another module shares "
-                    "(tie_word_embeddings); peft would train one of both; name other modules"
-                )
-        chosen |= dict.fromkeys(matched)
-    if anatomy.labels and anatomy.head is not None:
-        chosen |= {name: None for name, one in named.items() if one is anatomy.head}
-    return tuple(chosen)
-
-
-def _shared(model: nn.Module) -> set[int]:
-    seen, found = set[int](), set[int]()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (found if id(parameter) in seen else seen).add(id(parameter))
-    return found
-
-
-def chosen_layers(anatomy: Anatomy, lora: LoraSpec) -> tuple[nn.Module, ...] | None:
+def chosen_layers(chosen: Chosen) -> tuple[nn.Module, ...] | None:
     """Return the layers with adapters; None for the whole model. Raises ModelError."""
+    anatomy, lora = chosen.anatomy, chosen.lora
     if lora.layers is None:
         return None
     count = len(anatomy.layers)
@@ -182,12 +143,12 @@ def chosen_layers(anatomy: Anatomy, lora: LoraSpec) -> tuple[nn.Module, ...] | N
     return tuple(anatomy.layers[number] for number in lora.layers)
 
 
-def _inside(anatomy: Anatomy, lora: LoraSpec) -> Callable[[str], bool]:
+def _inside(chosen: Chosen) -> Callable[[str], bool]:
     """Return a function of a name: whether it is in the chosen layers, and in no module that is trained whole."""
-    layers = chosen_layers(anatomy, lora)
-    places = {module: name for name, module in anatomy.model.named_modules()}
+    layers = chosen_layers(chosen)
+    places = {module: name for name, module in chosen.anatomy.model.named_modules()}
     within = None if layers is None else tuple(f"{places[layer]}." for layer in layers)
-    whole = tuple(f"{name}." for name in saved_modules(anatomy, lora))
+    whole = tuple(f"{name}." for name in chosen.saved)
     return lambda name: (within is None or name.startswith(within)) and not f"{name}.".startswith(whole)
 
 
@@ -198,12 +159,3 @@ def _is_named(name: str, wanted: str) -> bool:
 
 def _listed(lora: LoraSpec) -> str:
     return "all" if lora.layers is None else ", ".join(map(str, lora.layers))
-
-
-def _choices(wanted: str, names: Iterable[str], *, parts: int = 1) -> str:
-    """Return names that would match, as a phrase, by their last parts: those similar to a wanted one first."""
-    known = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
-    if not known:
-        return "the model has none; remove it"
-    near = difflib.get_close_matches(wanted, known, n=3)
-    return f"choose for example {', '.join(dict.fromkeys([*near, *known[:6]]))}"

@@ -52,6 +52,8 @@ class ModelShape:
     """Linear modules that compute in float8; None without `strategy.float8`, and if the model has not been built."""
     loss_depends_on_micro_batch: bool = False
     """True if other micro-batches of the same step have another loss."""
+    notes: tuple[str, ...] = ()
+    """Warnings about what the spec chooses in the model; empty if the model has not been built."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":

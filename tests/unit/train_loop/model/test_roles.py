@@ -105,8 +105,9 @@ MULTIPLIER = {"linear": 1, "addmm": 2}
 
 
 def test_matrices_of_adapters_are_matrices_and_magnitudes_vectors() -> None:
-    anatomy = CAUSAL.build(ModelSpec(config=small("gpt2")))
-    inject_adapters(anatomy, LoraSpec(use_dora=True, target_modules=("c_attn",)))
+    spec = ModelSpec(config=small("gpt2"), lora=LoraSpec(use_dora=True, target_modules=("c_attn",)))
+    anatomy = CAUSAL.build(spec)
+    inject_adapters(anatomy, spec)
     found = {name: role for name, role in named(anatomy).items() if "lora_" in name}
     assert {name.split(".")[5]: role for name, role in found.items()} == {
         "lora_A": Role.MATRIX,

@@ -28,8 +28,7 @@ def adapted(lora: dict[str, Any], **config: Any) -> Any:
     """Return a model on meta with adapters."""
     made = spec(model={"config": TINY | config, "lora": lora})
     anatomy = family_of(made).build(made.model)
-    assert made.model.lora is not None
-    inject_adapters(anatomy, made.model.lora)
+    inject_adapters(anatomy, made.model)
     return anatomy.model
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.builders.specs import TINY
+from tests.support.builders.specs import TINY, spec
 from train_loop.loop.build import count_flops
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.lora.adapters import inject_adapters
 from train_loop.model.quantize import quantize_layers
-from train_loop.spec import LoraSpec
 from train_loop.telemetry.flops import Flops, RowFlops, peak_flops
 
 
@@ -94,7 +93,7 @@ def test_flops_of_adapters_have_no_gradients_of_frozen_weights(kind: Literal["nf
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY | sizes))
     frozen = sum(p.numel() for p in model.parameters())
     anatomy = CAUSAL.anatomy(model)
-    inject_adapters(anatomy, LoraSpec(r=4))
+    inject_adapters(anatomy, spec(model={"lora": {"r": 4}}).model)
     adapters = sum(p.numel() for p in model.parameters()) - frozen
     if kind is not None:
         quantize_layers(anatomy, anatomy.layers, kind)

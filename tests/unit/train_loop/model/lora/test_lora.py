@@ -16,14 +16,15 @@ from train_loop.model.build import materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.lora.adapters import (
-    by_plain_name,
     draw_adapters,
     inject_adapters,
     lora_checks,
     trained_parameters,
 )
+from train_loop.model.lora.names import by_plain_name
+from train_loop.model.lora.saved import choose
 from train_loop.model.lora.targets import find_targets
-from train_loop.spec import JobSpec, LoraSpec
+from train_loop.spec import JobSpec
 
 TIED = TINY | {"tie_word_embeddings": True}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -33,14 +34,13 @@ def job(lora: dict[str, Any], config: dict[str, Any] = TINY, **model: Any) -> Jo
     return spec(model={"config": config, "lora": lora, **model})
 
 
-def built(one: JobSpec) -> tuple[Anatomy, LoraSpec]:
-    assert one.model.lora is not None
-    return family_of(one).build(one.model), one.model.lora
+def built(one: JobSpec) -> Anatomy:
+    return family_of(one).build(one.model)
 
 
 def faults(one: JobSpec) -> dict[str, str]:
     found = dict[str, str]()
-    for check in lora_checks(built(one)[0], one):
+    for check in lora_checks(built(one), one):
         try:
             check.check()
         except ModelError as error:
@@ -49,7 +49,8 @@ def faults(one: JobSpec) -> dict[str, str]:
 
 
 def names_of(lora: dict[str, Any], config: dict[str, Any] = TINY) -> list[str]:
-    targets = find_targets(*built(job(lora, config)))
+    one = job(lora, config)
+    targets = find_targets(choose(built(one), one.model))
     return [*targets.modules, *targets.parameters]
 
 
@@ -116,10 +117,10 @@ def test_names_match_whole_paths_or_their_ends() -> None:
             "matches lm_head, whose weights another module shares (tie_word_embeddings); peft would train one of both",
         ),
         (
-            {"modules_to_save": ["head"]},
+            {"modules_to_save": ["heads"]},
             TINY,
             "modules_to_save",
-            "modules_to_save head matches no module with parameters; choose for example lm_head, ",
+            "modules_to_save heads matches no module with parameters; choose for example lm_head, ",
         ),
         ({"target_modules": ["gate"]}, MOE, "target_modules", "a router of experts, which can only be trained whole"),
         (
@@ -151,7 +152,8 @@ def test_names_match_whole_paths_or_their_ends() -> None:
             {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
             TINY,
             "target_modules",
-            "target_modules q_proj matches no module of layers=all outside of modules_to_save; change one of them",
+            "target_modules q_proj matches no module of layers=all outside of those that are trained whole "
+            "(model.layers.0.self_attn, model.layers.1.self_attn); change one of them",
         ),
     ],
 )
@@ -176,10 +178,10 @@ def test_balance_of_frozen_routers_is_refused() -> None:
 def test_only_adapters_are_trained_in_fp32_and_the_base_keeps_its_names(config: dict[str, Any], master: str) -> None:
     lora = {"r": 2} | ({"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]} if config is MOE else {})
     one = job(lora, config, master_dtype=master)
-    anatomy, chosen = built(one)
+    anatomy = built(one)
     before = {name: p.shape for name, p in anatomy.model.named_parameters()}
     head, layers = anatomy.head, anatomy.layers
-    inject_adapters(anatomy, chosen)
+    inject_adapters(anatomy, one.model)
     trained = trained_parameters(anatomy.model)
     assert {p.dtype for p in trained.values()} == {torch.float32}
     assert all(".lora_A.default.weight" in name or ".lora_B.default.weight" in name for name in trained)
@@ -193,10 +195,10 @@ def test_only_adapters_are_trained_in_fp32_and_the_base_keeps_its_names(config: 
 
 def test_dense_layers_of_a_mixture_are_not_taken_for_experts() -> None:
     one = job({"r": 2}, MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]})
-    anatomy, chosen = built(one)
-    targets = find_targets(anatomy, chosen)
+    anatomy = built(one)
+    targets = find_targets(choose(anatomy, one.model))
     assert "model.layers.0.mlp.gate_proj" in targets.modules
-    inject_adapters(anatomy, chosen)
+    inject_adapters(anatomy, one.model)
     trained = {name.partition(".lora_")[0] for name in trained_parameters(anatomy.model)}
     assert trained == {*targets.modules}
 
@@ -207,17 +209,18 @@ def test_head_of_labels_is_trained_whole() -> None:
         model={"config": TINY | {"pad_token_id": 0}, "lora": {"r": 2}, "head": head},
         data={"columns": {"text": "text", "label": "label"}, "packing": False},
     )
-    anatomy, chosen = built(one)
-    inject_adapters(anatomy, chosen)
+    anatomy = built(one)
+    inject_adapters(anatomy, one.model)
     assert {name for name in trained_parameters(anatomy.model) if "lora" not in name} == {"score.weight"}
 
 
 @pytest.mark.parametrize("init", ["kaiming", "gaussian"])
 def test_initial_values_follow_the_rule_of_peft_and_the_name(init: str) -> None:
     one = job({"r": 4, "init": init}, TINY | {"hidden_size": 512})
-    anatomy, chosen = built(one)
+    anatomy, chosen = built(one), one.model.lora
+    assert chosen is not None
     blueprint = family_of(one).build(one.model)
-    inject_adapters(anatomy, chosen)
+    inject_adapters(anatomy, one.model)
     model = anatomy.model
     materialise(model, blueprint, seed=0, device=torch.device("cpu"))
     draw_adapters(model, chosen, seed=0, dtype=torch.float32, device=torch.device("cpu"))
