@@ -38,6 +38,7 @@ from service.use_cases.access.access import Access, Tokens
 from service.use_cases.access.rate_limits import Kind, Limits, Rates
 from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.first_view import FirstView
 from service.use_cases.jobs.jobs import Grace, Jobs
 from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from service.use_cases.jobs.submit import Submitter
@@ -47,6 +48,8 @@ from service.use_cases.webhooks.webhooks import Webhooks
 from train_loop.run_dir import versions_here
 
 log = structlog.get_logger(__name__)
+_RAY_START_SECONDS = 60.0
+"""Maximum time for which a service is not ready because its embedded Ray starts."""
 _MORE_SECONDS = 2.0
 """Time in addition to TRAINSHED_STOP_SECONDS, for the last pass over jobs that did not save."""
 
@@ -56,14 +59,15 @@ def create_app(settings: Settings) -> FastAPI:
     settings.make_home()
     backends = build_backends(settings)
     shutdown = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if backends.embedded is not None else 0.0)
+    first_view = FirstView()
     startup = DatabaseStartup(partial(_open, settings, backends), retry_seconds=settings.database_seconds)
     background = Background(
-        parts=list(_parts(backends)),
+        parts=list(_parts(backends, first_view, shutdown)),
         with_database=list(_parts_with_database(settings, backends, shutdown)),
         startup=startup,
         shutdown=shutdown,
     )
-    submitter = _submitter(settings, backends)
+    submitter = _submitter(settings, backends, first_view)
     app = build_api(
         Parts(
             submitter=submitter,
@@ -108,7 +112,7 @@ def _begin_root(root: str, backends: Backends) -> None:
     threading.Thread(target=begin, name="storage root", daemon=True).start()
 
 
-def _submitter(settings: Settings, backends: Backends) -> Submitter:
+def _submitter(settings: Settings, backends: Backends, first_view: FirstView) -> Submitter:
     jobs = Jobs(
         store=backends.store,
         cluster=backends.cluster,
@@ -117,6 +121,7 @@ def _submitter(settings: Settings, backends: Backends) -> Submitter:
         queue=backends.queue,
         grace=Grace(cancel=settings.cancel_grace_seconds, pause=settings.pause_grace_seconds),
         clock=time.time,
+        first_view=first_view,
     )
     return Submitter(
         jobs,
@@ -148,7 +153,7 @@ def _service_metrics(backends: Backends) -> ServiceMetrics:
     )
 
 
-def _parts(backends: Backends) -> Iterator[Part]:
+def _parts(backends: Backends, first_view: FirstView, shutdown: Shutdown) -> Iterator[Part]:
     """Return the background parts in start order; they stop in reverse order."""
     # One second: a collector that does not answer must not delay the shutdown.
     yield Part("traces", _nothing, backends.traces.close, seconds=1.0)
@@ -157,6 +162,10 @@ def _parts(backends: Backends) -> Iterator[Part]:
     yield Part("preflight", backends.preflight.start, backends.preflight.stop, seconds=1.0)
     if backends.embedded is not None:
         yield Part("embedded Ray", backends.embedded.start, backends.embedded.stop, seconds=3.0)
+    # A cluster of others is asked once: it is up already, or may be away for long.
+    seconds = _RAY_START_SECONDS if backends.embedded is not None else 0.0
+    wait = partial(first_view.wait, known=backends.cluster.capacity, seconds=seconds)
+    yield looping("first view", wait, shutdown, seconds=1.0)
 
 
 def _parts_with_database(settings: Settings, backends: Backends, shutdown: Shutdown) -> Iterator[Part]:

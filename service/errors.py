@@ -275,6 +275,15 @@ class PreflightStarting(NotReady):
         super().__init__(f"no spec can be checked yet: the helper process {why}; retry in a few seconds")
 
 
+class ClusterStarting(NotReady):
+    """A plan that needs the nodes of the cluster before the service has listed them."""
+
+    code = "cluster_starting"
+
+    def __init__(self) -> None:
+        super().__init__("the nodes of the cluster are not known yet; retry in a few seconds")
+
+
 class DatabaseUnreachable(NotReady):
     """A temporary outage of the database."""
 

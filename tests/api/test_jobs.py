@@ -1,11 +1,13 @@
 """Submit, plan, list, get and cancel over HTTP."""
 
+import threading
 from datetime import UTC, datetime
 
 import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.jobs.observation import SubmissionStatus
+from service.use_cases.jobs.first_view import FirstView
 from tests.support.fakes.service import FakeService, spec_body
 from train_loop.plan import Preview, SampleCount
 from train_loop.run_dir import Outcome
@@ -266,6 +268,40 @@ def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeServi
 def test_health_needs_no_key(service: FakeService, path: str) -> None:
     with service.client(authorization="") as client:
         assert client.get(path).status_code == 200
+
+
+def test_service_that_has_not_listed_its_nodes_is_not_ready_and_refuses_only_what_needs_them(
+    service: FakeService, client: TestClient
+) -> None:
+    first_view = client.app.state.jobs.first_view  # type: ignore[attr-defined] # an ASGI app to httpx
+    first_view.pending, service.cluster.total = True, None
+    on_nodes = spec_body(strategy={"fsdp_size": "node"})
+    for path, body in (("/jobs", on_nodes), ("/jobs/plan", on_nodes)):
+        answer = client.post(path, content=body)
+        assert (answer.status_code, answer.json()["code"]) == (503, "cluster_starting")
+        assert answer.headers["retry-after"] == "5"
+    assert client.get("/readyz").json()["code"] == "cluster_starting"
+    assert client.post("/jobs", content=spec_body()).status_code == 201
+    first_view.wait(threading.Event(), known=service.cluster.capacity, seconds=0.0)
+    assert client.get("/readyz").status_code == 200
+    assert client.post("/jobs/plan", content=on_nodes).status_code == 422, "a cluster that is away is no reason to wait"
+
+
+@pytest.mark.parametrize(("answers", "asked"), [([None, None, "nodes"], 3), (["nodes"], 1)])
+def test_first_view_ends_with_the_first_list_of_nodes(answers: list[str | None], asked: int) -> None:
+    view, left = FirstView(), iter(answers)
+    view.wait(threading.Event(), known=lambda: next(left), seconds=60.0)
+    assert (view.pending, list(left)) == (False, answers[asked:])
+
+
+def test_first_view_ends_with_its_time_limit_and_with_the_service() -> None:
+    ending = threading.Event()
+    for seconds in (0.0, 0.3):
+        view = FirstView()
+        view.wait(ending, known=lambda: None, seconds=seconds)
+        assert not view.pending
+    ending.set()
+    FirstView().wait(ending, known=lambda: None, seconds=60.0)
 
 
 ELASTIC = {"training": {"global_batch_size": 8}, "scaling": {"num_workers": {"min": 1, "max": 6}}}

@@ -48,6 +48,29 @@ def test_plan_on_a_named_gpu_need_not_fit_the_cluster(service: FakeService, clie
     assert first["needed_bytes"] < 80 * GIB
 
 
+@pytest.mark.parametrize("fsdp_size", [0, "node"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8, 16])
+def test_plan_on_a_named_gpu_is_not_refused_for_the_cpus_of_a_laptop(
+    service: FakeService, client: TestClient, workers: int, fsdp_size: Any
+) -> None:
+    service.cluster.total = {"CPU": 2.0}
+    service.cluster.nodes_total = ({"CPU": 2.0},)
+    scaling = {"num_workers": workers, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+    body = spec_body(strategy={"fsdp_size": fsdp_size}, scaling=scaling)
+    answer = client.post("/jobs/plan?device=h100-80g&suggest=true", content=body)
+    assert answer.status_code == 200, answer.text
+    mesh = answer.json()["mesh"]
+    assert mesh["fsdp"] == (min(workers, 8) if fsdp_size else workers)
+
+
+def test_node_of_a_named_gpu_is_a_host_with_its_usual_number_of_gpus(client: TestClient) -> None:
+    for device, size in (("h100-80g", 8), ("gb200", 16)):
+        scaling = {"num_workers": 16, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+        body = spec_body(strategy={"fsdp_size": "node"}, scaling=scaling)
+        (spelling,) = client.post(f"/jobs/plan?device={device}", content=body).json()["spellings"]
+        assert spelling["became"] == {"strategy.fsdp_size": size}
+
+
 def test_plan_says_what_is_chosen(client: TestClient) -> None:
     found = client.post("/jobs/plan?device=h200", content=LARGE).json()
     assert found["outlook"]["suggestions"] is None

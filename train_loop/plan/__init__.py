@@ -41,6 +41,7 @@ from train_loop.plan.forecast.work import Range
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
     Capacity,
+    Resources,
     lay_out,
     list_ranks,
     missing_places,
@@ -123,6 +124,7 @@ __all__ = [
     "Range",
     "RankMemory",
     "ReductionTree",
+    "Resources",
     "Role",
     "SampleCount",
     "Suggestion",

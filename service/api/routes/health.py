@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request
 from service.api.query_parameters import CHECKED
 from service.api.readiness import DatabaseProbe
 from service.api.schemas import Health
-from service.errors import GoingAway, PreflightStarting
+from service.errors import ClusterStarting, GoingAway, PreflightStarting
 from service.lifecycle.startup import DatabaseStartup
 from service.use_cases.jobs.jobs import Jobs
 
@@ -20,7 +20,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
-    """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked."""
+    """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked and planned."""
     database_probe: DatabaseProbe = request.app.state.database_probe
     startup: DatabaseStartup = request.app.state.startup
     if startup.trouble is not None:
@@ -34,4 +34,6 @@ async def readyz(request: Request) -> Health:
     jobs: Jobs = request.app.state.jobs
     if (why := jobs.preflight.trouble()) is not None:
         raise PreflightStarting(why)
+    if jobs.first_view.pending:
+        raise ClusterStarting
     return Health(status="ready")

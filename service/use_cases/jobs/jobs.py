@@ -4,7 +4,7 @@ Responses combine the store, the run directory and the latest snapshot of the qu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 
 from service.domain.access.permissions import require_role
@@ -27,6 +27,7 @@ from service.ports import (
     RunSummary,
 )
 from service.use_cases.jobs.audit_entries import change_entry
+from service.use_cases.jobs.first_view import FirstView
 from service.use_cases.jobs.planning import Planner, sizes_of
 from service.use_cases.jobs.specs import clone_advised, resize_spec
 from train_loop.spec import ScalingSpec
@@ -70,11 +71,12 @@ class Jobs:
     queue: QueueSnapshot
     grace: Grace
     clock: Callable[[], float]
+    first_view: FirstView = field(default_factory=lambda: FirstView(pending=False))
 
     @property
     def planner(self) -> Planner:
         """Return the planner, which checks specs."""
-        return Planner(self.preflight, self.cluster)
+        return Planner(self.preflight, self.cluster, self.first_view)
 
     def get(self, caller: Principal, job_id: str) -> JobView:
         """Return a job. Raises JobNotFound."""

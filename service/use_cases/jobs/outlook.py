@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from service.errors import InvalidRequest
-from train_loop.plan import Device, NodeRoom, Outlook, Plan, RankMemory, device_named, device_of, outlook_on
-from train_loop.spec import AnyJobSpec, Problem
+from train_loop.plan import Device, NodeRoom, Outlook, Plan, RankMemory, Resources, device_named, device_of, outlook_on
+from train_loop.spec import AnyJobSpec, Problem, ScalingSpec
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def find_outlook(question: DeviceQuestion, spec: AnyJobSpec, plan: Plan, nodes: 
             raise InvalidRequest([Problem("/query/suggest", rule)])
         return None
     return outlook_on(spec.run, plan, device, suggests=question.suggests)
+
+
+def hosts_of(device: Device, scaling: ScalingSpec) -> list[Resources]:
+    """Return the hosts that the workers need, each with a worker per GPU of the device's domain."""
+    host = {name: amount * device.domain for name, amount in scaling.resources_per_worker.items()}
+    return [host] * ceil(scaling.world / device.domain)
 
 
 def find_memory(

@@ -7,10 +7,11 @@ from typing import Literal
 
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
-from service.errors import InvalidSpec
+from service.errors import ClusterStarting, InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
+from service.use_cases.jobs.first_view import FirstView
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
-from service.use_cases.jobs.outlook import DeviceQuestion, find_memory, find_outlook
+from service.use_cases.jobs.outlook import DeviceQuestion, find_memory, find_outlook, hosts_of
 from train_loop.plan import (
     UNKNOWN_END,
     Capacity,
@@ -22,6 +23,7 @@ from train_loop.plan import (
     PlannedEnd,
     Preview,
     RankMemory,
+    Resources,
     allows_size,
     check_schedule,
     choose_micro_batch,
@@ -94,17 +96,29 @@ class Planner:
 
     preflight: Preflight
     cluster: Cluster
+    first_view: FirstView
 
-    def resolved(self, spec: AnyJobSpec) -> AnyJobSpec:
-        """Return a spec whose fsdp_size is a number: node becomes that of the cluster's nodes. Raises InvalidSpec."""
+    def resolved(self, spec: AnyJobSpec, question: DeviceQuestion = NO_QUESTION) -> AnyJobSpec:
+        """Return a spec whose fsdp_size is a number: node becomes that of the cluster, or of hosts of a named device.
+
+        Raises InvalidSpec, InvalidRequest, ClusterStarting.
+        """
         if spec.strategy.fsdp_size != NODE:
             return spec
-        cluster, most = self.cluster.capacity(), spec.scaling.bounds[1]
+        scaling = spec.scaling.at(spec.scaling.bounds[1])
+        nodes = self._nodes() if question.named is None else hosts_of(question.named, scaling)
         try:
-            size = shards_per_node(spec.strategy, spec.scaling.at(most), cluster.nodes if cluster else ())
+            size = shards_per_node(spec.strategy, scaling, nodes)
         except ValueError as error:
             raise InvalidSpec([Problem("/strategy/fsdp_size", str(error))]) from error
         return spec.model_copy(update={"strategy": spec.strategy.model_copy(update={"fsdp_size": size})})
+
+    def _nodes(self) -> Sequence[Resources]:
+        """Return the nodes of the cluster; empty if it does not answer. Raises ClusterStarting."""
+        cluster = self.cluster.capacity()
+        if cluster is None and self.first_view.pending:
+            raise ClusterStarting
+        return cluster.nodes if cluster is not None else ()
 
     def check(self, spec: AnyJobSpec, parent: Parent | None = None) -> CheckedSpec:
         """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
@@ -126,23 +140,23 @@ class Planner:
     def _checked(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
         """Return the plans that break no rule, and fit the memory of the nodes unless they are None."""
         spec = with_lora(spec, found.lora)
-        plans = self._plans(spec, found, nodes or ())
+        plans = self._plans(spec, found, nodes)
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
         memory = [] if nodes is None else memory_warnings(spec.at(most), plans[most], found.largest, nodes)
         reserved = reservations(spec.run, plans, found.largest, nodes or ())
         warnings = (*plans[most].warnings, *memory, *found.notes, *notes)
         return CheckedSpec(plans, warnings, reserved, found.code, found.lora)
 
-    def _plans(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom]) -> Plans:
+    def _plans(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> Plans:
         plans, broken = _planned(spec, found.shape)
-        cluster = self.cluster.capacity()
+        cluster = None if nodes is None else self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
         _, unfit = _schedule(spec, plans, found)
         problems = [*([starves] if starves else []), *device_problems(spec.run), *broken, *unfit, *found.problems]
         if problems or found.shape is None or not plans:
             raise InvalidSpec(problems)
-        return _fitting(spec, plans, found.shape, found.largest, nodes)
+        return _fitting(spec, plans, found.shape, found.largest, nodes or ())
 
     def view(
         self,

@@ -10,7 +10,15 @@ from service.domain.access.roles import AuditEntry, Principal, Role
 from service.domain.jobs.job import Job, JobState, Lineage
 from service.domain.jobs.lineage import check_adapter_kept, check_steps_remaining, parent_of
 from service.domain.queue.policy import PriorityLimits
-from service.errors import CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, KeyInFlight, NotReady
+from service.errors import (
+    CheckpointNotFound,
+    ClusterStarting,
+    Forbidden,
+    IllegalState,
+    InvalidSpec,
+    KeyInFlight,
+    NotReady,
+)
 from service.ports import Cancellation, IdempotencyKey, NewJob
 from service.use_cases.jobs.audit_entries import action_entry, change_entry, job_facts
 from service.use_cases.jobs.checkpoint_source import find_source, without_old_source
@@ -125,16 +133,16 @@ class Submitter:
 
         Raises ServiceError, CallCancelled.
         """
-        spec, parent = find_source(self.jobs, caller, self._parse(caller, body))
+        spec, parent = find_source(self.jobs, caller, self._parse(caller, body, question))
         view = self.jobs.planner.view(spec, parent, cancellation, question)
         return replace(view, spellings=spellings_in(body, view.spec))
 
-    def _parse(self, caller: Principal, body: bytes) -> AnyJobSpec:
-        """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
+    def _parse(self, caller: Principal, body: bytes, question: DeviceQuestion = NO_QUESTION) -> AnyJobSpec:
+        """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden, ClusterStarting."""
         require_any_editor(caller)
         spec = parse_spec(body, lambda project: require_role(caller, Role.EDITOR, project))
         self._check_limits(caller, spec)
-        return self.jobs.planner.resolved(spec)
+        return self.jobs.planner.resolved(spec, question)
 
     def _check_limits(self, caller: Principal, spec: AnyJobSpec) -> None:
         """Raise InvalidSpec if the caller may not submit a job of this priority, or with its own code."""
@@ -148,7 +156,7 @@ class Submitter:
         try:
             spec = self._parse(request.caller, request.body)
             checked = self.jobs.planner.cached(spec)
-        except (InvalidSpec, Forbidden):
+        except (InvalidSpec, Forbidden, ClusterStarting):
             # `submit` reports the error, because an idempotency conflict takes precedence.
             return None
         if checked is None or spec.checkpoint_source is not None:
