@@ -3,7 +3,7 @@
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.checkpoint import CheckpointSpec
 from train_loop.spec.code import CodeSpec
-from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
+from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec, check_source
 from train_loop.spec.heads import EmbeddingSpec, LabelHeadSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.kinds.any_kind import AnyJobSpec, with_lora
@@ -84,6 +84,7 @@ __all__ = [
     "add_positions",
     "as_pointer",
     "check_mapping",
+    "check_source",
     "describe",
     "dump",
     "dump_schema",

@@ -1,5 +1,7 @@
 """`data:` the training and eval data."""
 
+import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
@@ -11,6 +13,8 @@ AddBos = Literal["auto"] | bool
 """Rule for the BOS token of documents; auto: as the tokenizer or the chat template writes it."""
 Chats = Literal["trained", "whole", "prompt"]
 """Tokens of conversations: with labels of what the assistant wrote; without; or with the start of the next answer."""
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w-]*")
+"""Id of a dataset of the Hugging Face Hub."""
 CYCLE = 10_000
 """Number of consecutive samples, from any start, over which the shares of mixed sources are exact."""
 
@@ -130,6 +134,20 @@ class ColumnsSpec(SpecModel):
         return self.input_ids is not None or self.token_ids or bool(self.own)
 
 
+def check_source(uri: str) -> None:
+    """Raise ValueError for a path of data that service and workers would not find at the same place."""
+    if "://" in uri or os.path.isabs(uri):
+        return
+    download = ""
+    if _ON_HUB.fullmatch(uri):
+        folder = f"/data/{uri.rpartition('/')[2]}"
+        command = f"hf download {uri} --repo-type dataset --local-dir {folder}"
+        download = f", or run `{command}` below a storage root, and write file://{folder}"
+    raise ValueError(
+        f"{uri} is a relative path, but service and workers have different folders; use an absolute path{download}"
+    )
+
+
 class SourceSpec(SpecModel):
     """A source of rows: a URI, a glob or a list of them."""
 
@@ -147,6 +165,13 @@ class SourceSpec(SpecModel):
         description="share of the samples, relative to the weights of the other sources; all sources have one, or none",
     )
     columns: ColumnsSpec | None = Field(default=None, description="columns of this source [default: data.columns]")
+
+    @field_validator("path")
+    @classmethod
+    def _is_absolute(cls, path: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for uri in filter(None, (path,) if isinstance(path, str) else path):
+            check_source(uri)
+        return path
 
     @model_validator(mode="after")
     def _names_something(self) -> "SourceSpec":

@@ -24,9 +24,39 @@ from trainshed.cli.commands import (
 )
 from trainshed.cli.exit_codes import EPILOG
 
+_OF_OTHER_TOOLS = {
+    "ls": "ps",
+    "list": "ps",
+    "jobs": "ps",
+    "queue": "ps",
+    "get": "show",
+    "status": "show",
+    "top": "watch",
+    "run": "submit",
+    "launch": "submit",
+    "create": "submit",
+    "log": "logs",
+    "stop": "cancel",
+    "kill": "cancel",
+    "delete": "rm",
+    "remove": "rm",
+    "start": "up",
+    "compare": "diff",
+    "convert": "weights convert",
+    "login": "whoami",
+}
+"""Commands that other tools have, and ours for the same purpose."""
+
 
 class Commands(TyperGroup):
     """All commands. Errors of their options do not contain the prefix of pydantic, which typer uses."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name. Raises a usage error, with the command that they may mean."""
+        meant = _OF_OTHER_TOOLS.get(args[0]) if args else None
+        if meant is not None and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from trainshed.cli.main import app
+from trainshed.cli.main import _OF_OTHER_TOOLS, app
 
 
 def values(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -36,3 +36,12 @@ def test_invalid_value_is_named_without_the_prefix_of_pydantic(
 def test_version_is_that_of_the_package() -> None:
     found = CliRunner().invoke(app, ["--version"])
     assert (found.exit_code, found.output) == (0, f"trainshed {version('trainshed')}\n")
+
+
+def test_command_of_another_tool_is_answered_with_ours() -> None:
+    group = typer.main.get_command(app)
+    for name, meant in _OF_OTHER_TOOLS.items():
+        assert name not in group.commands  # type: ignore[attr-defined] # the command is a group
+        assert meant.split()[0] in group.commands  # type: ignore[attr-defined]
+        found = CliRunner().invoke(app, [name, "--json"])
+        assert (found.exit_code, f"No such command {name!r}. Did you mean {meant!r}?" in found.output) == (2, True)

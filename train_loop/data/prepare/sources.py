@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from train_loop.data.files import File, file_system, is_gone, is_local, split_glob
 from train_loop.errors import DataError
 from train_loop.run_dir import ReadPolicy, local_path
-from train_loop.spec import JobSpec, SourceSpec
+from train_loop.spec import JobSpec, SourceSpec, check_source
 from train_loop.spec.text.printable import hidden_character
 from train_loop.system.input_files import current_policy, limit_inputs, stdlib_root
 
@@ -130,15 +130,6 @@ def _hides(below: str, marks: tuple[str, ...]) -> bool:
     return any(step.startswith(marks) for step in below.split("/"))
 
 
-def _from_hub(uri: str) -> str:
-    """Return how to get a dataset of the Hugging Face Hub, if a relative path is the id of one."""
-    if re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w-]*", uri) is None:
-        return ""
-    folder = f"/data/{uri.rpartition('/')[2]}"
-    download = f"hf download {uri} --repo-type dataset --local-dir {folder}"
-    return f", or run `{download}` below a storage root, and write file://{folder}"
-
-
 def _absolute(uri: str) -> str:
     """Return a remote URI without its trailing slash, or a local path as an absolute path. Raises DataError."""
     if ".." in re.split(r"[/\\]", _decoded(uri)):
@@ -147,17 +138,13 @@ def _absolute(uri: str) -> str:
         raise DataError(f"{uri} chains file systems with '::', which is not allowed; give the URI of the data itself")
     if uri.startswith(STDLIB):
         return str(stdlib_root() / uri.removeprefix(STDLIB))
-    if "://" not in uri and not os.path.isabs(uri):
-        raise DataError(
-            f"{uri} is a relative path, but service and workers have different folders; use an absolute path"
-            f"{_from_hub(uri)}"
-        )
     if not is_local(uri) and (hidden := hidden_character(uri)) is not None:
         # Libraries remove some of these characters, and would read another place than the checked one.
         raise DataError(f"{uri!r} contains {hidden}; write the path without it")
     if not is_local(uri) and any(wildcard in uri.split("/")[2] for wildcard in "*?"):
         raise DataError(f"{uri} has a wildcard in the name of its bucket or host; write the whole name")
     try:
+        check_source(uri)
         return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
     except ValueError as error:
         raise DataError(str(error)) from error

@@ -1,7 +1,8 @@
 """Answers to fields and values that a spec does not have: misspelt ones, those of other tools, and those to come."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -13,6 +14,7 @@ from train_loop.spec.names.spellings import LONGEST, REWRITTEN, normalised
 from train_loop.spec.names.table import FIELDS, NAMES, TO_COME
 
 _UNKNOWN = "no such field"
+_MOST_LONGER = 3
 
 
 def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
@@ -31,12 +33,19 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
         return f"{_UNKNOWN}; use {' and '.join(own)}" if len(place) > 2 and own else other.answer
     if elsewhere:
         return f"{_UNKNOWN} here; did you mean {' or '.join(elsewhere[:3])}?"
-    if near := difflib.get_close_matches(known, beside, n=1, cutoff=0.7):
-        return f"{_UNKNOWN}; did you mean {near[0]}?"
-    leaves = {path.rpartition(".")[2]: path for path in fields}
+    if near := difflib.get_close_matches(known, beside, n=1, cutoff=0.7) or _longer(known, beside):
+        return f"{_UNKNOWN}; did you mean {' or '.join(near)}?"
+    leaves = {path.rpartition(".")[2] for path in fields}
     if near := difflib.get_close_matches(known, [*leaves, *FIELDS], n=1, cutoff=0.8):
-        return f"{_UNKNOWN}; did you mean {leaves.get(near[0]) or FIELDS[near[0]]}?"
+        meant = _outermost([path for path in fields if path.rpartition(".")[2] == near[0]]) or [FIELDS[near[0]]]
+        return f"{_UNKNOWN}; did you mean {' or '.join(meant[:3])}?"
     return f"{_UNKNOWN}; check its spelling against GET /openapi.json, or remove it"
+
+
+def _longer(name: str, fields: Iterable[str]) -> list[str]:
+    """Return the fields of which a name is a word, such as adam_beta1 and adam_beta2 of beta, if they are few."""
+    found = [field for field in fields if name in re.split("[_0-9]+", field)]
+    return found if len(found) <= _MOST_LONGER else []
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

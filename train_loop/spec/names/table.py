@@ -252,6 +252,7 @@ _NOT_NEEDED = _by_name(
         "the spec itself is the configuration of the loop": "train_loop_config torch_config",
         "the operator chooses sinks with TRAINSHED_SINKS": "wandb tensorboard mlflow trackers log_with logger "
         "report_to wandb_project wandb_entity loggers track_with",
+        "the path of a source names files, such as those of one split": "split",
         "Ray Data uses the free CPUs": "dataloader_num_workers preprocessing_num_workers num_proc "
         "dataloader_prefetch_factor dataloader_persistent_workers dataset_processes",
         "batches are read ahead, and the last is padded, so that no sample is lost": "dataloader_drop_last drop_last "

@@ -44,7 +44,7 @@ from train_loop.spec import ColumnsSpec, JobSpec, SpecError
 PAIR = {"chosen": "c", "rejected": "r"}
 IDS = PAIR | {"token_ids": True}
 ANCHOR = {"anchor": "a", "positive": "p"}
-NEGATIVE = {"path": "x", "columns": ANCHOR | {"negatives": ["n"]}}
+NEGATIVE = {"path": "/x", "columns": ANCHOR | {"negatives": ["n"]}}
 EMBEDDING = {"embedding": {"group": 1}}
 ASK = [chats.user("Hi?")]
 TALK, OTHER = [*ASK, chats.assistant("Yes.")], [*ASK, chats.assistant("No, never.")]

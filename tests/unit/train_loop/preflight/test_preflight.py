@@ -75,15 +75,6 @@ def test_link_to_outside_the_allowed_roots_is_rejected(tmp_path: Path) -> None:
     assert message.startswith(f"{tmp_path}/link.txt is a link to a place that jobs of project 'default' may not read")
 
 
-def test_relative_path_is_rejected(tmp_path: Path) -> None:
-    assert problems(tmp_path, train={"path": "data/x.parquet"})["/data/train/path"].endswith("use an absolute path")
-    on_hub = problems(tmp_path, train={"path": "HuggingFaceFW/fineweb-edu"})["/data/train/path"]
-    assert on_hub.endswith(
-        "or run `hf download HuggingFaceFW/fineweb-edu --repo-type dataset --local-dir /data/fineweb-edu` below a "
-        "storage root, and write file:///data/fineweb-edu"
-    )
-
-
 def test_remote_storage_outside_the_allowed_roots_is_rejected(tmp_path: Path) -> None:
     message = problems(tmp_path, train={"path": "s3://bucket/x.parquet"})["/data/train/path"]
     assert message.startswith("s3://bucket/x.parquet lies outside the allowed storage roots (")

@@ -37,6 +37,9 @@ def answers(place: str, name: str, value: Any = 1) -> dict[str, str]:
     ("place", "name", "answer"),
     [
         ("training", "learing_rate", "no such field; did you mean learning_rate?"),
+        ("", "learing_rate", "no such field; did you mean training.learning_rate?"),
+        ("training", "beta", "no such field; did you mean adam_beta1 or adam_beta2?"),
+        ("", "seedd", "no such field; did you mean data.seed or training.seed?"),
         ("strategy", "warmup_ratio", "no such field here; did you mean training.warmup_ratio?"),
         ("training", "warmup_ration", "no such field; did you mean warmup_ratio?"),
         ("strategy", "limit_all_gathers", "no such field; FSDP2 frees memory without waiting for the CPU, so that it "),
@@ -103,6 +106,20 @@ def test_misspelt_field_is_answered_with_the_field() -> None:
         (meant,) = re.findall(r"^no such field; did you mean (\w+)\?$", message)
         # adam_bet1a is as near to adam_beta2 as to adam_beta1.
         assert meant == name or nearness(typo, meant) == nearness(typo, name), typo
+
+
+def test_misspelt_field_at_the_top_is_answered_with_the_least_nested_one() -> None:
+    """A list of groups or sources repeats fields of its part, and a spec that lacks them needs the outer ones."""
+    paths = [path for path in field_paths(JobSpec) if path.count(".") == 1 and len(path.partition(".")[2]) > 5]
+    for path in paths:
+        part, _, name = path.partition(".")
+        typo = name[:2] + name[3:]
+        if typo in LEAVES | NAMES.keys() | TO_COME:
+            continue
+        message = unknown_field([typo], JobSpec)
+        meant = re.findall(r"[\w.]+\.(?=\w)\w+", message.partition("did you mean")[2])
+        if any(one.endswith(f".{name}") for one in meant):
+            assert f"{part}.{name}" in meant, message
 
 
 def nearness(one: str, other: str) -> float:

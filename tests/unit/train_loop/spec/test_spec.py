@@ -63,10 +63,27 @@ def test_yaml_aliases_are_rejected() -> None:
 
 def test_all_problems_are_reported_with_their_pointers() -> None:
     found = problems({"name": "A", "foo": 1, "data": {"train": {"path": "x", "forma": "text"}}})
-    assert set(found) == {"/name", "/foo", "/data/train/forma", "/model", "/training"}
+    assert set(found) == {"/name", "/foo", "/data/train/path", "/data/train/forma", "/model", "/training"}
     assert found["/foo"] == "no such field; check its spelling against GET /openapi.json, or remove it"
     assert found["/model"].startswith("exactly one of model.path, model.config and code is needed, and none is given")
     assert found["/training"] == "this field is required"
+
+
+@pytest.mark.parametrize("sources", [lambda one: one, lambda one: [one], lambda one: [{"path": "/a"}, one]])
+def test_dataset_of_the_hub_and_its_split_are_both_reported(sources: Any) -> None:
+    given = sources({"path": "tatsu-lab/alpaca", "split": "train"})
+    found = problems(raw_spec(data={"train": given}))
+    (path, split) = found
+    assert (path.endswith("/path"), split.endswith("/split")) == (True, True)
+    assert found[path] == (
+        "tatsu-lab/alpaca is a relative path, but service and workers have different folders; use an absolute path, or "
+        "run `hf download tatsu-lab/alpaca --repo-type dataset --local-dir /data/alpaca` below a storage root, and "
+        "write file:///data/alpaca"
+    )
+    assert found[split].startswith("no such field; the path of a source names files, such as those of one split")
+    relative = problems(raw_spec(data={"train": {"path": ["/a", "data/x.parquet"]}}))["/data/train/path"]
+    assert relative.startswith("data/x.parquet is a relative path")
+    assert relative.endswith("use an absolute path")
 
 
 def test_types_are_strict() -> None:
