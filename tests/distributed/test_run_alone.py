@@ -9,38 +9,21 @@ from typing import Any
 import pytest
 
 from tests.support.builders.specs import TINY, raw_spec
+from tests.support.forks.sitecustomize import ABSENT_VARIABLE
 from tests.support.ranks import torchrun
 from tests.support.ranks.warm_runs import WarmRun, run
+from tests.support.servers.worker_forks import FORKS
 from train_loop.run_dir import Outcome, RunDir, read_lines
 
 ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")
-# Python runs this at startup, before Trainshed's code: all module finders reject some names.
-SITECUSTOMIZE = f"""
-import sys
-
-class Blind:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in {ABSENT!r} else self.finder.find_spec(name, path, target)
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-sys.meta_path[:] = map(Blind, sys.meta_path)
-"""
 OUR_TRACEBACK = 'train_loop/run.py", line'
 """Part of a traceback of Trainshed; torchrun prints its own traceback."""
 
 
 @pytest.fixture
-def without_ray_and_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.getenv("PYTHONPATH")])])
-    )
+def without_ray_and_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FORKS), *filter(None, [os.getenv("PYTHONPATH")])]))
+    monkeypatch.setenv(ABSENT_VARIABLE, ",".join(ABSENT))
 
 
 def a_spec(data: Path, **training: int) -> dict[str, Any]:

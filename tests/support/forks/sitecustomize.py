@@ -1,15 +1,45 @@
 """Hands a new worker or driver over to `tests.support.servers.worker_forks`, which forks it with its imports done.
 
-Python imports this module at every start of a process whose PYTHONPATH has this folder. All other processes go on.
+Python imports this module at every start of a process whose PYTHONPATH has this folder. All other processes go on. In
+each, packages may be hidden as if they were not installed.
 """
 
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.abc import MetaPathFinder
+    from importlib.machinery import ModuleSpec
+    from typing import Any
+
+ABSENT_VARIABLE = "TRAINSHED_TEST_ABSENT"
+"""Variable with the names of hidden packages, separated by commas."""
 FORKS_VARIABLE = "TRAINSHED_TEST_FORKS"
 """Variable with the path of the socket."""
 _CONTEXT = "--serialized-runtime-env-context="
 _DRIVER = ["-m", "train_loop.ray_train.driver"]
+
+
+class _Blind:
+    """A finder of modules that does not find the hidden packages."""
+
+    def __init__(self, finder: "MetaPathFinder", absent: "frozenset[str]") -> None:
+        self.finder, self.absent = finder, absent
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
+        """Return the spec of a module that is not hidden."""
+        return None if name.partition(".")[0] in self.absent else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self.finder, name)
+
+
+def hide_packages() -> None:
+    """Hide the packages that the environment names from later imports of this process."""
+    absent = frozenset(filter(None, os.environ.get(ABSENT_VARIABLE, "").split(",")))
+    if absent:
+        sys.meta_path[:] = [_Blind(finder, absent) for finder in sys.meta_path]  # type: ignore[arg-type]
 
 
 def _fork_command(command: list[str]) -> list[str] | None:
@@ -64,6 +94,7 @@ def _hand_over(path: str, command: list[str]) -> int:
             return int(answers.readline() or 1)
 
 
+hide_packages()
 if FORKS_VARIABLE in os.environ and (sys.orig_argv[1:3] == _DRIVER or "_worker.py" in "".join(sys.orig_argv[1:2])):
     _command = _fork_command(sys.orig_argv[1:])
     if _command is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.forks.fork_server import fork_server, serve_forks
-from tests.support.forks.sitecustomize import FORKS_VARIABLE
+from tests.support.forks.sitecustomize import FORKS_VARIABLE, hide_packages
 from tests.support.ranks.hold import obey_holds
 
 FORKS = Path(__file__).parents[1] / "forks"
@@ -103,6 +103,7 @@ def main() -> None:
     if request is None:
         return
     assert "ray" not in sys.modules
+    hide_packages()
     # The forks would all have the same state.
     np.random.seed()
     obey_holds()
