@@ -1,4 +1,4 @@
-"""Defaults of a tool against those of a spec: what a file leaves out has the tool's own value.
+"""Defaults of a tool against a spec's: a field that a file leaves out has the tool's own value.
 
 Each tool answers for every field of `data:`, `model:` and `training:`.
 """

@@ -22,6 +22,8 @@ _NO_NUMBERS = frozenset({"training.logging_steps", "model.gradient_checkpointing
 """Fields that change no numbers."""
 _UNSET = {"training.gradient_accumulation_steps": 1, "training.num_train_epochs": 1, "training.eval_steps": None}
 """Meaning of fields whose default is null."""
+_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False,
+             "": False}  # fmt: skip
 LOOP = "(loop)"
 """The field of rows about the loop itself, which no field of the source sets."""
 
@@ -107,6 +109,19 @@ class Draft:
         """Return whether the source sets a field to anything but null."""
         return self._raw(field) is not None
 
+    def is_null(self, field: str) -> bool:
+        """Return whether the source sets a field to null."""
+        return field in self._leaves and self._leaves[field] is None
+
+    def flag(self, field: str) -> bool:
+        """Return a switch of the source; False if it is not set. Raises SpecError for other values."""
+        value = self.get(field, False)
+        word = str(value).strip().lower()
+        if word not in _SWITCHES:
+            shown = f"invalid {field} {word:.40}; expected true or false"
+            raise SpecError([Problem(pointer_of(field), shown)])
+        return _SWITCHES[word]
+
     def apply(self, rules: Mapping[str, Rule], *, below: str = "") -> None:
         """Apply the rules to the fields that they name, below a part of the source. `name.*` is all below a name."""
         start = f"{below}." if below else ""
@@ -144,8 +159,8 @@ class Draft:
         self.note(field, outcome, target=target, written=written, reason=reason, numbers=numbers)
 
     def leave(self, field: str, reason: str) -> None:
-        """Report that nothing is lost without a field, if it is set."""
-        if self.has(field):
+        """Report that nothing is lost without a field, if it is set and has no row yet."""
+        if self.has(field) and field not in self._noted:
             self.note(field, Outcome.NOT_NEEDED, reason=reason)
 
     def unset(self, field: str) -> None:

@@ -118,7 +118,12 @@ def _check_fields_of_others(tool: Tool, paths: Mapping[str, str], tools: Sequenc
     foreign = {path: [one.name for one in heirs if path in one.shared] for path in paths if path not in known}
     foreign = {path: names for path, names in foreign.items() if names}
     if foreign:
-        candidates = [other for other in heirs if any(other.name in names for names in foreign.values())]
+        candidates = [
+            other
+            for other in heirs
+            if any(other.name in names for names in foreign.values())
+            and not any(other.extends == one.name for one in heirs)
+        ]
         message = (
             f"{_listed([*foreign])} may be of {_either(candidates)}; {_signs(candidates)}, or remove it from a file of "
             f"{tool.name}"

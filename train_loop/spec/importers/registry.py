@@ -14,7 +14,8 @@ _OURS = Tool(
     refusal="which needs no import; submit it: trainshed submit FILE",
 )
 TOOLS: tuple[Tool, ...] = (
-    *(roll.TOOL, accelerate.TOOL, transformers.TOOL, transformers.DISTRIBUTED_TOOL, trl.TOOL, trl.OTHERS),
+    *(roll.TOOL, accelerate.TOOL, transformers.TOOL, transformers.DISTRIBUTED_TOOL),
+    *(trl.TOOL, trl.REWARD_TOOL, trl.OTHERS),
     *REFUSED,
     _OURS,
 )

@@ -93,8 +93,8 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="ROLL's YAML, Accelerate's configuration, TrainingArguments or a DistributedConfig; of several files, "
-            "later ones win; - reads standard input",
+            help="configuration of another tool, such as ROLL, TRL or TrainingArguments; of several files, later ones "
+            "win; - reads standard input",
             allow_dash=True,
         ),
     ],
@@ -107,7 +107,7 @@ def import_(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a configuration of ROLL, Accelerate or transformers into a job spec. Needs no service.
+    """Convert a configuration of another tool into a job spec. Needs no service.
 
     The report has a line for each field: what became of it, and why. ≠ marks what changes numbers.
     """

@@ -1,4 +1,4 @@
-"""Batches of Trainer: those of each process, and those that `accelerator_config` shares among all processes."""
+"""Batches of Trainer: of each process, or shared among all processes by `accelerator_config`."""
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers.draft import Draft, pointer_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from train_loop.spec.importers.defaults import Answer, write_defaults
-from train_loop.spec.importers.draft import Draft, Drop, Rule
+from train_loop.spec.importers.draft import Draft, Drop, Rule, has
 from train_loop.spec.importers.hugging_face.batches import read_batches
 from train_loop.spec.importers.hugging_face.defaults import TRAINER
 from train_loop.spec.importers.hugging_face.fsdp import read_fsdp, sharding_name, write_sharding
@@ -62,7 +62,9 @@ def read_arguments(
 
 
 def _precision(draft: Draft) -> None:
-    chosen = [name for name in ("bf16", "fp16") if flag(draft.get(name, False))]
+    if has(draft.given, "model.dtype"):
+        return
+    chosen = [name for name in ("bf16", "fp16") if draft.flag(name)]
     for name in chosen[:1]:
         draft.write(name, "model.dtype", name)
     for name in ("bf16", "fp16"):
@@ -75,6 +77,10 @@ def _precision(draft: Draft) -> None:
 def _recomputation(draft: Draft) -> None:
     """Translate the recomputation of activations. The older name counts if the newer one is not set."""
     old, new = "gradient_checkpointing", "activation_checkpointing"
+    if has(draft.given, f"model.{old}"):
+        draft.leave(old, "another field decides")
+        draft.leave(new, "another field decides")
+        return
     field = new if draft.has(new) else old
     draft.take(field, f"model.{old}", lambda on: "full" if flag(on) else "none", reason="memory")
     if field == new:

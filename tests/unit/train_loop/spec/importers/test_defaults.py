@@ -1,4 +1,4 @@
-"""What a file leaves out has the tool's own value: each tool answers for every field of data, model and training."""
+"""Fields that a file leaves out have the tool's own value: each tool answers for all of data, model and training."""
 
 from typing import Any
 
@@ -21,6 +21,7 @@ LAUNCHERS = {"Accelerate", "DistributedConfig"}
 LEAST: dict[str, dict[str, Any]] = {
     "TrainingArguments": {"do_train": True},
     "TRL": {"use_peft": False},
+    "TRL's reward": {"center_rewards_coefficient": None},
     "ROLL": {
         "sft_train": {"strategy_args": {"strategy_name": "fsdp2_train"}, "world_size": 1},
     },

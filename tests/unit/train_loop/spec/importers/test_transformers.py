@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.train_loop.spec.importers.cases import fates, imported, job, marked, unreported
-from train_loop.spec import LoraSpec, SpecError
+from train_loop.spec import SpecError
 from train_loop.spec.importers import Imported, Outcome
 from train_loop.spec.importers.hugging_face.transformers_fields import DISTRIBUTED, RULES
 
@@ -63,21 +63,6 @@ def written() -> dict[str, Any]:
     module = importlib.import_module("transformers.training_args")
     found: dict[str, Any] = json.loads(module.TrainingArguments(output_dir="x").to_json_string())
     return found
-
-
-def test_adapters_of_trl_become_model_lora() -> None:
-    trl = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"], "use_rslora": True}
-    found = imported(LEAST | trl | {"load_in_4bit": True, "lora_task_type": "CAUSAL_LM"})
-    model = job(found).model
-    assert model.lora == LoraSpec(r=8, alpha=32, dropout=0.05, target_modules=("q_proj", "v_proj"), use_rslora=True)
-    assert model.quantize_base == "nf4"
-    assert "load_in_4bit" in marked(found)
-    every = imported(LEAST | {"use_peft": True})
-    assert "model.lora.target_modules" in {row.target for row in every.needed}
-    off = imported(LEAST | {"use_peft": False, "lora_r": 8, "load_in_4bit": True})
-    assert (job(off).model.lora, job(off).model.quantize_base) == (None, None)
-    assert fates(off)["lora_r"] == (Outcome.NOT_NEEDED, None)
-    assert "load_in_4bit" in marked(off)
 
 
 def test_every_field_of_training_arguments_is_known(arguments: Mapping[str, Any]) -> None:
@@ -132,7 +117,7 @@ def test_field_with_its_default_changes_nothing(written: dict[str, Any]) -> None
 
 
 def losses(found: Imported) -> set[tuple[str, str]]:
-    """Return what the report says of numbers that differ from the tool's own."""
+    """Return the rows about numbers that differ from the tool's own."""
     return {(row.field, row.reason) for row in found.rows if row.changes_numbers and row.outcome is not Outcome.DEFAULT}
 
 
