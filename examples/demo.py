@@ -281,7 +281,6 @@ def summarise(summary: RunSummary, url: str) -> None:
         "steps replayed": summary.job.lost_work.steps,
         "checkpoints committed": len(summary.named("checkpoint_committed")),
         "samples trained": sum(len(line["samples"]) for line in steps.values()),
-        "run directory": RunDir.at(summary.job.run_dir).root,
         "Ray dashboard": f"{summary.job.dashboard_url} (while it ran)",
         "API docs": f"{url}/docs (while it ran)",
     }.items():

@@ -353,6 +353,18 @@ class HomeInUse(ServiceError):
     status = 409
 
 
+class AddressUnusable(ServiceError):
+    """An address on which the service cannot listen."""
+
+    code = "address_unusable"
+    status = 409
+    remedy = "set TRAINSHED_PORT or TRAINSHED_HOST to another one, or end what listens there (ss -ltnp shows it)"
+
+    def __init__(self, address: str, fault: str) -> None:
+        super().__init__(f"cannot listen on {address}: {fault}; {self.remedy}")
+        self.fault = fault
+
+
 class KeyInFlight(ServiceError):
     """An Idempotency-Key whose first request is still in progress."""
 

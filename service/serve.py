@@ -14,10 +14,11 @@ from fastapi import FastAPI
 from service.app import create_app
 from service.config.address import ServiceAddress
 from service.config.environment import BadSettings, read_settings, unknown_variables
+from service.config.listen import check_address
 from service.config.logs import configure_logs
 from service.config.running import SettingsRecord
 from service.config.settings import Settings
-from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
+from service.errors import AddressUnusable, DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
 from service.lifecycle.connection_limits import (
     BACKLOG,
     Limits,
@@ -37,7 +38,7 @@ _ANSWER_SECONDS = 4
 
 
 def main() -> int:
-    """Run the service; return 1 if it cannot: an invalid setting, a home in use, a permanent database error."""
+    """Run the service; return 1 if it cannot: an invalid setting, a home or port in use, a permanent database error."""
     for line in unknown_variables():
         print(line, file=sys.stderr)  # noqa: T201
     try:
@@ -52,14 +53,16 @@ def main() -> int:
     try:
         with locked(settings):
             _serve(settings)
-    except (HomeInUse, HomeUnusable, KeyUnusable, DatabaseUnusable, NotReady) as error:
+    except (AddressUnusable, HomeInUse, HomeUnusable, KeyUnusable, DatabaseUnusable, NotReady) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
 def _serve(settings: Settings) -> None:
-    """Serve until a stop signal. Raises DatabaseUnusable, DatabaseUnreachable."""
+    """Serve until a stop signal. Raises AddressUnusable, DatabaseUnusable, DatabaseUnreachable."""
+    # Before Ray starts: uvicorn binds the port last.
+    check_address(settings.host, settings.port)
     server = _Server(create_app(settings), settings)
     # Freeze imported objects: otherwise each full garbage collection, every second under load, scans them for 100 ms.
     gc.collect()

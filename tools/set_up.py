@@ -14,7 +14,7 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "
 _FILE = re.compile(r"\s*(Downloading|Using cached) (\S+?)-(\d\S*?)(?:-\S+\.whl|\.tar\.gz) \(([\d.]+) (bytes|[kMG]B)\)")
 _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
 _LARGE = 50.0
-"""Size from which a file gets a line of its own, in MB."""
+"""Size from which a file gets its own line, in MB."""
 
 
 def main(extras: str, index: str) -> int:

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def install(package: str) -> str:
-    """Return the command that installs a package of EXTRAS beside this copy of Trainshed, which may be a clone."""
+    """Return the command that installs a package of EXTRAS for this copy of Trainshed, which may be a clone."""
     extra = EXTRAS[package]
     if (_ROOT / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]' in {_ROOT}"

@@ -1,6 +1,6 @@
 """Conversion of the domain and of use case results to response models."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from service.api.schemas import (
     WebhookOut,
 )
 from service.domain.access.roles import AuditEntry, Key, Principal
-from service.domain.jobs.job import Attempt
+from service.domain.jobs.job import Attempt, JobState
 from service.domain.jobs.reason import Reason
 from service.domain.jobs.usage import UsageByDay, usage_of
 from service.domain.runs.audit_report import Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
@@ -43,6 +43,9 @@ from service.use_cases.jobs.jobs import JobView
 from train_loop.run_dir import ExportStatus
 
 T = TypeVar("T")
+
+_STILL = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RECOVERING, JobState.PAUSED})
+"""States in which no worker trains."""
 
 
 def job_out(view: JobView, *, now: float) -> JobOut:
@@ -104,6 +107,9 @@ def _progress(view: JobView, now: float) -> ProgressOut:
     # Epochs may end a run before max_steps.
     last = training.max_steps if training.epochs is None else None
     done = view.summary.progress or Progress(parent.step if parent and view.job.spec.trains else 0, last)
+    if view.job.state in _STILL:
+        # A rate of the last attempt says nothing of the next one.
+        done = replace(done, eta_seconds=None, tokens_per_second=None, mfu=None)
     return ProgressOut(
         step=done.step,
         of=done.of,
@@ -111,7 +117,7 @@ def _progress(view: JobView, now: float) -> ProgressOut:
         percent=round(100 * done.step / done.of, 1) if done.of else None,
         eta_seconds=done.eta_seconds,
         loss=done.loss,
-        tokens_per_second=done.tokens_per_second,
+        tokens_per_second=done.tokens_per_second or None,
         mfu=done.mfu,
         place=view.place,
         waits_for=_reason(view.waits_for),

@@ -52,7 +52,7 @@ def plan_out(view: PlanView) -> PlanOut:
         micro_batch_size=plan.batch.per_device,
         micro_batch_by=view.micro_batch_by,
         gradient_accumulation_steps=plan.batch.accumulation,
-        tokens_per_step=plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length,
+        tokens_per_step=_tokens_per_step(spec, plan),
         steps=view.end.steps,
         ends_by=view.end.by,
         parameters=plan.shape.parameters,
@@ -67,6 +67,12 @@ def plan_out(view: PlanView) -> PlanOut:
         spellings=[SpellingOut.model_validate(one, from_attributes=True) for one in view.spellings],
         warnings=list(view.warnings),
     )
+
+
+def _tokens_per_step(spec: AnyJobSpec, plan: Plan) -> int | None:
+    if spec.data.has_own_columns:
+        return None
+    return plan.batch.global_batch * spec.data.sequences * spec.data.sequence_length
 
 
 def _reduction_tree(spec: JobSpec, tree: ReductionTree) -> ReductionTreeOut:

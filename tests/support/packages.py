@@ -34,7 +34,7 @@ def required_by(extras: Iterable[str]) -> set[str]:
 
 def _requirements(package: metadata.Distribution, name: str, extra: str) -> Iterator[Requirement]:
     if name == PROJECT["name"]:
-        # What is installed may have been built from an older pyproject.toml.
+        # The installed metadata may be older than pyproject.toml.
         own = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
         yield from map(Requirement, own)
         return

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,6 +13,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from tools.docs.markdown import code, sentence, table
 from tools.docs.types import models_in, rules, supported, type_name
 from train_loop.spec import DataSpec, InferSpec, JobSpec, ModelSpec
+from train_loop.spec.kinds.any_kind import KINDS
 from train_loop.spec.kinds.infer import InferDataSpec, InferModelSpec
 
 EXAMPLES: dict[str, Any] = {
@@ -140,10 +142,13 @@ def page() -> str:
         "is required. Rules that tie several fields together are checked at submission; an error names the fields, the "
         "values and a remedy.\n"
     ]
-    for section in sections():
-        rows = [_row(section, name, field) for name, field in section.fields.items()]
-        parts.append(f"## {section.title}\n\n{sentence(_summary(section.model))}\n")
-        parts.append(table(("field", "type", "default", "rule", "example", "meaning"), rows))
+    for title, forms in groupby(sections(), key=lambda section: section.title):
+        # A part with several forms has one heading, and a table for each.
+        parts.append(f"## {title}\n")
+        for section in forms:
+            rows = [_row(section, name, field) for name, field in section.fields.items()]
+            parts.append(f"{sentence(_summary(section.model))}\n")
+            parts.append(table(("field", "type", "default", "rule", "example", "meaning"), rows))
     return "\n".join(parts)
 
 
@@ -175,7 +180,7 @@ def example(section: Section, name: str, field: FieldInfo) -> Any:
 
 
 def _row(section: Section, name: str, field: FieldInfo) -> tuple[str, ...]:
-    limits = sentence(", ".join(rules(field)))
+    limits = sentence(", ".join(_rules(section, name, field)))
     shown = "" if _lists_fields(section, name, field) else code(f"{name}: {_yaml(example(section, name, field))}")
     return (
         code(name),
@@ -185,6 +190,15 @@ def _row(section: Section, name: str, field: FieldInfo) -> tuple[str, ...]:
         shown,
         sentence(field.description or ""),
     )
+
+
+def _rules(section: Section, name: str, field: FieldInfo) -> list[str]:
+    """Return the rules of a field. What belongs to another kind of job is not one to come."""
+    others = {kind: model.model_fields.get(name) for kind, model in KINDS.items() if model is not JobSpec}
+    kinds = [kind for kind, other in others.items() if other is not None and supported(other) is None]
+    if section.model is JobSpec and supported(field) == (None,) and kinds:
+        return [f"only with `kind: {kinds[0]}`"]
+    return [rule.removesuffix(" today") if section.of_training else rule for rule in rules(field)]
 
 
 def _default(field: FieldInfo) -> str:

@@ -2,14 +2,15 @@
 
 import os
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from service.config.listen import check_address
 from service.config.settings import Settings
 from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
+from service.errors import AddressUnusable
 
 _SHORT_KEY = 32
 _LITTLE, _TOO_LITTLE = 10.0, 1.0
@@ -44,7 +45,7 @@ def _private(home: Path) -> Finding:
     except OSError as error:
         return skipped("home.private", f"{home}: {error.strerror}")
     if mode & 0o007:
-        remedy = f"chmod 700 {home}; the service does that when it starts, if it owns a folder of its own"
+        remedy = f"chmod 700 {home}; the service does that when it starts, if the folder is its own"
         return warning("home.private", f"other users may enter {home} ({mode:04o})", remedy)
     return ok("home.private", f"other users may not enter {home} ({mode:04o})")
 
@@ -92,14 +93,7 @@ def _disk(home: Path) -> Finding:
 
 def _port(host: str, port: int) -> Finding:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            # As in uvicorn: connections that closed recently do not block the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        remedy = "end what listens there (ss -ltnp shows it), or set TRAINSHED_HOST and TRAINSHED_PORT"
-        return failed("home.port", f"{host}:{port}: {error.strerror}", remedy)
+        check_address(host, port)
+    except AddressUnusable as error:
+        return failed("home.port", f"{host}:{port}: {error.fault}", error.remedy)
     return ok("home.port", f"{host}:{port} is free")

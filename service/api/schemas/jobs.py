@@ -39,9 +39,9 @@ class ProgressOut(BaseModel):
     of: int | None
     unit: str = Field(default="step", description="what `step` and `of` count: step, or row of an inference job")
     percent: float | None
-    eta_seconds: float | None
+    eta_seconds: float | None = Field(description="null while no worker trains, as are the rates")
     loss: float | None
-    tokens_per_second: float | None
+    tokens_per_second: float | None = Field(description="null for own code, whose rows have no known tokens")
     mfu: float | None = Field(description="model FLOPs utilisation; null if the device's peak is unknown")
     place: int | None = Field(description="position in the queue, from 1; null if the job is not queued")
     waits_for: ReasonOut | None = Field(

@@ -181,7 +181,7 @@ class PlanOut(BaseModel):
         "worker, or if that is not known 1, and the workers choose"
     )
     gradient_accumulation_steps: int
-    tokens_per_step: int
+    tokens_per_step: int | None = Field(description="null for own columns, whose tokens only own code knows")
     steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
     ends_by: Literal["max_steps", "num_train_epochs", "max_tokens"] | None = Field(
         description="setting that ends the run, of max_steps and num_train_epochs the earlier one; null if only known "

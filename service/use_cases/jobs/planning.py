@@ -165,7 +165,7 @@ class Planner:
         cancellation: Cancellation | None = None,
         question: DeviceQuestion = NO_QUESTION,
     ) -> PlanView:
-        """Return the largest plan, laid out on the cluster's nodes, and what it means on a device.
+        """Return the largest plan, laid out on the cluster's nodes, and its outlook on a device.
 
         A plan for a device that the caller names need not fit the memory of the cluster. Raises InvalidRequest,
         InvalidSpec, PreflightFailed, CallCancelled.
@@ -263,7 +263,7 @@ def sizes_of(spec: AnyJobSpec, plans: Plans) -> tuple[int, ...]:
 
 
 def _schedule(spec: AnyJobSpec, plans: Plans, found: PreflightReport) -> tuple[PlannedEnd, list[Problem]]:
-    """Return the end of a job, as far as it is known, and the problems of its schedule."""
+    """Return the known end of a job, and the problems of its schedule."""
     if not plans:
         return UNKNOWN_END, []
     return check_schedule(spec.run.training, found.count, global_batch=plans[max(plans)].batch.global_batch)

@@ -6,18 +6,24 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from service.api.schemas import JobOut
+from service.api.convert import job_out
+from service.api.schemas import JobOut, ReasonOut
+from service.domain.jobs.job import JobState
 from service.domain.jobs.observation import SubmissionStatus
+from service.domain.jobs.reason import Code
 from tests.support.clients.command import run, running
 from tests.support.fakes.service import KEY, FakeService
 from train_loop.run_dir import Outcome
 from trainshed import Client
 from trainshed.cli.ids import shorten
+from trainshed.cli.output import printing
+from trainshed.cli.output.jobs import pace_of, show_jobs
 from trainshed.cli.output.progress import display
 
 
@@ -171,6 +177,52 @@ def test_watch_on_a_narrow_terminal_keeps_id_state_and_progress(job_id: str, ser
         assert len(line.strip("\r")) <= 80
         for part in (shorten([job_id])[0], "a-name-that-i…", "RUNNING", "5/20 loss 2.5000"):
             assert part in line
+
+
+@pytest.mark.parametrize(
+    "state", [JobState.QUEUED, JobState.STARTING, JobState.RECOVERING, JobState.PAUSED, JobState.PAUSING]
+)
+def test_job_that_does_not_train_has_no_pace(job_id: str, service: FakeService, state: JobState) -> None:
+    step(service, job_id)
+    stored = service.store.get(job_id)
+    assert stored is not None
+    found = job_out(service.jobs.view(replace(stored, state=state)), now=0.0)
+    assert found.progress.step == 5
+    assert bool(pace_of(found)) is (state is JobState.PAUSING), "the workers of a pausing job still train"
+
+
+def test_own_code_without_tokens_has_no_rate_of_tokens(job_id: str, service: FakeService) -> None:
+    step(service, job_id)
+    for number in (6, 7):
+        service.metric(job_id, step=number, loss=2.0, tokens_per_second=0.0, grad_norm=0.0)
+    service.reconciler().run_once()
+    assert service.client().get(f"/jobs/{job_id}").json()["progress"]["tokens_per_second"] is None
+    shown = run("metrics", job_id, "--points", "2").stdout
+    assert ("loss" in shown, "gradient norm" in shown, "tokens/s" in shown) == (True, True, True)
+    only = service.submit().id
+    service.reconciler().run_once()
+    service.metric(only, step=1, loss=2.0, tokens_per_second=0.0, grad_norm=0.0)
+    shown = run("metrics", only).stdout
+    assert ("loss" in shown, "gradient norm" in shown, "tokens/s" in shown) == (True, True, False)
+
+
+def test_ps_on_a_narrow_terminal_shows_the_whole_reason_below_the_job(
+    service: FakeService, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = ReasonOut(
+        code=Code.CAPACITY, message="waits for 1.5 CPU (1.5 of the cluster's 2 are in use) " * 3, remedy=None
+    )
+    job = JobOut.model_validate_json(service.client().get(f"/jobs/{job_id}").text)
+    jobs = [job.model_copy(update={"reason": reason}), job.model_copy(update={"id": job.id[:-1] + "9"})]
+    screen = io.StringIO()
+    narrow = Console(file=screen, force_terminal=True, width=80, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(printing, "console", narrow)
+    show_jobs(jobs)
+    header, waiting, *wrapped, other = screen.getvalue().splitlines()
+    assert (header.split()[-1], waiting.split()[3]) == ("reason", "QUEUED")
+    assert "".join(line.strip() for line in wrapped).replace(" ", "") == reason.message.replace(" ", "")
+    assert max(map(len, (header, waiting, *wrapped, other))) <= 80
+    assert "…" not in screen.getvalue()
 
 
 def test_closed_stdout_ends_the_command_without_an_error(job_id: str, service: FakeService) -> None:

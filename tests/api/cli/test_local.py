@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,18 @@ def test_failed_up_shows_the_last_lines_of_the_log(environment: dict[str, str], 
     assert (failed.returncode, failed.stdout) == (1, "")
     assert f"the service ended with 1; {home}/service.log ends with" in failed.stderr
     assert "file is not a database" in failed.stderr
+
+
+def test_up_on_a_port_in_use_names_the_setting(environment: dict[str, str], home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        failed = run(environment | {"TRAINSHED_PORT": str(port)}, "up")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; set TRAINSHED_PORT or TRAINSHED_HOST to another "
+        "one, or end what listens there (ss -ltnp shows it)"
+    ) in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_doctor_without_a_service_checks_the_home(environment: dict[str, str], home: Path) -> None:

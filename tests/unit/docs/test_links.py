@@ -37,7 +37,7 @@ def links(text: str) -> list[str]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them, and those that it names itself."""
+    """Return the anchors of a page's headings, as GitHub makes them, and its own ones."""
     text, seen = page.read_text(), dict[str, int]()
     for line in re.findall(
         r"^#{1,6} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
@@ -68,3 +68,11 @@ def test_links_are_found() -> None:
         '[a](b.md#c "title") <img src="d.png"> [e](https://host)\n[f]: g.md\n```\n[h](i.md)\n```\n`[j](k)` [l](<m.md>)'
     )
     assert links(text) == ["b.md#c", "d.png", "g.md", "m.md"]
+
+
+@pytest.mark.parametrize(
+    "index", [page for page in PAGES if page.match("docs/*/index.md")], ids=lambda one: one.parent.name
+)
+def test_index_of_a_folder_links_all_its_pages(index: Path) -> None:
+    beside = {page.name for page in PAGES if page.parent == index.parent} - {index.name}
+    assert beside - {link.partition("#")[0] for link in links(index.read_text())} == set()

@@ -1,6 +1,7 @@
 """Drift of the reference pages: each page has everything that the code has."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,18 @@ def test_rest_page_has_every_call_and_schema(pages: dict[str, str]) -> None:
     calls = [f"### {method.upper()} {path}\n" for path, item in document["paths"].items() for method in item]
     schemas = [f"### {name}\n" for name in document["components"]["schemas"] if f"(#{name.lower()})" in page_of(pages)]
     assert [one for one in [*calls, *schemas] if one not in page_of(pages)] == []
+
+
+def test_part_of_a_spec_has_one_heading_for_all_its_forms(pages: dict[str, str]) -> None:
+    headings = re.findall(r"^#+ .*$", pages["reference/spec.md"], re.MULTILINE)
+    assert sorted(set(headings)) == sorted(headings)
+
+
+def test_fields_of_another_kind_of_job_are_no_fields_to_come(pages: dict[str, str]) -> None:
+    page = pages["reference/spec.md"]
+    (row,) = re.findall(r"^\| `infer` \|.*$", page, re.MULTILINE)
+    assert "| Only with `kind: infer`. |" in row
+    assert "today" not in page.partition("## data, with kind: infer")[2].partition("## training")[0]
 
 
 def page_of(pages: dict[str, str]) -> str:

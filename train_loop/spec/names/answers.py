@@ -35,7 +35,7 @@ def unknown_field(place: Sequence[str], model: type[BaseModel]) -> str:
         return f"{_UNKNOWN} here; did you mean {' or '.join(elsewhere[:3])}?"
     if near := difflib.get_close_matches(known, beside, n=1, cutoff=0.7) or _longer(known, beside):
         return f"{_UNKNOWN}; did you mean {' or '.join(near)}?"
-    names = {path.rpartition(".")[2] for path in fields}
+    names = dict.fromkeys(path.rpartition(".")[2] for path in fields)
     if near := difflib.get_close_matches(known, [*names, *FIELDS], n=1, cutoff=0.8):
         meant = _outermost([path for path in fields if path.rpartition(".")[2] == near[0]]) or [FIELDS[near[0]]]
         return f"{_UNKNOWN}; did you mean {' or '.join(meant[:3])}?"

@@ -49,7 +49,7 @@ def convert(
         fail(f"torch is not installed here; run {install('torch')}")
     options = {"--entry": entry, "--config": config, "--memory-mib": memory_mib}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-    # A path that begins with a dash is no option.
+    # A path that begins with a dash is not an option.
     paths = [str(source.absolute()), str(target.absolute())]
     with notes.status("converting"):
         done = subprocess.run(

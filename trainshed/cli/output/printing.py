@@ -16,6 +16,7 @@ from train_loop.spec import show_json as escape_json
 console = Console(highlight=False, soft_wrap=True)
 notes = Console(highlight=False, soft_wrap=True, stderr=True)
 Cell = str | Text
+_INDENT = "    "
 _LEFT_OUT = frozenset({"seq", "time", "tree"})
 """Fields of lines that are not printed, or at another place; a tree has many lines."""
 _TIMES = frozenset({"since", "deadline", "completed"})
@@ -91,17 +92,27 @@ def show_facts(facts: Mapping[str, object]) -> None:
 
 
 def show_table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-    """Print one line per row, truncated at the terminal's edge. The last column is the longest."""
+    """Print one line per row. If it is wider than the terminal, the last, longest column follows on lines below."""
     lines = [[Text(name, "dim") for name in names], *([_first_line(cell) for cell in row] for row in rows)]
     widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
     for line in lines:
-        for cell, width in zip(line, widths, strict=True):
-            cell.pad_right(width - cell.cell_len)
-        whole = Text("  ").join(line)
-        whole.rstrip()
-        if console.is_terminal:
-            whole.truncate(console.width, overflow="ellipsis")
-        console.print(whole)
+        whole, last = _joined(line, widths), line[-1]
+        if not console.is_terminal or whole.cell_len <= console.width:
+            console.print(whole)
+            continue
+        start = _joined(line[:-1], widths)
+        start.truncate(console.width, overflow="ellipsis")
+        console.print(start)
+        for part in last.wrap(console, console.width - len(_INDENT)):
+            console.print(Text(_INDENT) + part)
+
+
+def _joined(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+    """Return cells in columns, without trailing spaces."""
+    padded = [Text(" " * max(width - cell.cell_len, 0)) for cell, width in zip(cells, widths, strict=False)]
+    whole = Text("  ").join(cell + space for cell, space in zip(cells, padded, strict=True))
+    whole.rstrip()
+    return whole
 
 
 def _first_line(cell: Cell) -> Text:

@@ -25,7 +25,8 @@ def show_curves(lines: Sequence[Line]) -> None:
     for name, field in _CURVES.items():
         values = [number(steps[step], field) for step in sorted(steps)]
         known = [value for value in values if value is not None]
-        if known:
+        # Own code counts no tokens.
+        if any(known) or (known and field != "tokens_per_second"):
             ends = f"{known[0]:.4g} → {known[-1]:.4g}"
             width = max(console.width - _NAMES - len(ends) - 4, _LEAST_WIDTH)
             show_text(f"{name:>{_NAMES}}  {sparkline(values, width)}  {ends}")
