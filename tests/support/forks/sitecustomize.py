@@ -1,7 +1,7 @@
 """Hands a new worker or driver over to `tests.support.servers.worker_forks`, which forks it with its imports done.
 
-Python imports this module at every start of a process whose PYTHONPATH has this folder. All other processes continue. In
-each, packages may be hidden as if they were not installed.
+Python imports this module at every start of a process whose PYTHONPATH has this folder. All other processes
+continue. In each, packages may be hidden as if they were not installed.
 """
 
 import os
