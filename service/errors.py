@@ -463,3 +463,16 @@ class StorageFull(StorageAway):
     def __init__(self, root: str, error: str) -> None:
         super().__init__(root, None, error)
         self.args = (f"storage {root} has no space left: {error}; free space, then retry",)
+
+
+class RunFileRefused(StorageAway):
+    """A link, FIFO or folder in the place of a file of a run directory, which could lead out of it."""
+
+    code = "run_file_refused"
+    status = 409
+    retry_after = None
+    outage = False
+
+    def __init__(self, root: str, error: str) -> None:
+        super().__init__(root, None, error)
+        self.args = (error,)

@@ -213,7 +213,7 @@ def _claim(run_dir: RunDir, spec: AnyJobSpec) -> Fence | Exception:
     """Claim the directory for this run and supersede earlier starts on it. Return its token, or the error."""
     try:
         run_dir.write_spec(spec)
-        if size_of(run_dir.root / RUN_MARKER) is None:
+        if size_of(run_dir.root / RUN_MARKER, below=run_dir.root) is None:
             write_run_marker(run_dir.root, RootMarker.new())
         keep_code(spec, run_dir, log.warning)
         token = begin_group(run_dir, 1, by=uuid.uuid4().hex)

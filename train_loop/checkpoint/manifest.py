@@ -6,25 +6,47 @@
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
 from train_loop.checkpoint.store.base import METADATA
 from train_loop.errors import CheckpointError, UserError
-from train_loop.run_dir import CheckpointFile, Manifest, RunDir, is_remote, read_whole, size_of
+from train_loop.run_dir import (
+    CheckpointFile,
+    IrregularFileError,
+    Manifest,
+    RunDir,
+    is_remote,
+    open_file,
+    read_whole,
+    size_of,
+)
 from train_loop.system.cpu import cores_of_rank
 
 NAME = "manifest.json"
 T = TypeVar("T")
 
 
+def home_of(folder: Path) -> Path:
+    """Return the run directory of a checkpoint's folder; the folder itself if another program wrote it."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def open_checkpoint_file(path: Path) -> BufferedReader:
+    """Open a file in a checkpoint's folder. Raises IrregularFileError, OSError."""
+    return open_file(path, below=home_of(path.parent))
+
+
 def describe_file(path: Path) -> CheckpointFile:
-    """Return the current size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+    """Return the current size and SHA-256 of a file. Raises IrregularFileError, OSError."""
+    with open_checkpoint_file(path) as file:
+        size = path.stat().st_size if is_remote(path) else os.fstat(file.fileno()).st_size
+        return CheckpointFile(size=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
@@ -46,17 +68,23 @@ def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
     path, expected = folder / name, manifest.files.get(name)
     if expected is None:
         return f"{name} is not one of the committed files"
-    size = size_of(path)
-    if size is None:
-        return f"{name} is missing"
-    if size != expected.size:
-        return f"{name} has {size} bytes, not {expected.size}"
-    return None if describe_file(path) == expected else f"{name} has another SHA-256 than when it was committed"
+    try:
+        size = size_of(path, below=home_of(folder))
+        if size is None:
+            return f"{name} is missing"
+        if size != expected.size:
+            return f"{name} has {size} bytes, not {expected.size}"
+        return None if describe_file(path) == expected else f"{name} has another SHA-256 than when it was committed"
+    except IrregularFileError as error:
+        return str(error)
 
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
     """Return whether all files exist with their sizes, without reading them."""
-    return all(_check_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
+    below = home_of(folder)
+    return all(
+        _check_each(manifest.files, lambda name: size_of(folder / name, below=below) == manifest.files[name].size)
+    )
 
 
 def metadata_name(manifest: Manifest) -> str:
@@ -71,7 +99,7 @@ def metadata_file(folder: Path) -> Path:
     """Return the path of DCP's metadata in a committed checkpoint. Raises FileNotFoundError, ValueError."""
     if not is_remote(folder):
         return folder / METADATA
-    return folder / metadata_name(Manifest.parse(read_whole(folder / NAME).decode()))
+    return folder / metadata_name(Manifest.parse(read_whole(folder / NAME, below=home_of(folder)).decode()))
 
 
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:

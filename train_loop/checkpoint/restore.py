@@ -1,6 +1,5 @@
 """Resumption from the newest checkpoint that verifies, or start from another run's, at any world size."""
 
-import pickle
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.checkpoint.access import RunAccess
 from train_loop.checkpoint.base_weights import check_base, check_trained
+from train_loop.checkpoint.files.metadata import parse_generators
 from train_loop.checkpoint.files.reader import CheckpointReader
 from train_loop.checkpoint.optimizer_state import OptimizerState, fill_optimizer_state
 from train_loop.checkpoint.parts import described, plain
@@ -181,7 +181,7 @@ def _read(state: TrainState, manifest: Manifest, reader: CheckpointReader, value
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies but does not load: {error}") from error
     whole = plain(whole)
     for key in generators:
-        set_rng_state(pickle.loads(whole[key]))
+        set_rng_state(parse_generators(whole[key]))
     values |= {name: whole[name] for name in values}
     state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
 

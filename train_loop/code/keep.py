@@ -52,7 +52,7 @@ def _original(code: CodeSpec) -> Package:
 
 def _copy(code: CodeSpec, run_dir: RunDir) -> Package | None:
     try:
-        data = read_whole(run_dir.code)
+        data = read_whole(run_dir.code, below=run_dir.root)
     except (FileNotFoundError, NotADirectoryError):
         return None
     copy = read_zipped(data, str(run_dir.code))

@@ -3,17 +3,20 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from train_loop.run_dir import ResultsDir, RunDir, is_remote, read_whole, storage_failed
+from train_loop.run_dir import ResultsDir, RunDir, is_remote, open_file, read_whole, storage_failed
 from train_loop.spec import DataSpec, InferJobSpec
 
 _AT_ONCE = 64
-"""Rows that are converted to Python's values at once."""
+"""Rows that are read at once of a row group of at most `_GROUP_BYTES`; of a larger one, each row is read alone."""
+_GROUP_BYTES = 1 << 26
+_NUMBER_BYTES = 8
 _NO_NUMBERS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -127,22 +130,45 @@ def _rows_from(run_dir: RunDir, start: int) -> Iterator[dict[str, Any]]:
     assert isinstance(spec, InferJobSpec), "only inference has results"
     first, skipped = divmod(start, spec.infer.rows_per_shard)
     for number in range(first, results.complete):
-        for batch in _open(results, number).iter_batches(_AT_ONCE):
-            yield from batch.slice(skipped).to_pylist()
-            skipped = max(skipped - batch.num_rows, 0)
+        with _open(results, number) as file:
+            for batch in _batches(file):
+                # One by one: a text that a dictionary has once may be the value of many rows.
+                for place in range(skipped, batch.num_rows):
+                    yield from batch.slice(place, 1).to_pylist()
+                skipped = max(skipped - batch.num_rows, 0)
         skipped = 0
 
 
-def _open(results: ResultsDir, number: int) -> pq.ParquetFile:
-    path = results.shard(number)
-    return pq.ParquetFile(pa.BufferReader(read_whole(path)) if is_remote(path) else str(path))
+def _batches(file: BinaryIO) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a shard, with each text of a dictionary in memory once."""
+    described = pq.ParquetFile(file)
+    texts = [one.name for one in described.schema_arrow if _is_text(one.type)]
+    shard = pq.ParquetFile(file, metadata=described.metadata, read_dictionary=texts)
+    for group in range(shard.num_row_groups):
+        rows = _AT_ONCE if _bytes_of(shard.metadata.row_group(group)) <= _GROUP_BYTES else 1
+        yield from shard.iter_batches(rows, row_groups=[group], use_threads=False)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(check(kind) for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary))
+
+
+def _bytes_of(group: pq.RowGroupMetaData) -> int:
+    """Return the bytes of a row group's values in memory, with each text of a dictionary once."""
+    columns = map(group.column, range(group.num_columns))
+    return sum(max(one.total_uncompressed_size, one.num_values * _NUMBER_BYTES) for one in columns)
+
+
+def _open(results: ResultsDir, number: int) -> BinaryIO:
+    path, below = results.shard(number), results.root.parent
+    return BytesIO(read_whole(path, below=below)) if is_remote(path) else open_file(path, below=below)
 
 
 def read_tables(run_dir: RunDir) -> Iterator[pa.Table]:
     """Yield the committed shards. Raises storage errors."""
     results = run_dir.results
     for number in range(results.complete):
-        yield pq.read_table(pa.BufferReader(read_whole(results.shard(number))))
+        yield pq.read_table(pa.BufferReader(read_whole(results.shard(number), below=results.root.parent)))
 
 
 def answer_page(question: Mapping[str, Any]) -> bytes:
@@ -153,6 +179,8 @@ def answer_page(question: Mapping[str, Any]) -> bytes:
     run_dir = RunDir.at(question["run_dir"])
     try:
         page = read_page(run_dir, after=question["after"], limit=question["limit"], most_bytes=question["most_bytes"])
+    except MemoryError:  # pyarrow's is an ArrowException, too
+        raise
     except Exception as error:
         if not storage_failed(error) and not isinstance(error, pa.ArrowException):
             raise

@@ -2,6 +2,7 @@
 
 import faulthandler
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from train_loop.liveness.fencing import check_fence
 from train_loop.loop.session import Session
-from train_loop.run_dir import copy_files, is_remote, make_folder, size_of
+from train_loop.run_dir import append_regular, copy_files, is_remote, make_folder, run_dir_of, size_of
 from train_loop.system.retry import retry_storage
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ class Watchdog:
 
     def __init__(self, path: Path, *, seconds: float) -> None:
         # Keep the stacks of an earlier start of this attempt: they explain its end.
-        self._file = path.open("a")
+        self._file = os.fdopen(append_regular(path, below=run_dir_of(path)), "a")
         self._seconds = seconds
 
     def feed(self) -> None:
@@ -66,7 +67,7 @@ def _close(dog: Watchdog, path: Path, session: Session) -> None:
         dog.close()
         # A newer group may be cleaning up after this one.
         check_fence(session.run_dir, session.token)
-        size = size_of(path)
+        size = size_of(path, below=run_dir_of(path))
         if size == 0:
             path.unlink(missing_ok=True)
         elif size and is_remote(folder):

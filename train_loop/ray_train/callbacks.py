@@ -269,8 +269,8 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
     def _stacks(self) -> dict[str, list[str]]:
         found = list[str]()
         with storage_may_fail(lambda error: log.warning("stacks cannot be listed: %s", error)):
-            folder = self._attempt.stacks
-            found = sorted(name for name in list_folder(folder) if size_of(folder / name))
+            folder, below = self._attempt.stacks, self._attempt.run_dir
+            found = sorted(name for name in list_folder(folder, below=below) if size_of(folder / name, below=below))
         return {"stacks": [f"{self._attempt.stacks.name}/{name}" for name in found]} if found else {}
 
 

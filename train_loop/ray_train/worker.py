@@ -116,7 +116,8 @@ def _may_move(spec: JobSpec, held: Mapping[str, int], *, fewest: int) -> Callabl
 
 
 def _prepared(pointer: Path) -> Dataset:
-    dataset = Dataset.model_validate_json(retry_storage(functools.partial(read_whole, pointer)))
+    read = functools.partial(read_whole, pointer, below=pointer.parent.parent)
+    dataset = Dataset.model_validate_json(retry_storage(read))
     retry_storage(functools.partial(expect_prepared, dataset))
     return dataset
 

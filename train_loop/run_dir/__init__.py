@@ -58,10 +58,12 @@ from train_loop.run_dir.node_report import (
 )
 from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
 from train_loop.run_dir.read_policy import READ_POLICY_VARIABLE, ReadPolicy, is_below
+from train_loop.run_dir.regular import IrregularFileError, append_regular, run_dir_of
 from train_loop.run_dir.remote import (
     create_object,
     is_remote,
     list_folder,
+    open_file,
     read_whole,
     remove_all,
     size_of,
@@ -125,6 +127,7 @@ __all__ = [
     "ExportWish",
     "Fence",
     "Format",
+    "IrregularFileError",
     "JsonLines",
     "Manifest",
     "NetworkVisit",
@@ -142,6 +145,7 @@ __all__ = [
     "StorageUnavailable",
     "UnknownFormatError",
     "answer_file",
+    "append_regular",
     "check_storage",
     "check_writable",
     "copy_files",
@@ -160,6 +164,7 @@ __all__ = [
     "list_folder",
     "local_path",
     "make_folder",
+    "open_file",
     "own_version",
     "parse_sinks",
     "read_all_lines",
@@ -171,6 +176,7 @@ __all__ = [
     "read_whole",
     "remove_all",
     "replace_durably",
+    "run_dir_of",
     "size_appended",
     "size_of",
     "storage_failed",

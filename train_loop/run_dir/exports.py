@@ -144,7 +144,7 @@ class ExportDir:
         try:
             create_object(path, repr(completed).encode())
         except FileExistsError:
-            return float(read_whole(path))
+            return float(read_whole(path, below=self.root.parent))
         return completed
 
     def may_be_at_work(self, name: str, *, now: float) -> bool:
@@ -157,6 +157,6 @@ class ExportDir:
 
     def _read(self, name: str) -> ExportStatus | None:
         try:
-            return ExportStatus.model_validate_json(read_whole(self.root / f"{name}.json"))
+            return ExportStatus.model_validate_json(read_whole(self.root / f"{name}.json", below=self.root.parent))
         except (FileNotFoundError, ValueError):
             return None

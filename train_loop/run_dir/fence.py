@@ -24,6 +24,7 @@ class FenceStore:
     """The fence in a `control` folder."""
 
     def __init__(self, control: Path) -> None:
+        self._run_dir = control.parent
         self._entries = control / "fence"
         self._file = control / "fence.json"
 
@@ -52,7 +53,7 @@ class FenceStore:
     def owner(self, fence: Fence) -> str | None:
         """Return the writer that raised the fence to a token; None if its entry is missing or was pruned."""
         try:
-            return read_whole(self._entry(fence)).decode(errors="replace")
+            return read_whole(self._entry(fence), below=self._run_dir).decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -68,7 +69,7 @@ class FenceStore:
 
     def _listed(self) -> Iterator[Fence]:
         try:
-            names = list_folder(self._entries)
+            names = list_folder(self._entries, below=self._run_dir)
         except NotADirectoryError:
             return
         for match in filter(None, map(_ENTRY.fullmatch, names)):
@@ -76,7 +77,7 @@ class FenceStore:
 
     def _written(self) -> Fence:
         try:
-            return _FENCE.validate_json(read_whole(self._file))
+            return _FENCE.validate_json(read_whole(self._file, below=self._run_dir))
         except (FileNotFoundError, NotADirectoryError):
             return NO_FENCE
 

@@ -5,13 +5,13 @@ import fcntl
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from train_loop.run_dir.durable import make_folder
+from train_loop.run_dir.regular import append_regular, open_regular, run_dir_of
 from train_loop.run_dir.remote import is_remote, read_whole, size_of
 from train_loop.run_dir.root import check_storage
 from train_loop.run_dir.segments import SegmentWriter, segments
@@ -55,13 +55,16 @@ class JsonLines:
         check_storage(self.path)
         if not self.path.parent.is_dir():
             make_folder(self.path.parent)
-        with self.path.open("a+b") as file:
-            _lock(file.fileno(), seconds=_LOCK_SECONDS)
-            torn, seq = _tail(file.fileno())
+        descriptor = append_regular(self.path, below=run_dir_of(self.path))
+        try:
+            _lock(descriptor, seconds=_LOCK_SECONDS)
+            torn, seq = _tail(descriptor)
             whole = (b"\n" if torn else b"") + self._line(seq + 1, self._epoch(), fields)
-            if os.write(file.fileno(), whole) < len(whole):
+            if os.write(descriptor, whole) < len(whole):
                 # The storage is full. The next append closes the torn line.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        finally:
+            os.close(descriptor)
 
     def flush(self) -> None:
         """Write all lines to object storage; on a file system they are already written. Raises OSError."""
@@ -108,8 +111,8 @@ def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
     if is_remote(path):
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
-    elif size_of(path) is not None:
-        with _open_regular(path) as file:
+    elif size_of(path, below=run_dir_of(path)) is not None:
+        with open_regular(path, below=run_dir_of(path)) as file:
             yield from filter(None, map(_parse_line, file))
 
 
@@ -132,13 +135,13 @@ def size_appended(path: Path) -> int:
     """Return the size of an append-only file in bytes; 0 if it is missing."""
     if is_remote(path):
         return sum(part.stat().st_size for part in segments(path))
-    return size_of(path) or 0
+    return size_of(path, below=run_dir_of(path)) or 0
 
 
 def read_appended(path: Path, start: int, length: int) -> bytes:
     """Return up to `length` bytes of an append-only file from `start` on."""
     if not is_remote(path):
-        with _open_regular(path) as file:
+        with open_regular(path, below=run_dir_of(path)) as file:
             file.seek(start)
             return file.read(length)
     found = bytearray()
@@ -148,18 +151,6 @@ def read_appended(path: Path, start: int, length: int) -> bytes:
             found += read_whole(part)[start : start + length - len(found)]
         start = max(start - size, 0)
     return bytes(found)
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open a local log for reading. Raises OSError for a link, a FIFO or a device in its place.
-
-    The API shows logs: a user who can write in the folder could show files that only the service may read.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError(errno.EINVAL, "only regular files are read", str(path))
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

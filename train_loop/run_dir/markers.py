@@ -13,7 +13,7 @@ from train_loop.run_dir.root import ROOT_MARKER, RUN_MARKER, RootMarker, read_ro
 def write_run_marker(run_dir: Path, marker: RootMarker) -> None:
     """Write the id of the storage root into a run directory, unless it is already there."""
     path, content = run_dir / RUN_MARKER, marker.model_dump_json()
-    if list_folder(run_dir).count(RUN_MARKER) and read_whole(path) == content.encode():
+    if list_folder(run_dir, below=run_dir).count(RUN_MARKER) and read_whole(path, below=run_dir) == content.encode():
         return
     write_durably(path, content)
 

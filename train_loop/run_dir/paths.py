@@ -38,6 +38,11 @@ class AttemptDir:
     number: int
 
     @property
+    def run_dir(self) -> Path:
+        """The run directory of the attempt."""
+        return self.root.parent.parent
+
+    @property
     def events(self) -> Path:
         """File of the attempt's events, one JSON object per line."""
         return self.root / "events.jsonl"
@@ -96,7 +101,7 @@ class AttemptDir:
     def size(self) -> ScalingSpec | None:
         """Return the attempt's number of workers; None if none was written."""
         try:
-            return ScalingSpec.model_validate_json(read_whole(self.size_file))
+            return ScalingSpec.model_validate_json(read_whole(self.size_file, below=self.run_dir))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -107,7 +112,7 @@ class AttemptDir:
 
     def outcome(self) -> Outcome | None:
         """Return the attempt's outcome; None if it is missing or invalid."""
-        return _read(self.outcome_file, Outcome)
+        return _read(self.outcome_file, Outcome, below=self.run_dir)
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Write the attempt's outcome durably."""
@@ -131,7 +136,7 @@ class RunDir:
 
     def attempts(self) -> list[AttemptDir]:
         """Return the attempts that have begun, oldest first."""
-        numbers = [int(name) for name in list_folder(self.root / "attempts") if name.isdigit()]
+        numbers = [int(name) for name in list_folder(self.root / "attempts", below=self.root) if name.isdigit()]
         return [self.attempt(number) for number in sorted(numbers)]
 
     @property
@@ -149,21 +154,26 @@ class RunDir:
 
     def manifests(self) -> dict[int, Manifest]:
         """Return the valid manifests by step, without a check that the checkpoints' files match them."""
-        found = ((step, _manifest(self.checkpoint(step) / "manifest.json")) for step in self.checkpoint_folders())
+        found = ((step, self.manifest_in(self.checkpoint(step))) for step in self.checkpoint_folders())
         return {step: manifest for step, manifest in found if manifest is not None and manifest.step == step}
 
     def manifest_in(self, folder: Path) -> Manifest | None:
         """Return the manifest in a folder of any name; None if it is missing or damaged."""
-        return _manifest(folder / "manifest.json")
+        try:
+            return Manifest.parse(read_whole(folder / "manifest.json", below=self.root).decode())
+        except UnknownFormatError:
+            raise
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
 
     def checkpoint_folders(self) -> list[int]:
         """Return the steps that have a folder with a checkpoint's final name, whatever it contains."""
-        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in list_folder(self.checkpoints))
+        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in list_folder(self.checkpoints, below=self.root))
         return sorted(int(match[1]) for match in matches if match)
 
     def pins(self) -> set[int]:
         """Return the steps of pinned checkpoints. The pin of an export that has died does not count."""
-        names = (name.partition(".") for name in list_folder(self.root / "control" / "pins"))
+        names = (name.partition(".") for name in list_folder(self.root / "control" / "pins", below=self.root))
         return {int(step) for step, _, by in names if step.isdigit() and not self._is_left(step, by)}
 
     def _is_left(self, step: str, by: str) -> bool:
@@ -223,7 +233,7 @@ class RunDir:
     def tokenizer(self) -> str | None:
         """Return the folder of the tokenizer of the prepared data; None if there is none."""
         try:
-            found = json.loads(read_whole(self.data)).get("tokenizer")
+            found = json.loads(read_whole(self.data, below=self.root)).get("tokenizer")
         except (FileNotFoundError, ValueError, RecursionError):
             return None
         return found if isinstance(found, str) else None
@@ -249,11 +259,11 @@ class RunDir:
 
     def exists(self) -> bool:
         """Return whether the run directory exists: it has its marker, or at least a spec."""
-        return any(size_of(self.root / name) is not None for name in (RUN_MARKER, "spec.json"))
+        return any(size_of(self.root / name, below=self.root) is not None for name in (RUN_MARKER, "spec.json"))
 
     def spec(self) -> AnyJobSpec:
         """Return the resolved spec. Raises FileNotFoundError or SpecError."""
-        return load(read_whole(self.root / "spec.json"))
+        return load(read_whole(self.root / "spec.json", below=self.root))
 
     def write_spec(self, spec: AnyJobSpec) -> None:
         """Write the resolved spec once. A later call for the same run, even at another size, writes nothing.
@@ -284,7 +294,7 @@ class RunDir:
         Raises ValueError if the file cannot be read: the run must not restart from its first step by mistake.
         """
         try:
-            return Parent.model_validate_json(read_whole(self.parent_file))
+            return Parent.model_validate_json(read_whole(self.parent_file, below=self.root))
         except FileNotFoundError:
             return None
 
@@ -322,7 +332,7 @@ class RunDir:
 
     def stop(self, *, attempt: int | None = None) -> Stop | None:
         """Return the service's stop request, or None; with `attempt`, only a request that applies to it."""
-        stop = _read(self.stop_file, Stop)
+        stop = _read(self.stop_file, Stop, below=self.root)
         return None if stop is None or attempt not in (None, stop.attempt or attempt) else stop
 
     def write_stop(self, stop: Stop) -> None:
@@ -339,19 +349,9 @@ def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
         yield pointer
 
 
-def _manifest(path: Path) -> Manifest | None:
-    """Return the manifest at a path; None if it is missing or damaged."""
-    try:
-        return Manifest.parse(read_whole(path).decode())
-    except UnknownFormatError:
-        raise
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
+def _read(path: Path, kind: type[T], *, below: Path) -> T | None:
     """Return a JSON file of the run directory; None if it is missing or invalid."""
     try:
-        return kind.model_validate_json(read_whole(path))
+        return kind.model_validate_json(read_whole(path, below=below))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None

@@ -6,6 +6,7 @@ One request creates an object durably, whole and under its name, or not at all. 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import cast
 
@@ -13,6 +14,7 @@ import fsspec
 from upath import UPath
 
 from train_loop.extras import install_storage
+from train_loop.run_dir.regular import list_regular, open_regular, size_of_regular
 from train_loop.run_dir.root import check_storage
 
 # A call fails after 30 s if the server is silent, and after 10 s if it is unreachable; callers retry within their own
@@ -62,14 +64,15 @@ def storage_may_fail(on_error: Callable[[Exception], object]) -> Iterator[None]:
         on_error(error)
 
 
-def list_folder(folder: Path) -> list[str]:
+def list_folder(folder: Path, *, below: Path | None = None) -> list[str]:
     """Return the sorted names in a folder; an empty list if the folder is missing.
 
-    Raises storage errors, which pathlib's queries and globs hide, and StorageUnavailable.
+    Raises storage errors, which pathlib's queries and globs hide, StorageUnavailable, and IrregularFileError for a link
+    below the run directory `below`. None: the folder is not of a run directory.
     """
     try:
         if not is_remote(folder):
-            return sorted(os.listdir(folder))
+            return sorted(os.listdir(folder) if below is None else list_regular(folder, below=below))
         remote = cast(UPath, folder)
         found = (path.rstrip("/") for path in remote.fs.ls(remote.path, detail=False, refresh=True))
         # An object may represent the folder itself.
@@ -79,29 +82,39 @@ def list_folder(folder: Path) -> list[str]:
         return []
 
 
-def size_of(path: Path) -> int | None:
-    """Return a file's size in bytes; None if it is missing. Raises storage errors, which pathlib's queries hide."""
+def size_of(path: Path, *, below: Path | None = None) -> int | None:
+    """Return a file's size in bytes; None if it is missing. Raises storage errors, which pathlib's queries hide.
+
+    Raises IrregularFileError unless it is a regular file of the run directory `below`.
+    """
     try:
-        return path.stat().st_size
+        return path.stat().st_size if below is None or is_remote(path) else size_of_regular(path, below=below)
     except FileNotFoundError:
         check_storage(path)
         return None
 
 
-def read_whole(path: Path) -> bytes:
+def read_whole(path: Path, *, below: Path | None = None) -> bytes:
     """Return the content of a whole file, or of an object at one instant.
 
-    Raises StorageUnavailable, and not FileNotFoundError, if the storage itself is gone.
+    Raises StorageUnavailable, and not FileNotFoundError, if the storage itself is gone, and IrregularFileError unless
+    it is a regular file of the run directory `below`.
     """
     try:
         if not is_remote(path):
-            return path.read_bytes()
+            with path.open("rb") if below is None else open_regular(path, below=below) as file:
+                return file.read()
         remote = cast(UPath, path)
         content: bytes = remote.fs.cat_file(remote.path)
     except (FileNotFoundError, NotADirectoryError):
         check_storage(path)
         raise
     return content
+
+
+def open_file(path: Path, *, below: Path) -> BufferedReader:
+    """Open a file of the run directory `below` for reading, or an object. Raises IrregularFileError, storage errors."""
+    return path.open("rb") if is_remote(path) else open_regular(path, below=below)
 
 
 def create_object(path: Path, content: bytes) -> None:

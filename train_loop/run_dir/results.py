@@ -26,7 +26,9 @@ class ResultsDir:
 
     def shards(self) -> list[int]:
         """Return the numbers of the committed shards, ascending."""
-        return sorted(int(match[1]) for match in map(_SHARD.fullmatch, list_folder(self.root)) if match)
+        return sorted(
+            int(match[1]) for match in map(_SHARD.fullmatch, list_folder(self.root, below=self.root.parent)) if match
+        )
 
     @property
     def complete(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train_loop.run_dir.formats import Format
+from train_loop.run_dir.regular import open_regular
 
 ROOT_MARKER = ".trainshed-root.json"
 """The file that makes a folder a storage root."""
@@ -181,15 +182,20 @@ def read_root_marker(root: Path) -> RootMarker | None:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        found = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 
 
 def _read_marker(path: Path, *, has_id: bool) -> RootMarker | None:
+    place: object = path
     try:
-        content = path.read_bytes()
+        if isinstance(place, Path):
+            with open_regular(path, below=path.parent) as file:
+                content = file.read()
+        else:
+            content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not has_id:

@@ -47,7 +47,7 @@ def format_sinks(sinks: Sequence[SinkName]) -> str:
 def read_place(path: Path) -> SinkPlace:
     """Return a sink's position; the beginning if it is missing or damaged. Raises any storage error."""
     try:
-        return SinkPlace.model_validate_json(read_whole(path))
+        return SinkPlace.model_validate_json(read_whole(path, below=path.parent.parent))
     except (FileNotFoundError, ValueError):
         # Metrics that are sent twice do no harm.
         return SinkPlace()

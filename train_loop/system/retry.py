@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from train_loop.run_dir import is_transient, storage_seconds
+from train_loop.run_dir import IrregularFileError, is_transient, storage_seconds
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ def patiently(
             on_first_failure(error)
 
     retrying = Retrying(
-        retry=retry_if_exception(may_pass),
+        # A user has replaced a file: no retry brings it back.
+        retry=retry_if_exception(lambda error: may_pass(error) and not isinstance(error, IrregularFileError)),
         wait=wait_random_exponential(multiplier=0.5, max=15),
         stop=stop_after_delay(seconds),
         before_sleep=report_first_failure,

@@ -55,7 +55,7 @@ class EventLog:
         # On object storage an append only buffers; a flush writes the lines.
         self._checks_appends = not is_remote(attempt.events)
         self._speaks = rank == 0
-        self._root = str(attempt.root.parent.parent)
+        self._root = str(attempt.run_dir)
         # The training loop and the save thread both write.
         self._lock = threading.RLock()
         self._late: deque[tuple[JsonLines, dict[str, Any]]] = deque(maxlen=_MOST_LATE)

@@ -3,6 +3,7 @@
 import faulthandler
 import io
 import logging
+import os
 import re
 import sys
 from contextlib import suppress
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
-from train_loop.run_dir import is_remote, make_folder
+from train_loop.run_dir import append_regular, is_remote, make_folder, run_dir_of
 from train_loop.run_dir.segments import SegmentWriter
 from train_loop.system.redact import redactor
 
@@ -75,7 +76,7 @@ def open_log(path: Path) -> TextIO:
     if is_remote(path):
         return cast(TextIO, _Segments(path))
     make_folder(path.parent)
-    file = path.open("a", buffering=1)
+    file = os.fdopen(append_regular(path, below=run_dir_of(path)), "a", buffering=1)
     faulthandler.enable(file)
     return file
 

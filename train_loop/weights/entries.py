@@ -124,7 +124,8 @@ def _load(file: Path) -> Any:
 
 
 def _of_checkpoint(folder: Path) -> Iterator[tuple[Entry, Pieces]]:
-    saved = CheckpointTensors(folder)
+    # In the Hub's cache, files are links; `find_inputs` has checked them.
+    saved = CheckpointTensors(folder, opener=lambda path: path.open("rb"))
     if len(saved.paths) > _MOST_ENTRIES:
         raise UserError(f"{folder} holds over {_MOST_ENTRIES} entries; give the checkpoint of one model")
     saved.check_places()

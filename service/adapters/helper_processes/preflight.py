@@ -128,7 +128,9 @@ class HelperPreflight:
         Raises ResultsUnreadable, CallCancelled.
         """
         page = {"run_dir": run_dir, "after": after, "limit": limit, "most_bytes": _PAGE_BYTES}
-        question = {"results": page, "seconds": self._limits.seconds, "output_bytes": _MOST_BYTES}
+        limits = self._limits
+        question = {"results": page, "seconds": limits.seconds, "output_bytes": _MOST_BYTES}
+        question |= {"cpu_seconds": limits.cpu_seconds, "memory_bytes": limits.memory_bytes}
         try:
             found = self._request(json.dumps(question).encode(), cancellation)
         except ConnectionError:
@@ -137,10 +139,12 @@ class HelperPreflight:
             found = b"{}"
         if found.startswith(b'{"data": '):
             return found
-        why = f"it took over {self._limits.seconds:g} s; check that the storage answers"
+        answer, why = _error_in(found), f"it took over {limits.seconds:g} s; check that the storage answers"
         if not found:
             why = "the helper that reads them crashed; see the service's log"
-        raise ResultsUnreadable(f"the results could not be read: {_error_in(found).get('unreadable', why)}")
+        if exceeded := answer.get("problems"):
+            why = exceeded[0]["message"]
+        raise ResultsUnreadable(f"the results could not be read: {answer.get('unreadable', why)}")
 
     def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""

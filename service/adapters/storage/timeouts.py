@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import structlog
 
-from service.errors import StorageAway, StorageFull
-from train_loop.run_dir import is_transient, storage_failed
+from service.errors import RunFileRefused, StorageAway, StorageFull
+from train_loop.run_dir import IrregularFileError, is_transient, storage_failed
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -103,6 +103,8 @@ class StorageGuard:
         """Return the error for the caller. Record an outage if the whole root is unavailable, not only a file."""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFull(root, str(error))
+        if isinstance(error, IrregularFileError):
+            return RunFileRefused(root, str(error))
         message = str(error) or type(error).__name__
         if not is_transient(error) or self._answers(root):
             return StorageAway(root, None, message)

@@ -80,6 +80,7 @@ _STORAGE_REMEDIES = {
     "Disk quota": "free space there, or raise the quota",
     "Permission denied": "let the users of service and workers read and write there",
     "Read-only": "make it writable again",
+    "only regular files": "put the file itself in its place",
     "matches no file": "restore it, or mount its storage on all hosts",
 }
 """What helps against errors of storage, by a part of their text."""

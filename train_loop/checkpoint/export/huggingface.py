@@ -6,6 +6,7 @@ It runs in a separate process, during or after training, and holds only some meg
 import argparse
 import fcntl
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from train_loop.run_dir import (
     ExportStatus,
     ExportWish,
     RunDir,
+    append_regular,
     copy_files,
     expect_run_dir,
     is_remote,
@@ -141,7 +143,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
         return
     make_folder(folder.parent)
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    with os.fdopen(append_regular(folder.with_name(f".{folder.name}.lock"), below=folder.parent.parent)) as lock:
         with suppress(OSError):
             # Some network file systems have no locks: then two processes make the same export concurrently.
             fcntl.flock(lock, fcntl.LOCK_EX)

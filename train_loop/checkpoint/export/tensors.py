@@ -3,7 +3,7 @@
 import io
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from train_loop.checkpoint.files.metadata import parse_metadata
 from train_loop.checkpoint.files.tensor_file import tensor_file_format
-from train_loop.checkpoint.manifest import metadata_file
+from train_loop.checkpoint.manifest import metadata_file, open_checkpoint_file
 from train_loop.errors import CheckpointError
 
 _PIECE_BYTES = 16 * 2**20
@@ -50,9 +50,10 @@ def whole(pieces: Iterable[Piece]) -> Piece:
 class CheckpointTensors:
     """The tensors of a checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        metadata = _read_metadata(folder)
+    def __init__(self, folder: Path, *, opener: Callable[[Path], io.BufferedReader] = open_checkpoint_file) -> None:
+        """Read the metadata in `folder`. `opener` opens its files."""
+        self._folder, self._opener = folder, opener
+        metadata = _read_metadata(folder, opener)
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         described = metadata.state_dict_metadata
         paths = metadata.planner_data or {}
@@ -109,9 +110,8 @@ class CheckpointTensors:
                     raise CheckpointError(f"{name} has a chunk that is not a plain file of the folder; save it again")
 
     def _is_plain(self, place: _StorageInfo) -> bool:
-        name = place.relative_path
-        plain = name not in ("", ".", "..") and Path(name).name == name and (self._folder / name).is_file()
-        return plain and not place.transform_descriptors and min(place.offset, place.length) >= 0
+        there = (self._folder / place.relative_path).is_file()
+        return there and not place.transform_descriptors and min(place.offset, place.length) >= 0
 
     def row_major_bytes(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in row-major order, some megabytes at a time, each valid until the next.
@@ -167,7 +167,7 @@ class CheckpointTensors:
     def _rows_of(self, name: str, chunk: ChunkStorageMetadata, first: int, last: int) -> Tensor:
         place, dtype = self._places[MetadataIndex(name, chunk.offsets)], self.dtype(name)
         frame, shape = tensor_file_format(chunk.sizes, dtype), torch.Size([last - first, *chunk.sizes[1:]])
-        with (self._folder / place.relative_path).open("rb") as file:
+        with self._opener(self._folder / place.relative_path) as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 return _load(file, place, chunk.sizes, dtype)[first:last]
@@ -177,7 +177,7 @@ class CheckpointTensors:
     def _bytes_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[memoryview]:
         place = self._places[MetadataIndex(name, chunk.offsets)]
         frame = tensor_file_format(chunk.sizes, dtype)
-        with (self._folder / place.relative_path).open("rb") as file:
+        with self._opener(self._folder / place.relative_path) as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 with self._whole_chunk:
@@ -194,7 +194,7 @@ class CheckpointTensors:
     def _pieces_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[Piece]:
         place = self._places[MetadataIndex(name, chunk.offsets)]
         frame, offsets = tensor_file_format(chunk.sizes, dtype), tuple(chunk.offsets)
-        with (self._folder / place.relative_path).open("rb") as file:
+        with self._opener(self._folder / place.relative_path) as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
                 yield Piece(offsets, _load(file, place, chunk.sizes, dtype))
@@ -211,14 +211,15 @@ class CheckpointTensors:
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors in a checkpoint with verified metadata, by the model's names."""
-    described = _read_metadata(folder).state_dict_metadata
+    described = _read_metadata(folder, open_checkpoint_file).state_dict_metadata
     tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
 
 
-def _read_metadata(folder: Path) -> Metadata:
+def _read_metadata(folder: Path, opener: Callable[[Path], io.BufferedReader]) -> Metadata:
     path = metadata_file(folder)
-    return parse_metadata(path.read_bytes(), path)
+    with opener(path) as file:
+        return parse_metadata(file.read(), path)
 
 
 def _bytes(values: Tensor) -> memoryview:
@@ -226,7 +227,7 @@ def _bytes(values: Tensor) -> memoryview:
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _load(file: io.BufferedIOBase, place: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _load(file: io.BufferedReader, place: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Read a chunk as a whole: another version of torch has written it. Raises CheckpointError."""
     file.seek(place.offset)
     blob = io.BytesIO(file.read(place.length))
@@ -236,12 +237,12 @@ def _load(file: io.BufferedIOBase, place: _StorageInfo, shape: torch.Size, dtype
     return values
 
 
-def _fill(file: io.BufferedIOBase, view: memoryview) -> None:
+def _fill(file: io.BufferedReader, view: memoryview) -> None:
     if file.readinto(view) != len(view):
         raise CheckpointError("a file of the checkpoint was truncated while it was read; choose another checkpoint")
 
 
-def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _read(file: io.BufferedReader, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     _fill(file, content.numpy().data)
     return content.view(dtype).view(shape)

@@ -66,7 +66,7 @@ def write_tokenizer(
 def tokenizer_of(spec: JobSpec, run_dir: RunDir) -> Path | None:
     """Return the folder of a run's tokenizer; None if the run has none."""
     try:
-        dataset = Dataset.model_validate_json(read_whole(run_dir.data))
+        dataset = Dataset.model_validate_json(read_whole(run_dir.data, below=run_dir.root))
     except (FileNotFoundError, ValueError):
         return None
     if dataset.tokenizer is not None:

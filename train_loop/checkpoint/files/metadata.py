@@ -1,7 +1,9 @@
-"""DCP's description of a checkpoint, unpickled without any class but its own."""
+"""Pickles in a checkpoint, read without any class but those that a save writes: no code of a file ever runs."""
 
 import io
 import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,33 @@ def _memory_format(kind: object, name: object) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[str(name)]
 
 
+_OF_GENERATORS = {
+    "torch._utils": ("_rebuild_tensor_v2",),
+    "collections": ("OrderedDict",),
+    "numpy": ("ndarray", "dtype"),
+    "numpy._core.multiarray": ("_reconstruct",),
+    # The same function before numpy 2.
+    "numpy.core.multiarray": ("_reconstruct",),
+}
+"""The names that the states of torch's, Python's and numpy's generators contain."""
+_REPLACED: dict[tuple[str, str], Callable[..., Any]] = {
+    # Python 3.11.0 to 3.11.3 writes the member of an enumeration as `getattr(class, name)`.
+    ("builtins", "getattr"): _memory_format,
+    # torch's function unpickles any class.
+    ("torch.storage", "_load_from_bytes"): lambda content: torch.load(io.BytesIO(content), weights_only=True),
+}
+
+
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, modules: Mapping[str, Collection[str]]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._modules = modules
+
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of metadata. Raises UnpicklingError for any other name."""
-        # Python 3.11.0 to 3.11.3 writes the member of an enumeration as `getattr(class, name)`.
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        allowed = name in _MODULES.get(module, ()) or (
+        """Return a class of the list. Raises UnpicklingError for any other name."""
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
+        allowed = name in self._modules.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
         if not allowed:
@@ -48,12 +70,34 @@ class _Unpickler(pickle.Unpickler):
 
 def parse_metadata(content: bytes, path: Path) -> Metadata:
     """Return the metadata in the content of `path`. Raises CheckpointError; code in it never runs."""
+    with _damage_of(f"{path} is not metadata of a checkpoint"):
+        found = _Unpickler(content, _MODULES).load()
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not metadata of a checkpoint; copy it again")
+    for name in {place.relative_path for place in (found.storage_data or {}).values()}:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise CheckpointError(f"{path} names the file {name!r} outside its folder; copy the checkpoint again")
+    return found
+
+
+def parse_generators(content: bytes) -> dict[str, Any]:
+    """Return the states of a rank's random generators. Raises CheckpointError; code in them never runs."""
+    with _damage_of("the checkpoint's random generators cannot be read"):
+        found: dict[str, Any] = _Unpickler(content, _OF_GENERATORS).load()
+    return found
+
+
+def check_plain(content: bytes, folder: Path) -> None:
+    """Raise CheckpointError if an object of `torch.save` has other classes than tensors and plain containers."""
+    with _damage_of(f"{folder} has an entry that is not plain data"):
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _damage_of(what: str) -> Iterator[None]:
     try:
-        found = _Unpickler(io.BytesIO(content)).load()
+        yield
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle raises errors of any kind
-        raise CheckpointError(f"{path} is not metadata of a checkpoint: {error}; copy the checkpoint again") from error
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not metadata of a checkpoint; copy it again")
-    return found
+        raise CheckpointError(f"{what}: {error}; copy the checkpoint again") from error

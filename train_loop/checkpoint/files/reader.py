@@ -3,7 +3,6 @@
 import io
 import mmap
 import os
-import pickle
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from train_loop.checkpoint.files.metadata import check_plain, parse_metadata
 from train_loop.checkpoint.files.tensor_file import tensor_file_format
-from train_loop.checkpoint.manifest import metadata_file
+from train_loop.checkpoint.manifest import home_of, metadata_file, open_checkpoint_file
 from train_loop.run_dir import is_remote, read_whole, storage_failed
 from train_loop.system.retry import patiently
 
@@ -34,9 +34,9 @@ class CheckpointReader(FileSystemReader):
         self._described: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the unpickled metadata. Called by DCP."""
-        metadata: Metadata = pickle.loads(self._patiently(lambda: read_whole(metadata_file(self._folder))))
-        return metadata
+        """Return the unpickled metadata. Called by DCP. Raises CheckpointError."""
+        path = self._patiently(lambda: metadata_file(self._folder))
+        return parse_metadata(self._patiently(lambda: read_whole(path, below=home_of(self._folder))), path)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keep the metadata. Called by DCP."""
@@ -60,7 +60,10 @@ class CheckpointReader(FileSystemReader):
         place = self.storage_data[item.storage_index]
         blob = content[place.offset : place.offset + place.length]
         if item.type is LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(blob))
+            # The planner unpickles any class: of a copy that was checked, because the file may change.
+            copy = bytes(blob)
+            check_plain(copy, self._folder)
+            planner.load_bytes(item, io.BytesIO(copy))
             return
         saved = self._tensor(blob, item.storage_index)
         target = planner.resolve_tensor(item).detach()
@@ -89,7 +92,7 @@ def _chunk(described: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 def _mapped(path: Path) -> memoryview:
     if is_remote(path):
         return memoryview(bytearray(read_whole(path)))
-    with path.open("rb") as file:
+    with open_checkpoint_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")
         # A private, writable mapping: torch accepts no read-only memory.

@@ -128,7 +128,8 @@ class FolderStore:
 
     def _folders(self, pattern: str) -> list[tuple[Path, re.Match[str]]]:
         """Return the folders whose whole names match a pattern, with the matches."""
-        matches = ((name, re.fullmatch(pattern, name)) for name in list_folder(self.run_dir.checkpoints))
+        names = list_folder(self.run_dir.checkpoints, below=self.run_dir.root)
+        matches = ((name, re.fullmatch(pattern, name)) for name in names)
         return [(self.run_dir.checkpoints / name, match) for name, match in matches if match]
 
     def _remove_unless_pinned(self, retired: Path) -> None:

@@ -17,7 +17,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     Raises DataError if the pointer is invalid, or if files that are read without preparation have changed since.
     """
     try:
-        dataset = Dataset.model_validate_json(read_whole(pointer))
+        dataset = Dataset.model_validate_json(read_whole(pointer, below=pointer.parent.parent))
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -43,7 +43,8 @@ def as_in_parent(dataset: Dataset, run_dir: RunDir) -> Dataset:
     if parent is None:
         return dataset
     try:
-        before = Dataset.model_validate_json(read_whole(RunDir.at(parent.run_dir).data))
+        other = RunDir.at(parent.run_dir)
+        before = Dataset.model_validate_json(read_whole(other.data, below=other.root))
     except (FileNotFoundError, ValidationError):
         return dataset
     return dataset.model_copy(update={"fingerprint": before.fingerprint}) if dataset.has_samples_of(before) else dataset
@@ -62,7 +63,7 @@ def as_begun(dataset: Dataset, pointer: Path) -> Dataset:
     Raises DataError if the run began with other samples.
     """
     try:
-        began = Dataset.model_validate_json(read_whole(pointer))
+        began = Dataset.model_validate_json(read_whole(pointer, below=pointer.parent.parent))
     except FileNotFoundError:
         return dataset
     if dataset.has_samples_of(began):

@@ -270,6 +270,29 @@ def test_page_may_be_larger_than_the_answer_of_a_check(tmp_path: Path) -> None:
     assert (rest["data"], rest["has_more"]) == ([{"row": 1, "text": "y"}], False)
 
 
+def committed_results(folder: Path, table: pa.Table) -> None:
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd")
+    RunDir(folder).write_spec(parse_any(infer_spec()))
+    RunDir(folder).results.commit(0, content.getvalue())
+
+
+def test_page_of_a_text_that_many_rows_share_needs_the_memory_of_one_row(tmp_path: Path) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * 2**24], pa.large_string()))
+    committed_results(tmp_path, pa.table({"row": pa.array(range(64), pa.int64()), "text": text}))
+    with preflight(PAGES, limits=Limits(60.0, memory_bytes=2**29)) as helper:
+        page = json.loads(helper.results(str(tmp_path), after=None, limit=10, cancellation=Cancellation()))
+    assert ([row["row"] for row in page["data"]], page["has_more"]) == ([0], True)
+
+
+def test_page_over_the_limit_of_memory_is_an_error(tmp_path: Path) -> None:
+    committed_results(tmp_path, pa.table({"tokens": pa.array([[0] * 2**24], pa.large_list(pa.int64()))}))
+    message = "the results could not be read: its check took over 64 MiB of memory; choose .* or have the operator"
+    limits = Limits(60.0, memory_bytes=2**26)
+    with preflight(PAGES, limits=limits) as helper, pytest.raises(ResultsUnreadable, match=message):
+        helper.results(str(tmp_path), after=None, limit=10, cancellation=Cancellation())
+
+
 def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
     socket = tmp_path / "shed" / "preflight"
     socket.parent.mkdir()

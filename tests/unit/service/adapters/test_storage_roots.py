@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from service.adapters.storage.roots import StorageRoots, root_of
 from service.adapters.storage.timeouts import StorageGuard
-from service.errors import StorageAway
-from train_loop.run_dir import ROOT_MARKER, StorageUnavailable, forget_expected, storage_path
+from service.errors import RunFileRefused, StorageAway
+from train_loop.run_dir import ROOT_MARKER, IrregularFileError, StorageUnavailable, forget_expected, storage_path
 
 
 @pytest.fixture
@@ -105,6 +105,17 @@ def test_guard_fails_fast_while_storage_hangs_and_logs_each_change_once() -> Non
                 heal.wait(0.05)
                 time.sleep(0.05)
     assert [entry["event"] for entry in logs] == ["storage_unavailable", "storage_available"]
+
+
+def test_guard_reports_a_link_in_a_run_directory_as_a_conflict() -> None:
+    guard = StorageGuard(lambda root: None)
+
+    def refused() -> None:
+        raise IrregularFileError("/mnt/default/job-1/spec.json", "symbolic link")
+
+    with pytest.raises(RunFileRefused, match=r"^/mnt/default/job-1/spec.json is a symbolic link; only regular files"):
+        guard.call("file:///mnt", refused, seconds=1.0)
+    assert guard.outage("file:///mnt") is None
 
 
 def test_guard_reports_a_broken_file_without_marking_the_root_unavailable() -> None:

@@ -259,6 +259,7 @@ def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", fail)
+        patch.setattr("os.open", fail)
         patch.setattr(MemoryFileSystem, "ls", fail)
         for call in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
             with pytest.raises(OSError, match="Stale"):

@@ -18,8 +18,6 @@ from train_loop.run_dir import (
     RunDir,
     Stop,
     local_path,
-    read_all_lines,
-    read_appended,
     read_lines,
     write_durably,
 )
@@ -144,16 +142,3 @@ def test_file_uri_equals_its_local_path(uri: str) -> None:
 def test_file_uri_of_another_host_is_rejected(uri: str) -> None:
     with pytest.raises(ValueError, match=f"{uri} names a host or a relative path; write file:///"):
         local_path(uri)
-
-
-@pytest.mark.parametrize("kind", ["link", "FIFO"])
-def test_link_or_fifo_in_the_place_of_a_log_is_not_read(tmp_path: Path, kind: str) -> None:
-    log = tmp_path / "events.jsonl"
-    if kind == "link":
-        (tmp_path / "secret").write_text('{"secret": 1}\n')
-        log.symlink_to(tmp_path / "secret")
-    else:
-        os.mkfifo(log)
-    for read in (lambda: read_appended(log, 0, 100), lambda: list(read_all_lines(log))):
-        with pytest.raises(OSError, match=r"Too many levels|only regular files"):
-            read()

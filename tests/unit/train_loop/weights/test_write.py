@@ -283,7 +283,7 @@ def test_checkpoint_with_files_or_chunks_elsewhere_is_refused(tmp_path: Path) ->
         chunk = found.state_dict_metadata["model.lm_head.weight"].chunks[0]
         chunk.sizes = torch.Size([9, 6])
 
-    refused(elsewhere, "has a chunk that is not a plain file of the folder")
+    refused(elsewhere, "names the file '../other' outside its folder; copy the checkpoint again")
     refused(beyond, "has chunks that do not cover it once")
 
 
