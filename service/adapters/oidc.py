@@ -22,6 +22,11 @@ _FRESH, _GOOD = 300.0, 3600.0
 _PAUSE = 10.0
 """Minimum seconds between two fetches, whatever tokens arrive."""
 
+_WAIT, _MOST_WAITING = 2.0, 2
+"""Seconds for which a token waits for a fetch, and maximum number of tokens of unknown keys that wait at once."""
+_ABSENT, _MOST_ABSENT = 30.0, 1024
+"""Seconds for which an unknown id of a key is rejected without a fetch, and maximum number of such ids."""
+
 Keys = Mapping[str, jwt.PyJWK]
 
 
@@ -49,7 +54,11 @@ class OidcVerifier:
         self._issuer, self._audience, self._clock = issuer, audience, clock
         self._found = _Fetched({}, -_GOOD)
         self._tried_at, self._failure = -_PAUSE, ""
-        self._refreshing = threading.Lock()
+        self._absent: dict[str, float] = {}
+        """Ids of keys that the issuer does not have, and until when that is remembered."""
+        self._lock, self._waiting = threading.Lock(), threading.Semaphore(_MOST_WAITING)
+        self._fetch_ended = threading.Event()
+        self._fetch_ended.set()
 
     def verify(self, token: str) -> Claims:
         """Return the claims of a token.
@@ -79,34 +88,61 @@ class OidcVerifier:
         """
         if kid is None:
             raise jwt.InvalidKeyError("its header has no key id, kid")
-        age = self._clock() - self._found.at
-        if kid not in self._found.keys or age >= _FRESH:
-            self._refresh(must=kid not in self._found.keys or age >= _GOOD)
-        found = self._found
-        if self._clock() - found.at >= _GOOD or (self._failure and kid not in found.keys):
-            raise IssuerUnavailable(self._failure or "the request is in progress", self._pause())
+        found, now = self._found, self._clock()
+        if kid not in found.keys or now - found.at >= _FRESH:
+            found = self._refreshed(kid, found, now)
         if kid not in found.keys:
             raise jwt.InvalidKeyError("its key id, kid, is not among the issuer's keys")
         return found.keys[kid]
 
-    def _refresh(self, *, must: bool) -> None:
-        """Fetch the keys, unless the last fetch is too recent.
+    def _refreshed(self, kid: str, found: _Fetched, now: float) -> _Fetched:
+        """Return the keys after a fetch, for which only callers without a usable key wait, and not for long.
 
-        Without `must`, do not wait for another thread's fetch.
+        Raises IssuerUnavailable.
         """
-        if not self._refreshing.acquire(timeout=2 * _LIMIT if must else 0):
-            return
-        try:
-            now = self._clock()
-            if now - self._tried_at < _PAUSE:
-                return
-            self._tried_at = now
+        if kid not in found.keys and self._absent.get(kid, now) > now:
+            return found
+        fetch = self._start_fetch(now)
+        if kid not in found.keys or now - found.at >= _GOOD:
+            self._wait(fetch, crowded=bool(found.keys))
+        found, pending = self._found, not fetch.is_set()
+        if self._clock() - found.at >= _GOOD or (kid not in found.keys and (pending or self._failure)):
+            raise IssuerUnavailable(self._failure or "the request is in progress", 1 if pending else self._pause())
+        if kid not in found.keys:
+            self._remember_absent(kid)
+        return found
+
+    def _remember_absent(self, kid: str) -> None:
+        with self._lock:
+            if len(self._absent) >= _MOST_ABSENT:
+                del self._absent[next(iter(self._absent))]
+            self._absent[kid] = self._clock() + _ABSENT
+
+    def _start_fetch(self, now: float) -> threading.Event:
+        """Fetch the keys in a thread, unless the last fetch is too recent; return the event of the last fetch's end."""
+        with self._lock:
+            if self._fetch_ended.is_set() and now - self._tried_at >= _PAUSE:
+                self._tried_at, self._fetch_ended = now, threading.Event()
+                threading.Thread(target=self._run_fetch, args=(self._fetch_ended, now), daemon=True).start()
+            return self._fetch_ended
+
+    def _wait(self, fetch: threading.Event, *, crowded: bool) -> None:
+        """Wait for a fetch. Tokens of unknown keys take few threads, so that other tokens are verified meanwhile."""
+        if not crowded:
+            fetch.wait(_WAIT)
+        elif not fetch.is_set() and self._waiting.acquire(blocking=False):
             try:
-                self._found, self._failure = _Fetched(anyio.run(self._fetch), now), ""
-            except (httpx.HTTPError, httpx.InvalidURL, jwt.PyJWTError, ValueError, TimeoutError) as error:
-                self._failure = f"{type(error).__name__}: {self._issuer}"
+                fetch.wait(_WAIT)
+            finally:
+                self._waiting.release()
+
+    def _run_fetch(self, ended: threading.Event, now: float) -> None:
+        try:
+            self._found, self._failure = _Fetched(anyio.run(self._fetch), now), ""
+        except (httpx.HTTPError, httpx.InvalidURL, jwt.PyJWTError, ValueError, TimeoutError) as error:
+            self._failure = f"{type(error).__name__}: {self._issuer}"
         finally:
-            self._refreshing.release()
+            ended.set()
 
     def _pause(self) -> int:
         return max(1, int(self._tried_at + _PAUSE - self._clock()) + 1)

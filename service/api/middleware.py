@@ -19,6 +19,7 @@ from train_loop.spec import Problem
 log = structlog.get_logger(__name__)
 _REQUEST_ID = b"x-request-id"
 _LONGEST_PATH = 256
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::\d*)?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes that probes and scrapers call every few seconds; logged at debug level."""
@@ -119,8 +120,9 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def _name(host: str) -> str:
-    """Return the Host header without its port."""
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    """Return the Host header without its port; all of it if it has another form."""
+    found = _HOST.fullmatch(host)
+    return host if found is None else found[1]
 
 
 class RequestMetrics:

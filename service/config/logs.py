@@ -15,6 +15,8 @@ from structlog.typing import EventDict, ExcInfo, Processor
 from train_loop.spec import show
 
 _INVALID = "Invalid HTTP request received."
+_NOT_ACCEPTED = "socket.accept() out of system resource"
+"""Beginning of asyncio's error if the process has too many open files: one for each connection that waits."""
 LogFormat = Literal["console", "json"]
 
 
@@ -40,24 +42,29 @@ def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
         ProcessorFormatter(foreign_pre_chain=named, processors=[ProcessorFormatter.remove_processors_meta, *last])
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("uvicorn.error").addFilter(_OneInvalidPerSecond())
+    logging.getLogger("uvicorn.error").addFilter(_OnePerSecond(_INVALID))
+    logging.getLogger("asyncio").addFilter(_OnePerSecond(_NOT_ACCEPTED))
     logging.captureWarnings(capture=True)
 
 
-class _OneInvalidPerSecond(logging.Filter):
-    """A filter of uvicorn's warnings of invalid requests: anyone who may connect could fill the log with them."""
+class _OnePerSecond(logging.Filter):
+    """A filter of messages that anyone who may connect can cause: at most one a second, in one line."""
 
-    def __init__(self) -> None:
+    def __init__(self, beginning: str) -> None:
         super().__init__()
+        self._beginning = beginning
         self._at = float("-inf")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record."""
-        if record.msg != _INVALID:
+        """Return whether to log a record; its traceback becomes the name of its error."""
+        if not str(record.msg).startswith(self._beginning):
             return True
         if record.created - self._at < 1.0:
             return False
         self._at = record.created
+        if record.exc_info:
+            record.msg, record.args = "%s: %s", (self._beginning, record.exc_info[1])
+            record.exc_info = None
         return True
 
 

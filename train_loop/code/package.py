@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import unicodedata
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -146,7 +147,10 @@ def _holds(folder: Path, package: Package) -> bool:
 def _package(uri: str, files: dict[str, bytes]) -> Package:
     if not any(name.endswith(".py") for name in files):
         raise ModelError(f"{uri} holds no Python file; give the folder with the code, or its parent")
+    alike = dict[str, str]()
     for name in files:
+        if (other := alike.setdefault(unicodedata.normalize("NFC", name).casefold(), name)) != name:
+            raise ModelError(f"{uri} holds {other} and {name}, one file on some file systems; rename one")
         if files.keys() & {str(parent) for parent in PurePosixPath(name).parents}:
             raise ModelError(f"{uri} holds {name} below a file of the same name; pack it again")
     return Package(uri, dict(sorted(files.items())))
@@ -220,6 +224,9 @@ def _check_entries(uri: str, entries: list[zipfile.ZipInfo]) -> None:
     if len({entry.filename for entry in entries}) < len(entries):
         raise ModelError(f"{uri} holds a file twice; pack it again")
     for entry in entries:
+        # zipfile cuts a name at its first NUL.
+        if "\0" in entry.orig_filename:
+            raise ModelError(f"{uri} holds the name {entry.orig_filename[:_LONGEST]!r}, which has a NUL; pack it again")
         if stat.S_ISLNK(entry.external_attr >> 16):
             raise ModelError(f"{uri} holds the link {entry.filename!r}; pack the file itself")
         _check_name(uri, entry.filename)

@@ -29,6 +29,8 @@ from train_loop.model.weight_map import conversion, read_weight_map, some
 from train_loop.spec import ModelSpec
 from train_loop.system.input_files import descriptor_path, open_input
 
+_MOST_TENSORS, _LONGEST_NAME = 1 << 17, 1024
+"""Limits of a file: number of its tensors, and characters of a name."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of dtypes in safetensors that hold a weight itself; others need a scale."""
 
@@ -293,7 +295,15 @@ def _read_index(folder: Path, stem: str = "model") -> dict[str, str]:
 
 def _header(file: Path) -> Iterable[Stored]:
     with open_tensors(file) as content:
-        described = ((name, content.get_slice(name)) for name in content.keys())  # noqa: SIM118
+        names = content.keys()
+        if len(names) > _MOST_TENSORS:
+            raise ModelError(f"{file} holds {len(names)} tensors; at most {_MOST_TENSORS} are read, split the file")
+        if long := next((name for name in names if len(name) > _LONGEST_NAME), None):
+            raise ModelError(
+                f"{file} holds a tensor whose name, {long[:60]}…, has {len(long)} characters; at most {_LONGEST_NAME} "
+                "are read, rename it"
+            )
+        described = ((name, content.get_slice(name)) for name in names)
         return [Stored(file, name, tuple(one.get_shape()), one.get_dtype()) for name, one in described]
 
 

@@ -12,6 +12,8 @@ Claims = Mapping[str, JsonValue]
 LEEWAY = 30.0
 """Seconds by which the clocks of the service and the issuer may differ."""
 _NAMES = ("preferred_username", "email", "name")
+_LATEST = 1e15
+"""Seconds since 1970; every later expiry is invalid."""
 _SUBJECT, _NAME = 255, 64
 """Maximum lengths in characters; the first is the limit of OpenID Connect for a subject."""
 
@@ -30,7 +32,9 @@ class TokenRules:
     def caller_of(self, claims: Claims) -> Principal:
         """Return the caller; without a known group it has no roles. Raises NoSubject if `sub` or `exp` is invalid."""
         subject, until = claims.get("sub"), claims.get("exp")
-        if not _plain(subject, _SUBJECT) or not isinstance(until, int | float):
+        # A larger integer is not a time, and cannot become a float.
+        is_time = isinstance(until, int | float) and abs(until) < _LATEST
+        if not _plain(subject, _SUBJECT) or not is_time:
             raise MissingSubject(f"the claim sub must be 1 to {_SUBJECT} printable characters, and exp a time")
         name = next((str(claims[one])[:_NAME] for one in _NAMES if _plain(claims.get(one), _SUBJECT)), str(subject))
         roles = self._roles(claims.get(self.groups_claim))

@@ -6,6 +6,7 @@ import hmac
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.access.rate_limit import Rate
 from service.domain.access.roles import OPERATOR, Role
+from service.errors import IssuerUnavailable
 from service.use_cases.access.access import Tokens
 from tests.support.fakes.service import KEY, Clock, FakeService, spec_body
 from tests.support.servers.issuer import AUDIENCE, Issuer, ec_key, issuer, public_pem, rsa_key
+from tests.support.waiting import wait_for
 
 GROUPS = {"nlp-team": {"nlp": Role.EDITOR}, "all-staff": {"nlp": Role.VIEWER, "default": Role.VIEWER}}
 
@@ -39,8 +42,8 @@ class TokenService:
 
     def __init__(self, root: Path, idp: Issuer) -> None:
         self.clock = Clock()
-        verifier = OidcVerifier(idp.url, AUDIENCE, clock=self.clock)
-        self.service = FakeService(root, tokens=Tokens(verifier, TokenRules("groups", GROUPS)))
+        self.verifier = OidcVerifier(idp.url, AUDIENCE, clock=self.clock)
+        self.service = FakeService(root, tokens=Tokens(self.verifier, TokenRules("groups", GROUPS)))
         self.client = TestClient(self.service.app(), base_url="http://127.0.0.1")
 
     def send(self, secret: str, path: str = "/me") -> Any:
@@ -51,6 +54,12 @@ class TokenService:
         """Return the status and the problem code of the answer to `secret`."""
         answer = self.send(secret)
         return answer.status_code, answer.json().get("code")
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tokens wait for the issuer, however busy this machine is."""
+    monkeypatch.setattr("service.adapters.oidc._WAIT", 60.0)
 
 
 @pytest.fixture
@@ -138,6 +147,7 @@ def test_invalid_token_is_unauthorized(api: TokenService, idp: Issuer) -> None:
         "without an audience": idp.token(aud=None),
         "of another issuer": idp.token(iss="https://other.example"),
         "without an expiry": idp.token(exp=None),
+        "with an expiry beyond all floats": idp.token(exp=int("9" * 400)),
         "without a subject": idp.token(sub=None),
         "with an empty subject": idp.token(sub=""),
         "with a subject that is too long": idp.token(sub="x" * 256),
@@ -199,7 +209,7 @@ def test_keys_of_an_unavailable_issuer_are_used_for_an_hour(api: TokenService, i
     idp.status = 503
     api.clock.now += 3500
     assert api.code(token) == (200, None)
-    assert len(idp.calls) == 3
+    wait_for(lambda: len(idp.calls) == 3, "the fetch in another thread")
     api.clock.now += 200
     assert api.code(token) == (503, "issuer_unavailable")
 
@@ -239,6 +249,38 @@ def test_caller_with_a_key_does_not_wait_for_the_issuer(
     anyio.run(run_all)
     assert found == [200] * 61
     assert len(idp.calls) == 2
+
+
+def test_token_of_a_known_key_does_not_wait_for_a_slow_issuer(
+    api: TokenService, idp: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = idp.token()
+    assert api.code(token) == (200, None)
+    monkeypatch.setattr("service.adapters.oidc._LIMIT", 60.0)
+    monkeypatch.setattr("service.adapters.oidc._WAIT", 2.0)
+    idp.released.clear()
+    # Its keys are due, and strangers send tokens of unknown keys.
+    api.clock.now += 400
+    strangers = [idp.token(kid=f"unknown-{number}", key=rsa_key("another")) for number in range(20)]
+    with ThreadPoolExecutor(len(strangers)) as pool:
+        began = time.monotonic()
+        sent = [pool.submit(api.verifier.verify, one) for one in strangers]
+        assert api.code(token) == (200, None)
+        assert time.monotonic() - began < 2.0
+        refused = [type(one.exception()) for one in sent]
+    assert refused == [IssuerUnavailable] * len(strangers)
+    idp.released.set()
+
+
+def test_unknown_key_is_not_fetched_again_for_half_a_minute(api: TokenService, idp: Issuer) -> None:
+    stranger = idp.token(kid="unknown", key=rsa_key("another"))
+    for _ in range(3):
+        assert api.code(stranger) == (401, "unauthorized")
+        api.clock.now += 11
+    assert len(idp.calls) == 2
+    api.clock.now += 1
+    assert api.code(stranger) == (401, "unauthorized")
+    assert len(idp.calls) == 4
 
 
 def test_token_without_a_configured_issuer_is_unauthorized(tmp_path: Path, idp: Issuer) -> None:

@@ -265,7 +265,17 @@ def test_foreign_host_header_is_rejected(client: TestClient) -> None:
     expected = (400, "host_refused", "Host 'evil.example' is not allowed; use localhost, or add it to ")
     status, code, detail = refusal(client, "GET", "/healthz", headers={"host": "evil.example"})
     assert (status, code, detail) == (*expected[:2], f"{expected[2]}TRAINSHED_ALLOWED_HOSTS")
-    for host in ("localhost:8000", "127.0.0.1", "[::1]:9"):
+    for host in (
+        "[::1].evil",
+        "[::1]evil",
+        "[::1]:9.evil",
+        "[::1",
+        "localhost:80.evil",
+        "localhost:80:90",
+        "[localhost]",
+    ):
+        assert refusal(client, "GET", "/healthz", headers={"host": host})[:2] == expected[:2]
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:9", "[::1]"):
         assert client.get("/healthz", headers={"host": host}).status_code == 200
 
 

@@ -45,6 +45,8 @@ _NO_EFFECT = {
 """Fields of peft that change nothing here: the names of stored tensors show which modules have adapters."""
 _SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """First values of adapters that leave the frozen weights unchanged; others change these, too."""
+_BASE = ".base_layer"
+_MOST_ENTRIES = 100_000
 _OF_LABELS = ("SEQ_CLS", "TOKEN_CLS")
 """Tasks for which peft itself trains heads whole."""
 
@@ -127,6 +129,10 @@ def read_adapter(folder: Path) -> AdapterFolder:
         raise ModelError(
             f"{folder / CONFIG} has settings that are not supported: {some(refused)}; train adapters without them, or "
             "merge them into the model with peft (merge_and_unload), and give the result to model.path"
+        )
+    if long := next((name for name, one in config.items() if isinstance(one, list) and len(one) > _MOST_ENTRIES), None):
+        raise ModelError(
+            f"{folder / CONFIG} has {len(config[long])} entries in {long}; at most {_MOST_ENTRIES} are read, name fewer"
         )
     try:
         lora = LoraSpec.model_validate_json(json.dumps(_settings(config, tensors)))
@@ -221,9 +227,22 @@ def _adapted(tensors: Mapping[str, Stored], parameters: list[str]) -> Iterator[s
     holders = {name.rpartition(".")[0] for name in parameters}
     for name in tensors:
         module, lora, _ = name.partition(".lora_A.")
-        whole = re.sub(r"(\.base_layer)+$", "", module)
-        if lora and not any(whole == one or whole.endswith(f".{one}") for one in holders):
+        if lora and holders.isdisjoint(_ends(_without_layers(module))):
             yield module
+
+
+def _without_layers(module: str) -> str:
+    """Return the name of a module without the parts that peft adds for adapters around others."""
+    end = len(module)
+    while module.endswith(_BASE, 0, end):
+        end -= len(_BASE)
+    return module[:end]
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield a name and its ends after each dot."""
+    steps = name.split(".")
+    return (".".join(steps[start:]) for start in range(len(steps)))
 
 
 def _contradictions(given: LoraSpec, found: LoraSpec) -> Iterator[str]:

@@ -106,3 +106,29 @@ def test_file_log_shows_control_characters_escaped() -> None:
     shown = ast.literal_eval(done.stdout)
     assert not re.search("[\x1b\x07\u202e]", shown)
     assert "\nforged" not in shown
+
+
+FLOODED = """
+import asyncio, resource, socket, sys
+from service.config.logs import configure_logs
+
+configure_logs(sys.argv[1])
+
+async def main():
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, backlog=128)
+    clients = [socket.socket() for _ in range(100)]
+    for client in clients:
+        client.setblocking(False)
+        client.connect_ex(server.sockets[0].getsockname())
+    opened = max(client.fileno() for client in clients) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
+    await asyncio.sleep(0.5)
+
+asyncio.run(main())
+"""
+
+
+def test_connections_that_cannot_be_accepted_write_one_line_a_second() -> None:
+    done = subprocess.run([sys.executable, "-c", FLOODED, "console"], capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("socket.accept() out of system resource: [Errno 24] Too many open files logger='asyncio'")

@@ -172,9 +172,25 @@ def _conflicting(path: Path) -> None:
     zipped(path, {"a.py": b"", "a.py/b.py": b""})
 
 
+def _alike(path: Path) -> None:
+    zipped(path, {"mod/m.py": b"", "mod/M.py": b""})
+
+
+def _alike_in_unicode(path: Path) -> None:
+    zipped(path, {"\u00e9.py": b"", "e\u0301.py": b""})
+
+
+def _with_nul(path: Path) -> None:
+    zipped(path, {"m.py_x.py": b""})
+    path.write_bytes(path.read_bytes().replace(b"m.py_x.py", b"m.py\0x.py"))
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
+        (_alike, "holds mod/m.py and mod/M.py, one file on some file systems; rename one"),
+        (_alike_in_unicode, "one file on some file systems; rename one"),
+        (_with_nul, r"holds the name 'm.py\\x00x.py', which has a NUL; pack it again"),
         (_bomb, "at most 2000 files and 64 MiB"),
         (_lying, "more than 1 MiB|not a complete"),
         (_with_link, "holds the link"),

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.builders.specs import infer_spec, may_read, raw_spec, spec
 from tests.support.ranks.peft_folders import CONFIG, write_parts
 from train_loop.errors import ModelError
-from train_loop.model.lora.peft_config import other_base, read_adapter, with_adapter
+from train_loop.model.lora.peft_config import _adapted, other_base, read_adapter, with_adapter
 from train_loop.preflight.adapters import read_settings
 from train_loop.run import resolve_adapter
 from train_loop.run_dir import RunDir
 from train_loop.spec import InferJobSpec, JobSpec, LoraSpec, SpecError, dump, load, parse, parse_any
 
+WEIGHTS_FILE = "adapter_model.safetensors"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -219,3 +221,26 @@ def test_run_without_the_service_keeps_the_settings_in_its_directory(tmp_path: P
     assert resolve_adapter(given, run_dir) == found
     with pytest.raises(ModelError, match="not found; give a folder that save_pretrained of peft wrote"):
         resolve_adapter(job(tmp_path / "other"), run_dir)
+
+
+def test_names_and_lists_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_parts(tmp_path / "layers", layers_to_transform=list(range(100_001)))
+    with pytest.raises(ModelError, match="has 100001 entries in layers_to_transform; at most 100000 are read"):
+        read_adapter(folder)
+    folder = write_parts(tmp_path / "name", target_parameters=["x.weight"])
+    save_file({f"base_model.model.x{'.base_layer' * 20_000}.lora_A.weight": torch.zeros(1)}, folder / WEIGHTS_FILE)
+    with pytest.raises(ModelError, match=r"holds a tensor whose name, base_model\.model\.x.*…, has 220032 characters"):
+        read_adapter(folder)
+    monkeypatch.setattr("train_loop.model.load._MOST_TENSORS", 3)
+    save_file({f"t{number}": torch.zeros(1) for number in range(4)}, folder / WEIGHTS_FILE)
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors holds 4 tensors; at most 3 are read, split the"):
+        read_adapter(folder)
+
+
+def test_holders_of_adapted_parameters_are_found_by_the_ends_of_their_names() -> None:
+    names = ["a.b.experts", "a.b.experts.base_layer.base_layer", "experts", "a.other_experts", "a.b.q_proj"]
+    tensors: dict[str, Any] = {f"{name}.lora_A.weight": None for name in names}
+    assert [*_adapted(tensors, ["b.experts.up", "experts.down"])] == ["a.other_experts", "a.b.q_proj"]
+    # A name of many parts among many parameters.
+    deep = "x" + ".base_layer" * 20_000
+    assert [*_adapted({f"{deep}.lora_A.weight": None}, ["y.up"])] == [deep]  # type: ignore[dict-item]
