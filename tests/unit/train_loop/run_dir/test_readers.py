@@ -93,6 +93,7 @@ OTHERS = {
     "train_loop/code/load.py": "packages",
     "train_loop/model": "inputs",
     "train_loop/parallel": "no files",
+    "train_loop/spec": "text that callers have read",
     "train_loop/data/files.py": "inputs",
     "train_loop/data/patterns.py": "inputs",
     "train_loop/data/own_columns.py": "inputs",
