@@ -440,7 +440,7 @@ class StorageAway(ServiceError):
 
     code = "storage_unavailable"
     status = 503
-    retry_after = 5
+    retry_after: int | None = 5
     outage = True
 
     def __init__(self, root: str, since: float | None, error: str) -> None:

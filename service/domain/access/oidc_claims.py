@@ -33,8 +33,7 @@ class TokenRules:
         """Return the caller; without a known group it has no roles. Raises NoSubject if `sub` or `exp` is invalid."""
         subject, until = claims.get("sub"), claims.get("exp")
         # A larger integer is not a time, and cannot become a float.
-        is_time = isinstance(until, int | float) and abs(until) < _LATEST
-        if not _plain(subject, _SUBJECT) or not is_time:
+        if not _plain(subject, _SUBJECT) or not isinstance(until, int | float) or not abs(until) < _LATEST:
             raise MissingSubject(f"the claim sub must be 1 to {_SUBJECT} printable characters, and exp a time")
         name = next((str(claims[one])[:_NAME] for one in _NAMES if _plain(claims.get(one), _SUBJECT)), str(subject))
         roles = self._roles(claims.get(self.groups_claim))
