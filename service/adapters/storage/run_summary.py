@@ -109,7 +109,9 @@ class RunSummaryReader:
         self._recent.clear()
         summary = self._summary
         restarts, lost_steps = summary.restarts + fault, summary.lost_steps + replayed
-        self._summary = replace(summary, restarts=restarts, lost_steps=lost_steps)
+        # Rates of an earlier start end with it.
+        done = summary.progress and replace(summary.progress, tokens_per_second=None, mfu=None, eta_seconds=None)
+        self._summary = replace(summary, restarts=restarts, lost_steps=lost_steps, progress=done)
 
     def _ended_on_request(self, attempt: int) -> bool:
         """Return whether the previous training was stopped on request or moved to other hosts, not ended by a fault."""

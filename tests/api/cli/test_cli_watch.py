@@ -191,6 +191,17 @@ def test_job_that_does_not_train_has_no_pace(job_id: str, service: FakeService, 
     assert bool(pace_of(found)) is (state is JobState.PAUSING), "the workers of a pausing job still train"
 
 
+def test_resumed_job_has_no_pace_before_its_next_step(job_id: str, service: FakeService) -> None:
+    step(service, job_id)
+    service.event(job_id, "training_started", resumed_from=5, steps=20)
+    service.reconciler().run_once()
+    found = JobOut.model_validate_json(service.client().get(f"/jobs/{job_id}").text)
+    assert (found.state, found.progress.step, pace_of(found)) == (JobState.RUNNING, 5, "")
+    service.metric(job_id, step=6, loss=2.0, tokens_per_second=999.0)
+    service.reconciler().run_once()
+    assert pace_of(JobOut.model_validate_json(service.client().get(f"/jobs/{job_id}").text)) == "999 tok/s"
+
+
 def test_own_code_without_tokens_has_no_rate_of_tokens(job_id: str, service: FakeService) -> None:
     step(service, job_id)
     for number in (6, 7):
