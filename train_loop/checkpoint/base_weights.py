@@ -37,9 +37,9 @@ def check_trained(trained: Collection[str], saved: Collection[str], manifest: Ma
     if manifest.base is None or not (lost := [name for name in trained if name not in saved]):
         return
     raise ModelError(
-        f"the checkpoint of step {manifest.step} has adapters of other modules: this version also trains {some(lost)}, "
-        "because model.lora now means what it means in peft, and random weights above those of a folder are trained "
-        "whole; resume and export with the version that wrote it, or start a new run"
+        f"the checkpoint of step {manifest.step} has adapters, and none of {some(lost)}, which this run trains: it has "
+        "another model.lora, or is of an earlier version of Trainshed, for which names chose fewer modules; continue "
+        "and export it with that spec and version, or start a new run"
     )
 
 

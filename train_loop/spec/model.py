@@ -75,7 +75,9 @@ class LoraSpec(SpecModel):
         "experts.gate_up_proj",
     )
     modules_to_save: tuple[_ModuleName, ...] = Field(
-        default=(), description="modules that are trained whole, with the adapters, by name or its last parts"
+        default=(),
+        description="modules that are trained whole, with the adapters: all whose full names end with one of these, so "
+        "that norm is also input_layernorm; and what the folder lacks and begins random",
     )
     use_rslora: bool = Field(default=False, description="scale adapters by alpha / sqrt(r)")
     use_dora: bool = Field(default=False, description="also train the magnitude of each output of a target (DoRA)")

@@ -193,3 +193,15 @@ def test_random_base_is_drawn_again_on_resume_and_another_seed_is_refused(call_r
     assert [name for name, value in first.items() if not torch.equal(again[name], value)] == []
     with pytest.raises(AssertionError, match=r"for random weights with the SHA-256 .* its training\.seed"):
         call_ranks(1, train_adapters, home, "random", {"max_steps": 6, "seed": 1}, RANDOM)
+
+
+def test_checkpoint_of_fewer_trained_modules_is_refused_on_resume(call_ranks: CallRanks, home: Path) -> None:
+    """As one that an earlier version wrote, for which a name chose fewer modules."""
+    call_ranks(1, train_adapters, home, "fewer", {"max_steps": 4}, RANDOM, {"r": 2})
+    with pytest.raises(
+        AssertionError,
+        match=r"ModelError: the checkpoint of step 4 has adapters, and none of model\.layers\.0\.input_layernorm"
+        r"\.weight, model\.layers\.0\.post_attention_layernorm\.weight, model\.norm\.weight, which this run trains: .* "
+        r"continue and export it with that spec and version, or start a new run",
+    ):
+        call_ranks(1, train_adapters, home, "fewer", {"max_steps": 5}, RANDOM, {"r": 2, "modules_to_save": ["norm"]})

@@ -1,5 +1,6 @@
 """Exports of adapters: peft and transformers alone compute what the trained model computes."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.builders.any_size import GPT2
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, job_of, run
 from tests.support.ranks.adapters import round_weights
@@ -27,12 +29,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "dora": {},
     "gpt2": GPT2 | {"n_embd": 32},
+    "glm4_moe": small("glm4_moe") | {"vocab_size": 200},
     "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 LORA: dict[str, dict[str, Any]] = {
     "qwen3": {"r": 2, "modules_to_save": ["lm_head"]},
     "dora": {"r": 2, "use_dora": True, "target_modules": ["q_proj", "down_proj"], "layers": [1]},
     "gpt2": {"r": 2, "use_rslora": True},
+    "glm4_moe": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]},
     "qwen3_moe": {
         "r": 2,
         "target_modules": ["q_proj", "o_proj"],
@@ -81,7 +85,8 @@ def test_peft_and_the_merged_model_have_the_trained_weights(call_ranks: CallRank
     loaded = with_peft(base, folder)
     trained: dict[str, Tensor] = load_checkpoint(run_dir.root, STEPS)["model"]
     own = loaded.base_model.model.state_dict()
-    kept = {key: key.replace("lm_head", "lm_head.modules_to_save.default") for key in trained}
+    # Routers have buffers, too.
+    kept = {key: re.sub(r"(lm_head|mlp\.gate)(?=\.)", r"\1.modules_to_save.default", key) for key in trained}
     assert all(torch.equal(own[kept[key]], value) for key, value in trained.items())
     assert any(value.any() for key, value in trained.items() if "lora_B" in key)
     merged = export(run_dir, STEPS, ExportWish(dtype="fp32", form="merged"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import peft
@@ -14,13 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 from tests.support import textbook
 from tests.support.builders.datasets import prepare_tokens
 from tests.support.builders.encoders import FAMILIES, OTHERS
+from tests.support.builders.folders import write_model
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import spec
 from tests.support.ranks.first_step import step_and_evaluation
@@ -33,11 +37,11 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.session import Session
 from train_loop.model.lora.peft_config import with_adapter
 from train_loop.run_dir import ExportWish, RunDir, read_lines
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, override
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads a deprecated property
 CallRanks = Callable[..., Any]
-LENGTH, ROWS, STEPS, LABELS = 12, 4, 2, 3
+LENGTH, ROWS, STEPS, LABELS = 24, 4, 2, 3
 ADAPTER, MERGED = (ExportWish(dtype="fp32", form=form) for form in ("adapter", "merged"))
 CLASSES = {"sequence_classification": {"labels": LABELS}}
 ENCODERS = FAMILIES | OTHERS
@@ -50,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of any length with labels of each kind."""
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, rows in (("train", STEPS * ROWS), ("eval", 5)):
-        ids = [draw.integers(5, 50, n).astype(np.int32) for n in draw.integers(4, LENGTH + 1, rows)]
+        ids = [draw.integers(5, 50, n).astype(np.int32) for n in draw.integers(4, LENGTH // 2, rows)]
         tags = [np.where(draw.random(len(one)) < 0.3, IGNORE, draw.integers(0, LABELS, len(one))) for one in ids]
         table = {"ids": ids, "tags": tags, "class": draw.integers(0, LABELS, rows), "number": draw.normal(size=rows)}
         pq.write_table(pa.table(table | {"other": ids[::-1]}), folder / f"{name}.parquet")
@@ -101,12 +105,25 @@ def logits(model: Any, data: Path) -> Tensor:
     return torch.cat([one.flatten(0, -2) for one in found])
 
 
+def continue_at_each_seed(call_ranks: CallRanks, job: JobSpec, adapter: Path, loss: float) -> None:
+    """Continue from exported adapters, with the settings of their run kept: the first evaluation is its last one."""
+    for seed in (0, 7):
+        parts = {"model": {"adapter": str(adapter)}, "training": {"seed": seed}}
+        again = with_adapter(override(job, parts)).run
+        _, _, evaluation = call_ranks(1, step_and_evaluation, again, adapter.parents[1])
+        assert evaluation.metrics["loss"] == pytest.approx(loss, rel=1e-6)
+
+
 def write_encoder(folder: Path, family: str) -> Path:
     """Write a masked language model whose padding token is none of the rows."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{"vocab_size": 60, "pad_token_id": 1} | ENCODERS[family])
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def write_decoder(folder: Path, family: str) -> Path:
+    return write_model(folder, model_type=family, vocab_size=60, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +142,59 @@ def test_stock_peft_has_the_run_of_an_encoder(call_ranks: CallRanks, data: Path,
     for model in (auto, peft.PeftModel.from_pretrained(plain, str(folder)), merged):
         metrics = textbook.classes(logits(model, data), labels).metrics
         assert metrics == pytest.approx({name: found[name] for name in metrics}, rel=1e-5, abs=1e-6)
-    for seed in (0, 7):
-        again = with_adapter(
-            job_of(data, base, CLASSES, {"input_ids": "ids", "label": "class"}, adapter=str(folder))
-        ).run
-        again = again.model_copy(update={"training": again.training.model_copy(update={"seed": seed})})
-        _, _, evaluation = call_ranks(1, step_and_evaluation, again, tmp_path / "run")
-        assert evaluation.metrics["loss"] == pytest.approx(found["loss"], rel=1e-6)
+    continue_at_each_seed(call_ranks, job, folder, found["loss"])
+
+
+class Task(NamedTuple):
+    """A head of a family, the classes that load its adapters and its merged model, and its columns."""
+
+    family: str
+    head: Any
+    peft: Any
+    auto: Any
+    columns: dict[str, Any]
+    labels: int | None = None
+
+
+IDS = {"input_ids": "ids"}
+PAIR = {"token_ids": True, "prompt": "other", "chosen": "ids", "rejected": "other"}
+ANCHOR = {"token_ids": True, "anchor": "ids", "positive": "other"}
+EMBEDDING = {"embedding": {"group": 2, "pooling": "mean"}}
+MASKED = {"masked_lm": {"mask_token": 4, "special_tokens": [1, 4]}}
+ROWS_OF, TOKENS_OF = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
+TASKS = {
+    "regression": Task(
+        "bert", {"regression": {}}, ROWS_OF, AutoModelForSequenceClassification, IDS | {"label": "number"}, 1
+    ),
+    "token_classification": Task(
+        "distilbert",
+        {"token_classification": {"labels": LABELS}},
+        TOKENS_OF,
+        AutoModelForTokenClassification,
+        IDS | {"labels": "tags"},
+        LABELS,
+    ),
+    "reward": Task("qwen3", {"reward": {}}, ROWS_OF, AutoModelForSequenceClassification, PAIR, 1),
+    "reward of an encoder": Task("roberta", {"reward": {}}, ROWS_OF, AutoModelForSequenceClassification, PAIR, 1),
+    "embedding": Task("bert", EMBEDDING, peft.AutoPeftModelForFeatureExtraction, AutoModel, ANCHOR),
+    "embedding of a decoder": Task("qwen3", EMBEDDING, peft.AutoPeftModelForFeatureExtraction, AutoModel, ANCHOR),
+    "masked_lm": Task("bert", MASKED, peft.AutoPeftModel, AutoModelForMaskedLM, IDS),
+    "causal_lm": Task("qwen3", "causal_lm", peft.AutoPeftModelForCausalLM, AutoModelForCausalLM, IDS),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_auto_class_of_a_task_loads_its_adapters(call_ranks: CallRanks, data: Path, tmp_path: Path, name: str) -> None:
+    task = TASKS[name]
+    is_encoder = task.family in ENCODERS
+    base = (write_encoder if is_encoder else write_decoder)(tmp_path / "base", task.family)
+    job = job_of(data, base, task.head, task.columns)
+    found = trained(call_ranks, job, tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
+    adapter, merged = (export(run_dir, STEPS, wish) for wish in (ADAPTER, MERGED))
+    torch.manual_seed(7)
+    model = task.peft.from_pretrained(str(adapter), **({"num_labels": task.labels} if task.labels else {}))
+    whole = task.auto.from_pretrained(merged)
+    torch.testing.assert_close(logits(model, data), logits(whole, data), rtol=1e-5, atol=1e-5)
+    assert any(name.endswith("lora_B.default.weight") and one.any() for name, one in model.named_parameters())
+    continue_at_each_seed(call_ranks, job, adapter, found["loss"])

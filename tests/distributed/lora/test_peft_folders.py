@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.support.builders.any_size import GPT2
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, lines, numbers, run
 from tests.support.builders.specs import infer_spec, spec
@@ -44,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen3": {},
     "gpt2": GPT2 | {"n_embd": 32} | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
+    "bloom": small("bloom") | {"vocab_size": 200},
     "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 PEFT: dict[str, dict[str, Any]] = {
@@ -51,6 +53,7 @@ PEFT: dict[str, dict[str, Any]] = {
     | {"target_modules": r".*\.(q_proj|v_proj|down_proj)"},
     "qwen3": {"r": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "gpt2": {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"]},
+    "bloom": {"r": 2, "target_modules": "all-linear", "modules_to_save": ["norm"]},
     "qwen3_moe": {"r": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
 }
 
@@ -145,7 +148,7 @@ def check(home: Path, name: str, base: str, adapter: Path) -> None:
         np.testing.assert_allclose(row["logprobs"], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe", "bloom"])
 def test_inference_from_a_folder_equals_peft(call_ranks: CallRanks, home: Path, model: str) -> None:
     for world in (1, 2):
         job = with_adapter(infer_job(home, world, adapted(home, model)))

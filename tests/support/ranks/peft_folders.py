@@ -62,7 +62,7 @@ def peft_logits(base: Path, folder: Path, rows: list[list[int]]) -> list[Tensor]
 
 def plain_model(base: Path) -> Any:
     """Return a folder's model in fp32, without adapters."""
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
 def _quiet(call: Any, *arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """The README of an export of adapters: its base, how to load it, and how merging changes outputs."""
 
 import copy
+import json
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from train_loop.checkpoint.export.adapters import Adapted
 from train_loop.checkpoint.weights import stored_buffers
 from train_loop.model.build import allocate
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.folder import model_folder
 from train_loop.model.load import match_folder
 from train_loop.run_dir import ExportWish, write_durably
 from train_loop.system.memory_limit import available_bytes
@@ -30,8 +32,10 @@ _LOADING = """peft loads it:
 
 ```python
 from peft import PeftModel
+from transformers import {kind}
 
-model = PeftModel.from_pretrained(base, "<this folder>")  # base: the model in that folder, loaded with transformers
+base = {kind}.from_pretrained({arguments})
+model = PeftModel.from_pretrained(base, "<this folder>")
 ```"""
 _ROUNDED = """
 
@@ -73,7 +77,7 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
     if wish.form == "adapter":
         rounded = "" if kind is None else _ROUNDED.format(kind=kind)
         whole = "merged" if kind is None else "dequantized"
-        loading = _NO_BASE.format(form=whole) if path is None else _LOADING + rounded
+        loading = _NO_BASE.format(form=whole) if path is None else _loading(adapted) + rounded
         text = _ADAPTER.format(step=step, base=base, lora=adapted.lora, loading=loading)
     else:
         base = f"The weights of {path}" if path else base.capitalize()
@@ -81,6 +85,14 @@ def describe_adapters(adapted: Adapted, folder: Path, step: int, wish: ExportWis
         text = _MERGED.format(step=step, base=base, lora=adapted.lora, dtype=wish.dtype, difference=told)
     write_durably(folder / "README.md", text)
     return None if found is None else found.largest
+
+
+def _loading(adapted: Adapted) -> str:
+    """Return how a user loads the adapters."""
+    labels = adapted.plain.labels
+    of_labels = f", num_labels={labels}" if labels else ""
+    arguments = f"{json.dumps(str(model_folder(adapted.spec.model)))}{of_labels}"
+    return _LOADING.format(kind=type(adapted.plain.model).__name__, arguments=arguments)
 
 
 def measure(adapted: Adapted, folder: Path) -> Difference | None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.support.builders.any_size import MOE
+from tests.support.builders.encoders import FAMILIES
 from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
@@ -122,6 +124,37 @@ def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
 def test_each_fault_is_reported_at_its_field(lora: dict[str, Any], pointers: list[str]) -> None:
     _, problems = examined(spec(model={"lora": lora}))
     assert [problem.pointer for problem in problems] == pointers
+
+
+def test_random_layers_of_an_encoders_head_are_counted(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "roberta", "vocab_size": 60} | FAMILIES["roberta"]
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    job = spec(
+        model={
+            "config": None,
+            "path": str(tmp_path),
+            "lora": {"r": 2},
+            "head": {"sequence_classification": {"labels": 3}},
+        },
+        data={"columns": {"input_ids": "ids", "label": "label"}, "packing": False, "sequence_length": 16},
+    )
+    shape, problems = check_model(job, may_read(f"file://{tmp_path}"))
+    assert problems == []
+    assert shape is not None
+    width, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    adapters = 2 * layers * (4 * 2 * width + 2 * (width + inner))
+    assert shape.trained == adapters + width * (width + 1) + 3 * (width + 1)
+    assert shape.call is not None
+    assert shape.call.problem is None
+
+
+def test_adapters_of_shared_experts_alone_are_warned_of_in_the_plan() -> None:
+    job = spec(model={"config": small("qwen2_moe"), "lora": {"r": 2}})
+    shape, problems = examined(job)
+    assert problems == []
+    (note,) = shape.notes
+    assert note in plan_job(job, shape).warnings
+    assert "none of the 4 routed experts" in note
 
 
 def test_folder_and_head_of_labels_have_adapters(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Targets of adapters, their refusals, and their injection on the meta device."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 from tests.support.builders.any_size import GPT2, MOE
+from tests.support.builders.encoders import FAMILIES, OTHERS
+from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, spec
 from train_loop.errors import ModelError
 from train_loop.extras import install
@@ -19,13 +23,16 @@ from train_loop.model.lora.adapters import (
     draw_adapters,
     inject_adapters,
     lora_checks,
+    lora_notes,
     trained_parameters,
 )
 from train_loop.model.lora.names import by_plain_name
+from train_loop.model.lora.reads import reads_weight
 from train_loop.model.lora.saved import choose
 from train_loop.model.lora.targets import find_targets
 from train_loop.spec import JobSpec
 
+ENCODERS = FAMILIES | OTHERS
 TIED = TINY | {"tie_word_embeddings": True}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -147,6 +154,19 @@ def test_names_match_whole_paths_or_their_ends() -> None:
             "target_parameters",
             "target_parameters experts.down_proj matches no parameter; the model has none; remove it",
         ),
+        (
+            {"modules_to_save": ["layers"]},
+            TINY,
+            "modules_to_save",
+            "modules_to_save layers matches model.layers, a ModuleList, which peft cannot train whole; name modules ",
+        ),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lf_attn"]},
+            TINY,
+            "target_modules",
+            "target_modules q_proj matches model.layers.0.self_attn.q_proj, and modules_to_save lf_attn the module "
+            "around it by an end inside of a name: peft would train it whole and adapt it; write the whole name",
+        ),
         ({"layers": [0, 2]}, TINY, "layers", "layers 2 is none of the 2 layers of the model; choose 0 to 1"),
         (
             {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
@@ -163,6 +183,90 @@ def test_targets_that_cannot_be_are_refused(
     found = faults(job(lora, config))
     assert [*found] == [f"lora/{field}"]
     assert message in found[f"lora/{field}"]
+
+
+def headless(folder: Path, family: str, **config: Any) -> JobSpec:
+    """Return a job that adapts an encoder's head of tokens above a folder without it."""
+    small_one = {"model_type": family, "vocab_size": 60} | ENCODERS[family] | config
+    AutoModel.from_config(AutoConfig.for_model(**small_one)).save_pretrained(folder)
+    head = {"masked_lm": {"mask_token": 4, "special_tokens": [1]}}
+    return spec(model={"config": None, "path": str(folder), "lora": {}, "head": head}, data={"packing": False})
+
+
+def test_random_weights_above_a_folder_are_trained_whole_or_refused(tmp_path: Path) -> None:
+    # The bias of a tied head begins at zero, and its matrix is that of the embeddings.
+    saved = {"tied": ("cls.predictions.transform",), "untied": ("cls",)}
+    for name, modules in saved.items():
+        one = headless(tmp_path / name, "bert", tie_word_embeddings=name == "tied")
+        assert faults(one) == {}
+        assert choose(built(one), one.model).saved == modules
+    # Its bias has two names.
+    assert faults(headless(tmp_path / "luke", "luke")) == {
+        "lora/modules_to_save": f"model.lora would freeze lm_head.decoder.weight, which {tmp_path}/luke lacks, so that "
+        "it is random, and no export of adapters could have it; give a folder that has it, such as one of trainshed "
+        "export --merged, or remove lora"
+    }
+
+
+def test_targets_that_reach_only_shared_experts_are_warned_of() -> None:
+    for config, lora, warned in (
+        (small("qwen2_moe"), {"target_modules": ["gate_proj", "up_proj", "down_proj"]}, True),
+        (small("qwen2_moe"), {}, True),
+        (small("qwen2_moe"), {"target_modules": ["q_proj"]}, False),
+        (small("qwen2_moe"), {"target_parameters": ["experts.down_proj"]}, False),
+        (MOE, {}, False),
+        (TINY, {}, False),
+    ):
+        one = job(lora, config)
+        notes = lora_notes(built(one), one.model)
+        assert len(notes) == warned
+        assert all(
+            "model.layers.0.mlp.shared_expert.gate_proj and 5 others, and none of the 4 routed" in n for n in notes
+        )
+        remedy = "to adapt them, set target_parameters: [experts.gate_up_proj, experts.down_proj]"
+        assert all(n.endswith(remedy) for n in notes)
+
+
+@pytest.mark.parametrize("names", [["gate_proj", "up_proj", "down_proj"], ["w1", "w2", "w3"]])
+def test_names_of_routed_experts_are_answered_with_target_parameters(names: list[str]) -> None:
+    config = small("mixtral") if "w1" in names else MOE
+    assert faults(job({"target_modules": names}, config)) == {
+        "lora/target_modules": f"target_modules {names[0]} matches no module; experts are tensors: to adapt them, set "
+        "target_parameters: [experts.gate_up_proj, experts.down_proj]"
+    }
+
+
+def test_weights_that_settings_keep_from_being_read_have_adapters() -> None:
+    assert {name.rpartition(".")[2] for name in names_of({}, small("bloom"))} == {
+        *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+    }
+    slow = small("bloom") | {"slow_but_exact": True, "pretraining_tp": 2}
+    assert {name.rpartition(".")[2] for name in names_of({}, slow)} == {"query_key_value", "dense_h_to_4h"}
+
+
+class Reader(nn.Module):
+    """A module whose code reads weights in branches."""
+
+    def __init__(self, *, fast: bool, size: int) -> None:
+        super().__init__()
+        self.fast, self.size = fast, size
+        self.a, self.b, self.c, self.d = (nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Read weights."""
+        if not self.fast and self.size > 1:
+            return self.a.weight
+        if self.fast or x.ndim > 1:
+            return self.b.weight
+        if x.ndim:
+            return self.c.weight
+        return self.d.weight.dtype
+
+
+@pytest.mark.parametrize(("fast", "size", "read"), [(True, 2, "bc"), (False, 2, "abc"), (False, 1, "bc")])
+def test_weights_in_branches_that_settings_rule_out_are_not_read(fast: bool, size: int, read: str) -> None:
+    model = nn.ModuleDict({"one": Reader(fast=fast, size=size)})
+    assert "".join(leaf for leaf in "abcd" if reads_weight(model, f"one.{leaf}")) == read
 
 
 def test_balance_of_frozen_routers_is_refused() -> None:
