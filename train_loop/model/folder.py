@@ -17,6 +17,8 @@ _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 """Files from which transformers can make a fast tokenizer."""
+_PARTS = ("tokenizer_config.json", "chat_template.jinja")
+"""Other files of a tokenizer, which a folder of adapters can have."""
 _TEXT_PARTS = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "llama4")}
 """Models with other parts, such as vision, of which AutoModelForCausalLM builds and loads only the text part."""
 
@@ -25,6 +27,14 @@ def model_folder(model: ModelSpec) -> Path | None:
     """Return the folder of model.path; None for random weights. Raises ModelError for an unsupported URI."""
     try:
         return None if model.path is None else local_path(model.path)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def adapter_folder(model: ModelSpec) -> Path | None:
+    """Return the folder of model.adapter; None without one. Raises ModelError for an unsupported URI."""
+    try:
+        return None if model.adapter is None else local_path(model.adapter)
     except ValueError as error:
         raise ModelError(str(error)) from error
 
@@ -56,23 +66,35 @@ def model_shape(model: ModelSpec) -> ModelShape:
 
 
 def tokenizer_folder(spec: JobSpec) -> Path | None:
-    """Return the tokenizer's folder, by default the model's; None if a tokenizer is trained on the data.
+    """Return the tokenizer's folder, by default that of the adapters or the model; None if it is trained on the data.
 
     Raises DataError if the folder has no tokenizer.
     """
-    uri = spec.model.tokenizer or spec.model.path
-    if uri is None:
-        return None
     try:
-        folder = local_path(uri)
+        folder = named_tokenizer(spec.model)
     except ValueError as error:
         raise DataError(str(error)) from error
+    if folder is None:
+        return None
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         remedy = "give the folder of a Hugging Face fast tokenizer"
         if spec.model.tokenizer is None:
             remedy = "set model.tokenizer to a folder with one, or give tokenised rows with columns.input_ids"
-        raise DataError(f"tokenizer.json not found in {uri}; {remedy}")
+        raise DataError(f"tokenizer.json not found in {spec.model.tokenizer or folder}; {remedy}")
     return folder
+
+
+def named_tokenizer(model: ModelSpec) -> Path | None:
+    """Return the folder of the tokenizer that a model's spec names, else that of its adapters, else its own.
+
+    Adapters were trained with the tokenizer in their folder, if it has one. Raises ValueError for an unsupported URI.
+    """
+    adapters = adapter_folder(model)
+    if model.tokenizer is not None:
+        return local_path(model.tokenizer)
+    if adapters is not None and any((adapters / name).is_file() for name in (*_VOCABULARIES, *_PARTS)):
+        return adapters
+    return model_folder(model)
 
 
 def _number(found: dict[str, Any]) -> Any:

@@ -14,11 +14,11 @@ from train_loop.model.families.after_head import Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.float8 import float8_linears
+from train_loop.model.folder import adapter_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import WeightSource, give_weights, weight_files
 from train_loop.model.lora.adapters import draw_adapters, lora_checks
 from train_loop.model.lora.base import DrawnWeights, base_sha256
-from train_loop.model.lora.peft_config import adapter_folder
 from train_loop.model.lora.stored import fill_adapters
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.passes import parallelize

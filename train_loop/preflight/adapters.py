@@ -6,7 +6,8 @@ from torch import nn
 
 from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import ModelError
-from train_loop.model.lora.peft_config import adapter_folder, other_base, read_adapter, with_adapter
+from train_loop.model.folder import adapter_folder
+from train_loop.model.lora.peft_config import other_base, read_adapter, with_adapter
 from train_loop.model.lora.stored import match_adapters
 from train_loop.preflight.fork_server import set_pointer
 from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable

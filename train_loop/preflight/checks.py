@@ -25,6 +25,7 @@ from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.data.read_results import answer_page
 from train_loop.errors import DataError
+from train_loop.model.embedding_rule import prompt_note
 from train_loop.plan import LargestRead, Preview, SampleCount
 from train_loop.preflight.adapters import read_settings
 from train_loop.preflight.call_sizes import measure_call
@@ -145,6 +146,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         problems += bad
+        prompts = None if problems or parent is not None else prompt_note(spec.model)
         # A run that goes on at the step of another has fewer steps left than its samples.
         count = None if problems or spec.training.optimizer_state is not None else _count(spec)
         # Own columns are not prepared.
@@ -157,7 +159,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "largest": largest and asdict(largest),
         "code": spec.code and spec.code.sha256,
         "lora": adapted.lora and adapted.lora.model_dump(mode="json"),
-        "notes": adapted.notes,
+        "notes": [*adapted.notes, *filter(None, [prompts])],
     }
 
 

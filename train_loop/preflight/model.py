@@ -11,6 +11,7 @@ from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import ModelError
 from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import check_rules
+from train_loop.model.embedding_rule import rule_problems
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import Examination, Family
@@ -61,6 +62,7 @@ def check_model(
         homes = match_folder(anatomy, folder).homes if folder is not None else {}
         check_rules(anatomy, [name for name, stored in homes.items() if stored])
         found = family.examine(anatomy, spec)
+        contradictions = [*rule_problems(spec)] if parent is None else []
     except MISTAKES as error:
         return shape, [Problem(pointer, message_of(error))]
     if problems := _failed((one.pointer, one.check) for one in lora_checks(anatomy, spec)):
@@ -69,6 +71,7 @@ def check_model(
     if problems := _adapter_problems(anatomy, spec, parent):
         return shape, problems
     problems = checkpoint_problems(anatomy, spec.model, parent, pointer) if parent is not None else []
+    problems += contradictions
     problems += tokenizer_problems(spec, policy, shape, parent) or _mask_problems(spec, anatomy)
     problems += _setting_problems(anatomy, found, spec)
     problems += _state_problems(anatomy, spec, policy)

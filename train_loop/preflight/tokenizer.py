@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from train_loop.data.prepare.encode import TextRules
+from train_loop.data.prepare.letter_case import check_letter_case
 from train_loop.data.prepare.sources import check_plain
 from train_loop.data.text.chat import check_chat_template, encode_whole, load_chat_templates
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
@@ -45,6 +46,7 @@ def tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape, par
         if folder is not None:
             tokenizer = load_tokenizer(str(folder), needs_eos=spec.model.ends_text)
             tokenizer.check_fits(shape.vocab)
+            check_letter_case(spec, tokenizer)
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
                 problems = _template_problems(data, policy, str(folder))
                 if problems:

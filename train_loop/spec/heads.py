@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from train_loop.spec.job import JobSpec
 
 CAUSAL_LM: Literal["causal_lm"] = "causal_lm"
+Pooling = Literal["last_token", "mean", "cls"]
 
 _MOST_LABELS = 10_000
 """An evaluation has three counts per label."""
@@ -65,10 +66,16 @@ class EmbeddingSpec(SpecModel):
     columns: ClassVar = ("anchor", "positive")
     metrics: ClassVar = ("eval_recall_at_1", "eval_recall_at_5")
     labels: ClassVar = 0
-    pooling: Literal["last_token", "mean", "cls"] = Field(
-        default="last_token", description="embedding of a text from the states of its tokens; cls: the first one's"
+    pooling: Pooling | None = Field(
+        default=None,
+        description="embedding of a text from the states of its tokens; cls: the first one's; null: as the model's "
+        "folder of sentence-transformers has it, else last_token",
     )
-    normalize: bool = Field(default=True, description="divide embeddings by their norms, so that scores are cosines")
+    normalize: bool | None = Field(
+        default=None,
+        description="divide embeddings by their norms, so that scores are cosines; null: as the model's folder of "
+        "sentence-transformers does, else true",
+    )
     temperature: float = Field(default=0.05, gt=0, description="divisor of the scores in the loss")
     group: int = Field(
         default=8,

@@ -32,6 +32,7 @@ from train_loop.code.use import with_own_code
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
+from train_loop.model.families.causal.embeddings import write_sentence_configs
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import Split, Unchanged
 from train_loop.model.lora.peft_config import WEIGHTS
@@ -128,6 +129,7 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
                 states.write(work, progress, shard_bytes=shard_bytes)
             if wish.form == "adapter":
                 write_tokenizer(source.spec, source.anatomy, source.tokenizer, work)
+                write_sentence_configs(source.anatomy.model, work)
             else:
                 write_texts(source.spec, source.anatomy, source.tokenizer, work, wish.dtype)
             if source.adapted is not None:

@@ -4,23 +4,21 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from train_loop.data.dataset import Dataset
-from train_loop.data.text.chat import load_chat_templates, read_template
-from train_loop.data.text.chat_template import REFUSED, ChatTemplate
+from train_loop.data.text.answer_ends import ends_of_answers
+from train_loop.data.text.chat import read_template
 from train_loop.data.text.tokenizer_files import TEMPLATES, load_with_transformers, tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.build import DTYPES
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import ExportFacts, SpecialTokens
-from train_loop.model.folder import model_folder
-from train_loop.run_dir import RunDir, local_path, read_whole, write_durably
+from train_loop.model.folder import model_folder, named_tokenizer
+from train_loop.run_dir import RunDir, read_whole, write_durably
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import read_input
 
@@ -28,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _OF_PROCESSORS = re.compile(r"(.*processor|.*preprocessor)_config\.json|chat_template\.json|.*\.spm")
 _SAFE_NAME = re.compile(r"\w[\w.-]*")
-_ANSWER = "Yes, I see."
 
 
 def write_run_configs(spec: JobSpec, run_dir: RunDir, folder: Path, *, dtype: str) -> None:
@@ -57,7 +54,7 @@ def write_tokenizer(
         if head is not None and head.reward is not None and tokens.pad is None:
             # Rewards were read before EOS at the end, which the preparation takes for padding, as TRL does.
             tokens = tokens._replace(pad=tokens.eos)
-        ends = ends_of_answers(spec, tokenizer, loaded)
+        ends = ends_of_answers(spec.data, str(tokenizer))
         write_template(spec, loaded, folder)
         name_class(folder, loaded)
     return tokens, ends
@@ -72,8 +69,7 @@ def tokenizer_of(spec: JobSpec, run_dir: RunDir) -> Path | None:
     if dataset.tokenizer is not None:
         return Path(dataset.tokenizer)
     # Tokenised data needs no tokenizer: export the model's own.
-    uri = spec.model.tokenizer or spec.model.path
-    return None if uri is None else local_path(uri)
+    return named_tokenizer(spec.model)
 
 
 def copy_text_files(tokenizer: Path | None, home: Path | None, folder: Path) -> None:
@@ -107,25 +103,6 @@ def write_template(spec: JobSpec, loaded: PreTrainedTokenizerBase, folder: Path)
         if _SAFE_NAME.fullmatch(name):
             (folder / TEMPLATES).mkdir(exist_ok=True)
             write_durably(folder / TEMPLATES / f"{name}.jinja", own[name])
-
-
-def ends_of_answers(spec: JobSpec, tokenizer: Path, loaded: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens with which the chat templates of a run end an answer; none for other runs.
-
-    They often differ from the tokenizer's EOS, and a model that was trained on chats ends its answers with them.
-    """
-    if not any(spec.data.columns_of(source).messages for source in spec.data.sources):
-        return []
-    templates = load_chat_templates(str(tokenizer), spec.data.chat_template).by_name.values()
-    found = [loaded.convert_tokens_to_ids(end) for template in templates for end in _end(template)]
-    return list(dict.fromkeys(found))
-
-
-def _end(template: ChatTemplate) -> Iterator[str]:
-    with suppress(*REFUSED):  # it needs another conversation
-        text = template.text([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": _ANSWER}])
-        if end := template.marker.match(text.rpartition(_ANSWER)[2]):
-            yield end[1]
 
 
 def _of_processors(home: Path | None) -> dict[str, bytes]:

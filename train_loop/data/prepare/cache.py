@@ -26,7 +26,7 @@ from train_loop.data.text.tokenizer_files import tokenizer_files
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.run_dir import read_whole
-from train_loop.spec import MASKED_LM, ColumnsSpec, DataSpec, JobSpec, SourceSpec
+from train_loop.spec import MASKED_LM, ColumnsSpec, DataSpec, JobSpec, LabelHeadSpec, SourceSpec
 
 FORMAT = 3
 """Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
@@ -170,7 +170,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     later |= {"add_bos": data.add_bos} if data.add_bos != "auto" and not columns.tokenised else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}
     head = spec.model.label_head
-    later |= {"head": head.model_dump(exclude_none=True)} if head is not None else {}
+    later |= {"head": _head_identity(head)} if head is not None else {}
     later |= {"head": MASKED_LM} if spec.model.masked and not columns.tokenised else {}
     later |= {"ends": "plain"} if _is_plain(spec) and not columns.tokenised else {}
     later |= (
@@ -193,6 +193,14 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "vocab": vocab if columns.tokenised or _has_more(spec, tokenizer, vocab) else None,
         }
     )
+
+
+def _head_identity(head: LabelHeadSpec) -> dict[str, Any]:
+    """Return the settings of a head. Pooling and normalisation do not change rows: fingerprints keep their defaults."""
+    found = head.model_dump(exclude_none=True)
+    if head.embedding is not None:
+        found["embedding"] = {"pooling": "last_token", "normalize": True} | found["embedding"]
+    return found
 
 
 def _is_plain(spec: JobSpec) -> bool:

@@ -36,6 +36,7 @@ from train_loop.data.prepare.cells import is_text
 from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit, check_rows, explain_cut
 from train_loop.data.prepare.largest_read import largest_read
+from train_loop.data.prepare.letter_case import check_letter_case
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
 from train_loop.data.prepare.rows import Piece, Row, cut, read_piece
@@ -274,7 +275,9 @@ def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report
 
     if folder.parent == cache:
         build_once(folder, train, is_whole=(folder / "tokenizer_config.json").is_file, report=report)
-    load_tokenizer(str(folder), needs_eos=spec.model.ends_text).check_fits(vocab)
+    loaded = load_tokenizer(str(folder), needs_eos=spec.model.ends_text)
+    loaded.check_fits(vocab)
+    check_letter_case(spec, loaded)
     return folder
 
 

@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from train_loop.data.text.answer_ends import ends_of_answers
 from train_loop.data.text.continuation import Continuation, Piece
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import ModelError
-from train_loop.model.folder import model_config, model_folder
+from train_loop.model.folder import adapter_folder, model_config, model_folder
 from train_loop.spec import InferJobSpec, ModelSpec
 from train_loop.system.input_files import read_input
 
@@ -36,7 +37,9 @@ class Ends:
         chosen = spec.infer.generation.stop_tokens
         if chosen is None:
             eos = None if loaded is None else loaded.end
-            chosen = stop_tokens_of(spec.model, eos, trained=spec.model.is_of_job)
+            chosen = stop_tokens_of(spec.model, eos)
+            if tokenizer is not None and spec.model.adapter is not None:
+                chosen = (*chosen, *ends_of_answers(spec.data, tokenizer))
         return cls(frozenset(chosen), spec.infer.generation.stop, loaded)
 
     def find(self, ids: Sequence[int], start: int) -> int | None:
@@ -82,15 +85,16 @@ class Ends:
         return Continuation(self.tokenizer)
 
 
-def stop_tokens_of(model: ModelSpec, eos: int | None, *, trained: bool = False) -> tuple[int, ...]:
+def stop_tokens_of(model: ModelSpec, eos: int | None) -> tuple[int, ...]:
     """Return the tokens that end an answer of a model, given its tokenizer's EOS. Raises ModelError.
 
     They are those of generation_config.json; without any, that of the tokenizer, or that of the model's config. A
-    model that was `trained` further has learnt to end with its tokenizer's EOS, too.
+    model that was trained further, by a job or with adapters, has learnt to end with its tokenizer's EOS, too. So has
+    one whose spec names another tokenizer.
     """
-    folder = model_folder(model)
-    stated = _listed(_generation_config(folder).get("eos_token_id")) if folder is not None else ()
-    if trained:
+    homes = [home for home in (model_folder(model), adapter_folder(model)) if home is not None]
+    stated = tuple(token for home in homes for token in _listed(_generation_config(home).get("eos_token_id")))
+    if model.is_of_job or model.adapter is not None or model.tokenizer is not None:
         stated += _listed(eos)
     return stated or _listed(eos) or _listed(model_config(model).get("eos_token_id"))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
+from train_loop.model.embedding_rule import EmbeddingRule
 from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
@@ -38,7 +39,7 @@ from train_loop.model.families.family import (
     fault_without_plan,
     rejecting,
 )
-from train_loop.spec import EmbeddingSpec, JobSpec, ModelSpec
+from train_loop.spec import JobSpec, ModelSpec
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
 _POSITIONS = re.compile(r"(^|\.)position_embeddings$")
@@ -213,11 +214,11 @@ def _measure_copy(model: Any, length: int) -> _Measured:
 
 
 @lru_cache(maxsize=64)
-def _measured(kind: Any, config: str, length: int, embedding: EmbeddingSpec | None) -> _Measured:
+def _measured(kind: Any, config: str, length: int, embedding: EmbeddingRule | None) -> _Measured:
     return compute_on_copy(kind, json.loads(config), partial(_measure, embedding=embedding), length=length)
 
 
-def _measure(model: Any, *, embedding: EmbeddingSpec | None) -> _Measured:
+def _measure(model: Any, *, embedding: EmbeddingRule | None) -> _Measured:
     model.row_embedding = embedding
     embed_rows(model)
     anatomy, watch, plain = MASKED.anatomy(model), HeadWatch(), _plain_tokens(model)

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from train_loop.errors import DataError, ModelError
+from train_loop.model.folder import adapter_folder
 from train_loop.model.load import Stored, read_headers
 from train_loop.model.lora.saved import OF_LABELS
 from train_loop.model.weight_map import PICKLES, some
-from train_loop.run_dir import local_path
 from train_loop.spec import AnyJobSpec, LoraSpec, ModelSpec, dump, load, with_lora
 from train_loop.system.input_files import read_input
 
@@ -93,14 +93,6 @@ def task_type(model: ModelSpec) -> str | None:
     if head.embedding is not None:
         return "FEATURE_EXTRACTION"
     return "SEQ_CLS" if head.pools else "TOKEN_CLS"
-
-
-def adapter_folder(model: ModelSpec) -> Path | None:
-    """Return the folder of model.adapter; None without one. Raises ModelError for an unsupported URI."""
-    try:
-        return None if model.adapter is None else local_path(model.adapter)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
 
 
 def other_base(model: ModelSpec) -> str | None:

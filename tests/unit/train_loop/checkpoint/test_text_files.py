@@ -19,12 +19,12 @@ from tests.support.builders.specs import TINY, may_read, spec
 from tests.support.tokenizers.random_folders import write_random_tokenizer
 from train_loop.checkpoint.export.text_files import (
     copy_text_files,
-    ends_of_answers,
     name_class,
     read_tokenizer,
     special_tokens,
     write_template,
 )
+from train_loop.data.text.answer_ends import ends_of_answers
 from train_loop.errors import DataError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.published import align, end_also_at, generation_config
@@ -208,10 +208,8 @@ def test_generation_of_a_chat_model_ends_where_its_answers_end(tmp_path: Path, t
     loaded: Any = read_tokenizer(tmp_path, required=True)
     loaded.add_tokens(["<extra 0>", "<extra 1>"])
     loaded.save_pretrained(tmp_path)
-    job = chats()
-    ends = ends_of_answers(job, tmp_path, loaded)
-    assert ends == ([] if end is None else [end])
-    assert ends_of_answers(spec(), tmp_path, loaded) == []
+    assert ends_of_answers(chats().data, str(tmp_path)) == ([] if end is None else [end])
+    assert ends_of_answers(spec().data, str(tmp_path)) == []
 
 
 def test_generation_ends_at_more_tokens() -> None:

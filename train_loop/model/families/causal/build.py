@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
+from train_loop.model.embedding_rule import embedding_rule
 from train_loop.model.families.anatomy import modules_of
 from train_loop.model.families.causal.config import SOURCE, read_config, stated, with_values
 from train_loop.model.families.causal.refused import check_encoder, check_language, check_layers, check_name
@@ -52,7 +53,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
             check_kind(hf_config)
         check_layers(hf_config)
         built = _on_meta(hf_config, DTYPES[spec.master_dtype], head, masked=is_encoder)
-        built.row_embedding = None if head is None else head.embedding
+        built.row_embedding = embedding_rule(spec)
         return built
 
     try:

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
+from train_loop.model.embedding_rule import EmbeddingRule
 from train_loop.model.families.causal.build import config_of, output_of
 from train_loop.run_dir import make_folder, write_durably
-from train_loop.spec import EmbeddingSpec
 
 _MODES = {"last_token": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 """Names of sentence-transformers for each pooling."""
 
 
-def embedding_of(model: nn.Module) -> EmbeddingSpec | None:
+def embedding_of(model: nn.Module) -> EmbeddingRule | None:
     """Return the rule by which a model embeds rows; None for models with a head."""
     return getattr(model, "row_embedding", None)
 
@@ -56,7 +56,7 @@ def _embed(model: Any, *, ends: Tensor | None = None, **arguments: Any) -> Any:
     return output_of(states if ends is None else _pooled(states, ends, model.row_embedding, part))
 
 
-def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec, part: Any) -> Tensor:
+def _pooled(states: Tensor, ends: Tensor, head: EmbeddingRule, part: Any) -> Tensor:
     """Return embeddings [B, H] of states [B, T/P, H] and whole rows' ends. A collective call of a part's ranks."""
     # A row of padding has no tokens: it gets its first state, and no weight in the loss.
     ends, width = ends.clamp(min=0), states.shape[1]
@@ -76,8 +76,11 @@ def _pooled(states: Tensor, ends: Tensor, head: EmbeddingSpec, part: Any) -> Ten
     return nn.functional.normalize(pooled.float(), dim=-1) if head.normalize else pooled
 
 
-def write_sentence_configs(model: Any, folder: Path, head: EmbeddingSpec) -> None:
+def write_sentence_configs(model: Any, folder: Path) -> None:
     """Write the files of sentence-transformers into an export, so that it embeds texts as the run did."""
+    head = embedding_of(model)
+    if head is None:
+        return
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if head.normalize else [])]
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}

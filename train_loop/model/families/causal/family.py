@@ -307,8 +307,7 @@ class Causal(Family):
     def write_configs(self, model: Model, folder: Path, facts: ExportFacts) -> None:
         """Write config.json and generation_config.json, or the files of sentence-transformers."""
         write_configs(model, config_of(model), folder, facts)
-        if (head := embedding_of(model)) is not None:
-            write_sentence_configs(model, folder, head)
+        write_sentence_configs(model, folder)
 
 
 CAUSAL = Causal()

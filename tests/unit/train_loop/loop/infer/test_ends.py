@@ -2,17 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.builders.specs import infer_spec
-from tests.support.tokenizers.chats import write_tokenizer
+from tests.support.ranks.peft_folders import write_parts
+from tests.support.tokenizers.chats import BARE, CHATML, user, write_tokenizer
+from train_loop.data.prepare.encode import TextRules, encode_rows
+from train_loop.data.prepare.packing import Document
+from train_loop.data.prepare.rows import Row
 from train_loop.data.text.tokenizer import load_tokenizer
-from train_loop.errors import ModelError
+from train_loop.errors import DataError, ModelError
 from train_loop.loop.infer.ends import Ends, stop_tokens_of
-from train_loop.spec import parse_any
+from train_loop.model.folder import tokenizer_folder
+from train_loop.spec import InferJobSpec, parse_any
 
 
 def test_row_ends_at_the_first_stop_token_or_text(tmp_path: Path) -> None:
@@ -72,7 +78,61 @@ def test_default_stop_tokens_are_of_the_generation_config_then_the_tokenizer_the
     assert stop_tokens_of(model, 5) == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert stop_tokens_of(model, 5) == (9,)
-    assert stop_tokens_of(model, 5, trained=True) == (9, 5)
+    named = model.model_copy(update={"tokenizer": "/other"})
+    assert stop_tokens_of(named, 5) == (9, 5), "its model may have been trained with this tokenizer"
+    assert stop_tokens_of(model.model_copy(update={"job": "job-a"}), 5) == (9, 5)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):
         stop_tokens_of(model, 5)
+
+
+def adapters_job(folder: Path, **model: Any) -> InferJobSpec:
+    """Return a job that generates from a base with EOS 1, and adapters with another tokenizer and template."""
+    base, adapters = folder / "base", folder / "adapters"
+    if not base.exists():
+        write_tokenizer(base, template=BARE)
+        (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        (base / "generation_config.json").write_text('{"eos_token_id": 1}')
+        write_tokenizer(write_parts(adapters), template=CHATML, eos="<eos>")
+    found = parse_any(
+        infer_spec(
+            model={"path": str(base), "config": None, "adapter": str(adapters)} | model,
+            data={"columns": {"messages": "m"}},
+            infer={"output": "generate"},
+        )
+    )
+    assert isinstance(found, InferJobSpec)
+    return found
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_adapters_answer_by_the_tokenizer_of_their_folder(tmp_path: Path, named: bool) -> None:
+    job = adapters_job(tmp_path)
+    if named:
+        job = adapters_job(tmp_path, tokenizer=str(tmp_path / "adapters"))
+    folder = tokenizer_folder(job.run)
+    assert folder == tmp_path / "adapters"
+    tokenizer = load_tokenizer(str(folder))
+    turn = tokenizer.tokenizer.token_to_id("<|im_end|>")
+    assert tokenizer.eos != turn
+    assert Ends.of(job, str(folder)).tokens == {1, tokenizer.eos, turn}, "the base's, theirs, and the template's"
+    rules = TextRules.of_spec(job.run, folder)
+    (found,) = encode_rows([Row(0, {"m": [user("Hi?")]})], job.data.columns, vocab=400, rules=rules)
+    assert isinstance(found, Document)
+    peer: Any = AutoTokenizer.from_pretrained(folder)
+    assert found.input_ids.tolist() == peer.apply_chat_template([user("Hi?")], add_generation_prompt=True)["input_ids"]
+
+
+def test_adapters_without_a_tokenizer_answer_by_that_of_the_base(tmp_path: Path) -> None:
+    job = adapters_job(tmp_path)
+    for file in (tmp_path / "adapters").iterdir():
+        if not file.name.startswith("adapter_"):
+            file.unlink()
+    assert tokenizer_folder(job.run) == tmp_path / "base"
+    (tmp_path / "adapters" / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json not found in .*adapters; set model\.tokenizer to a folder with"
+    ):
+        tokenizer_folder(job.run)
+    other = adapters_job(tmp_path, tokenizer=str(tmp_path / "base"))
+    assert tokenizer_folder(other.run) == tmp_path / "base", "a tokenizer that the spec names is used"
