@@ -7,7 +7,6 @@ on the form of the package: folder, wheel or zip file.
 import hashlib
 import io
 import os
-import shutil
 import stat
 import tempfile
 import unicodedata
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from train_loop.code.cleanup import hold, is_private, remove, remove_unused
 from train_loop.errors import ModelError
 from train_loop.run_dir import local_path
 from train_loop.spec.text.printable import hidden_character
@@ -78,22 +78,29 @@ def read_zipped(data: bytes, uri: str) -> Package:
     return _package(uri, _from_zip(uri, data))
 
 
+def code_home() -> Path:
+    """Return the folder of this user's unpacked packages on this host."""
+    return Path(tempfile.gettempdir()) / f"trainshed-code-{os.getuid()}"
+
+
 def unpacked(sha256: str) -> Path:
     """Return the folder into which `unpack` puts the package with a SHA-256."""
-    return Path(tempfile.gettempdir()) / f"trainshed-code-{os.getuid()}" / sha256
+    return code_home() / sha256
 
 
 def unpack(package: Package) -> Path:
     """Return a folder with the files of a package that only this user can open.
 
-    All processes of the user share it. Its content is compared with the package before each use.
+    All processes of the user share it. Its content is compared with the package before each use, and it stays until
+    this process ends. Packages that no process uses are removed if there are newer ones.
     """
     folder = unpacked(package.sha256)
     home = folder.parent
     home.mkdir(mode=0o700, exist_ok=True)
-    found = home.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not is_private(home):
         raise PermissionError(f"{home} is not a folder of this user alone; remove it")
+    hold(folder)
+    remove_unused(home)
     if _holds(folder, package):
         return folder
     work = Path(tempfile.mkdtemp(dir=home))
@@ -104,7 +111,7 @@ def unpack(package: Package) -> Path:
             folder.rename(home / f"old-{uuid.uuid4().hex}")
         work.rename(folder)
     except OSError:
-        _remove(work)
+        remove(work)
         # Another process of this user may have been faster.
         if not _holds(folder, package):
             raise
@@ -124,12 +131,6 @@ def _write(package: Package, folder: Path) -> None:
 
 def _folders(folder: Path) -> list[Path]:
     return [folder, *(place for place in folder.rglob("*") if place.is_dir())]
-
-
-def _remove(folder: Path) -> None:
-    for place in _folders(folder):
-        place.chmod(0o755)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _holds(folder: Path, package: Package) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from train_loop.code.cleanup import hold
 from train_loop.code.keep import check_code_allowed, keep_package
 from train_loop.code.load import OwnCode, load_code
 from train_loop.code.package import unpack, unpacked
@@ -37,4 +38,6 @@ def with_own_code(spec: S, run_dir: RunDir) -> S:
 def own_code(spec: CodeSpec) -> OwnCode:
     """Import the functions of code that `with_own_code` has unpacked. Raises ModelError."""
     assert spec.sha256 is not None, "with_own_code gives the spec its SHA-256"
-    return load_code(spec, unpacked(spec.sha256))
+    folder = unpacked(spec.sha256)
+    hold(folder)
+    return load_code(spec, folder)

@@ -49,6 +49,8 @@ _TRAINING = {**dict.fromkeys(STARTED, WorkerStatus.YES), "workers_lost": WorkerS
 _READY = {**dict.fromkeys(("workers_ready", *STARTED), True), "workers_lost": False, "moving": False}
 _WINDOW = 1 << 18
 """Bytes per read. A longer line of a log is returned in parts."""
+_LONGEST_LINE = 1 << 24
+"""Bytes of a JSON line; a longer one is read in parts, of which none is JSON, so that memory is bounded."""
 _CACHED_READERS = 1024
 """Maximum number of runs whose summary is cached."""
 
@@ -260,7 +262,7 @@ def _next_lines(path: Path, place: LogOffset, *, in_pieces: bool) -> tuple[tuple
         return (), False
     window = read_appended(path, after, length)
     while b"\n" not in window and len(window) == length:
-        if in_pieces:
+        if in_pieces or length >= _LONGEST_LINE:
             return (LogLine(window.decode(errors="replace"), replace(place, offset=after + length)),), True
         length *= 4
         window = read_appended(path, after, length)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ _END_SECONDS = 2.0
 _LISTENER_SECONDS = 2.0
 _MOST_ANSWERS = 10_000
 _BEAT_SECONDS = 15.0
+_THREADS = 4
+"""Threads that read for all streams: others' requests do not wait behind hundreds of streams that begin at once."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class ReadCache:
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, tuple[float, Any]] = {}
+        self._threads = anyio.CapacityLimiter(_THREADS)
 
     async def get(self, key: Hashable, call: Callable[[], T], *, seconds: float) -> T:
         """Return the result of a call, cached for `seconds`. While it is refreshed, others get the previous result."""
@@ -138,6 +142,10 @@ class ReadCache:
             self._answers[key] = now, answer
         found: T = answer
         return found
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Return the result of a read in one of the few threads of all streams."""
+        return await anyio.to_thread.run_sync(call, limiter=self._threads)
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ class LogStream:
                 # Taken before the read, so that a line written meanwhile changes it.
                 mark = await self.read_cache.get((run_dir, what), self.reader.mark, seconds=_POLL_SECONDS / 2)
                 if mark != read or over:
-                    batch = await run_in_threadpool(self.reader.read, place)
+                    batch = await self.read_cache.read(partial(self.reader.read, place))
             except StorageAway:
                 # The stream continues once storage is back, also to the end of a job that has finished meanwhile.
                 mark, over = read, False

@@ -11,6 +11,8 @@ import typer
 from pydantic import BaseModel
 
 from service.config.settings import Settings
+from train_loop.code.cleanup import remove_unused
+from train_loop.code.package import code_home
 from trainshed.cli.connect import load_settings
 from trainshed.cli.exit_codes import fail
 from trainshed.cli.options import AsJson
@@ -87,6 +89,7 @@ def down(as_json: AsJson = False) -> None:
     answer = Down(home=str(config.home), pid=running.address.pid if running else None, stopped=running is not None)
     if running is not None:
         _stop(running, _DOWN_SECONDS + config.stop_seconds)
+        remove_unused(code_home(), keep=0)
     if as_json:
         show_json(answer)
         return

@@ -1,5 +1,6 @@
 """Many followers of one run: they share disk reads, and each receives every line."""
 
+import json
 import math
 import threading
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from starlette.concurrency import run_in_threadpool
 
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import LogChunk, LogLine, LogOffset, LogSource
@@ -81,3 +83,60 @@ def test_waiting_followers_share_disk_reads_and_receive_every_line(tmp_path: Pat
     assert calls["mark"] <= 4 * calls["seconds"] + 4, "all followers share four checks per second"
     assert calls["listener"] <= calls["seconds"] / 2 + 1, "all followers share one check of their key"
     assert "tail" not in calls, "without new lines, followers read nothing"
+
+
+class HeldRunDirs(LocalRunDirs):
+    """Run directories whose reads wait until they are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released, self.reading, self.most = threading.Event(), 0, 0
+
+    def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
+        self.reading += 1
+        self.most = max(self.most, self.reading)
+        self.released.wait(60)
+        self.reading -= 1
+        return super().tail(run_dir, what, place)
+
+
+def test_streams_that_begin_at_once_leave_threads_to_other_requests(tmp_path: Path) -> None:
+    JsonLines(RunDir(tmp_path).attempt(1).events, attempt=1).append(event="first")
+    dirs, cache, ended = HeldRunDirs(), ReadCache(), threading.Event()
+    ended.set()
+
+    async def follow() -> None:
+        reader = Reader(dirs, tmp_path.as_uri(), LogSource("events"))
+        stream = LogStream(reader, ended.is_set, threading.Event(), Subscriber("key-1", lambda: True), cache)
+        assert [entry async for entry in stream.follow(LogOffset())][-1] is Signal.END
+
+    async def run_all() -> None:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                for _ in range(100):
+                    group.start_soon(follow)
+                while not dirs.reading:
+                    await anyio.sleep(0.01)
+                for _ in range(20):
+                    await run_in_threadpool(int)
+                dirs.released.set()
+
+    anyio.run(run_all)
+    assert dirs.most <= 4
+
+
+def test_json_line_beyond_the_limit_is_skipped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.adapters.storage.run_dirs._LONGEST_LINE", 1 << 20)
+    attempt = RunDir(tmp_path).attempt(1)
+    lines = JsonLines(attempt.events, attempt=1)
+    lines.append(event="first")
+    with attempt.events.open("a") as file:
+        file.write("x" * (5 << 20) + "\n")
+    lines.append(event="last")
+    dirs, place, longest, found = LocalRunDirs(), LogOffset(1), 0, list[str]()
+    while (chunk := dirs.tail(tmp_path.as_uri(), LogSource("events"), place)).entries:
+        place = chunk.entries[-1].after
+        longest = max(longest, *(len(entry.text) for entry in chunk.entries))
+        found += [entry.text for entry in chunk.entries if "event" in entry.text]
+    assert [json.loads(text)["event"] for text in found] == ["first", "last"]
+    assert longest <= 1 << 20

@@ -90,6 +90,7 @@ OTHERS = {
     "train_loop/run.py:main": "an argument of the command",
     "train_loop/weights": "inputs, in a process with few rights",
     "train_loop/code/package.py": "packages",
+    "train_loop/code/cleanup.py": "packages",
     "train_loop/code/load.py": "packages",
     "train_loop/model": "inputs",
     "train_loop/parallel": "no files",
