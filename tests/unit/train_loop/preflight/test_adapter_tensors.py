@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.builders.any_size import MOE
+from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
 from tests.support.ranks.peft_folders import write_parts
@@ -52,6 +53,28 @@ def test_tensors_that_do_not_match_are_refused_by_name(tmp_path: Path) -> None:
         "over: base_model.model.x.lora_A.weight [2, 32]; wrong shape: base_model.model.lm_head.weight is [3, 4], "
     ) in str(error.value)
     assert f"no floats: base_model.model.{layer}.lora_B.weight has dtype I8; give the folder of" in str(error.value)
+
+
+def test_adapters_above_random_weights_that_no_file_has_are_refused(tmp_path: Path) -> None:
+    """As those of heads of encoders that earlier versions exported."""
+    model = adapted({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
+    tensors = tensors_of(model)
+    tensors["lm_head.lora_A.weight"] = tensors.pop("lm_head.weight")[:2]
+    with pytest.raises(ModelError) as error:
+        match_adapters(model, read_adapter(write_parts(tmp_path, tensors)))
+    assert str(error.value).endswith(
+        "its adapters are above weights of lm_head that were random and are in no file, so that their outputs cannot "
+        "be computed again; train adapters anew"
+    )
+
+
+def test_buffers_of_modules_that_are_trained_whole_are_read(tmp_path: Path) -> None:
+    model = adapted({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}, **small("glm4_moe"))
+    buffers = {name: one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert buffers
+    stored = {name: torch.ones(one.shape) for name, one in buffers.items()}
+    homes = match_adapters(model, read_adapter(write_parts(tmp_path, tensors_of(model) | stored)))
+    assert homes.keys() == trained_parameters(model).keys() | buffers.keys()
 
 
 def test_experts_of_an_older_peft_are_turned_by_their_shapes(tmp_path: Path) -> None:
