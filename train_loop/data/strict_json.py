@@ -7,6 +7,9 @@ from codecs import BOM_UTF8
 from collections import Counter
 from typing import Any
 
+ONE_LINE = "write each row as one object in one line"
+LINES_OF_LIST = f"{ONE_LINE}, as `jq -c '.[]'` writes the objects of a list"
+
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object with these keys. Raises ValueError for a key that it has twice, as either value may be meant."""
@@ -40,10 +43,8 @@ def read_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant, parse_float=_read_float)
     except json.JSONDecodeError as error:
-        # The error's own text contains a line number, which is always 1.
-        several = text.strip() in ("[", "{")
-        hint = "; write each row as one object in one line, not a list or several lines" if several else ""
-        raise ValueError(f"{error.msg.removesuffix(' at')} at column {error.colno}{hint}") from error
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"{error.msg.removesuffix(' at')} at {line}column {error.colno}{_hint(text)}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply; write it with fewer levels") from error
     except ValueError as error:
@@ -54,12 +55,19 @@ def read_json(text: str) -> Any:
         raise
 
 
+def _hint(text: str) -> str:
+    """Return a remedy for the first line of a file that is not JSON lines."""
+    if text.startswith("["):
+        return f"; {LINES_OF_LIST}"
+    return f"; {ONE_LINE}" if text.strip() == "{" else ""
+
+
 def read_line(line: bytes) -> Any:
     """Return the value of a JSON line, which may begin with a byte order mark. Raises ValueError with the fault."""
     if b"\0" in line:
         raise ValueError("the line has null bytes, as UTF-16 has; save the file as UTF-8")
     try:
         # As json does: a lone surrogate makes only the value bad that contains it.
-        return read_json(line.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
+        return read_json(line.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error

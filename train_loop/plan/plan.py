@@ -10,6 +10,7 @@ from train_loop.plan.memory.term import MemoryTerm
 from train_loop.plan.memory.worker import inference_terms, training_terms
 from train_loop.plan.mesh import MeshPlan, check_efsdp, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.model.shape import ModelShape
+from train_loop.plan.plan_warnings import plan_warnings
 from train_loop.plan.tree import ReductionTree, plan_tree
 from train_loop.spec import AnyJobSpec, JobSpec, Problem, SpecError
 
@@ -63,7 +64,7 @@ def plan_job(job: AnyJobSpec, shape: ModelShape) -> Plan:
         raise SpecError(problems)
     memory = training_terms(spec, shape, mesh, tree) if job.trains else inference_terms(spec, shape, mesh)
     averaged = averaged_bytes(spec, shape.shared(tp=mesh.tp, ep=mesh.ep), mesh) if job.trains else 0
-    return Plan(mesh, batch, shape, memory, _warnings(spec, shape), tree, averaged)
+    return Plan(mesh, batch, shape, memory, plan_warnings(spec, shape), tree, averaged)
 
 
 def mesh_of(spec: JobSpec) -> MeshPlan:
@@ -198,50 +199,3 @@ def _stop_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
         Problem(pointer, f"token {token} is outside of the model's vocabulary of {shape.vocab}; remove it")
         for token in absent
     ]
-
-
-def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
-    return *shape.notes, *_of_memory(spec, shape), *_of_float8(spec), *_of_micro_batches(shape)
-
-
-def _of_micro_batches(shape: ModelShape) -> tuple[str, ...]:
-    if not shape.loss_depends_on_micro_batch:
-        return ()
-    return (
-        "the loss of routers is a mean over a micro-batch of all workers (router_aux_loss.scope=micro): another number "
-        "of workers, or another size of micro-batches, trains another loss; set router_aux_loss.scope: sequence to "
-        "avoid it",
-    )
-
-
-def _of_float8(spec: JobSpec) -> tuple[str, ...]:
-    chosen = spec.strategy.float8
-    if chosen is None or spec.scaling.resources_per_worker.get("GPU"):
-        return ()
-    return (
-        f"float8={chosen} is emulated on CPUs: operands are rounded to float8 and multiplied in fp32, which takes more "
-        "time than without float8",
-    )
-
-
-def _of_memory(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
-    if shape.known:
-        return ()
-    if spec.code is not None:
-        return _warnings_of_code(shape)
-    counted = shape.active is not None or not spec.model.compile
-    if (counted and shape.kept is not None) or (shape.active is not None and shape.is_measured):
-        # Counted in a call of the model, as the formula says.
-        return ()
-    if shape.is_measured:
-        return (f"model_type={shape.model_type}: activations are estimated from a call without values",)
-    what = "memory is" if shape.counts is None else "activations are"
-    return (f"model_type={shape.model_type}: {what} estimated as for a dense decoder with a gated MLP",)
-
-
-def _warnings_of_code(shape: ModelShape) -> tuple[str, ...]:
-    call = shape.call
-    if call is None or call.problem is not None:
-        why = "" if call is None else f", because it cannot be called without values ({call.problem})"
-        return (f"own code: its activations are not part of the memory estimate{why}",)
-    return ("own code: activations are estimated from a call of its first rows without values",)

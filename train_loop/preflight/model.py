@@ -140,6 +140,7 @@ def _counted(shape: ModelShape, anatomy: Anatomy, found: Examination, spec: JobS
         whole_scores=found.whole_scores,
         kept=kept,
         tiles=_can_tile(anatomy, repeated, spec),
+        rotated=found.rotated,
         loss_depends_on_micro_batch=anatomy.experts is not None
         and anatomy.experts.loss_depends_on_micro_batch(spec.training),
         float8=float8_linears(anatomy, repeated, spec) if spec.strategy.float8 is not None else None,

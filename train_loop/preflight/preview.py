@@ -20,6 +20,7 @@ from train_loop.data.text.messages import Conversation, has_text_arguments, read
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.plan import Preview
+from train_loop.preflight.wasted import trains, unused_columns, why_untrained
 from train_loop.spec import ColumnsSpec, JobSpec, LabelHeadSpec, SourceSpec
 
 PREVIEWED_SOURCES = 8
@@ -42,8 +43,10 @@ class _FirstRows:
     places: list[Place]
     encoded: list[Encoded]
     fit: Fit
+    files: list[SourceFile]
     are_all: bool
     """Whether the source has no other rows."""
+    columns: ColumnsSpec
 
     @cached_property
     def fitted(self) -> list[tuple[Document, Fate]]:
@@ -54,6 +57,17 @@ class _FirstRows:
     def documents(self) -> list[Document]:
         """The documents that become samples."""
         return [document for document, _ in self.fitted if len(document.input_ids)]
+
+    @property
+    def wasted(self) -> list[str]:
+        """The reason of each good row with tokens that trains nothing, unless it is dropped as too long."""
+        each = zip(self.rows, self.encoded, strict=True)
+        good = [(row, found) for row, found in each if not isinstance(found, BadRow)]
+        return [
+            why_untrained(row, self.columns, cut=found.longest > self.fit.length)
+            for (row, found), (document, fate) in zip(good, self.fitted, strict=True)
+            if len(found.input_ids) and fate != "dropped" and not trains(document, self.columns)
+        ]
 
     @property
     def bad(self) -> list[tuple[Place, str]]:
@@ -84,9 +98,7 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     check_rows(first.encoded, first.places, first.fit, skip=spec.data.on_bad_rows == "skip")
     notes = list(_row_notes(first))
     boundaries = None if rules is None else _boundaries(first, rules)
-    if first.are_all and not first.documents:
-        reason = "; ".join(notes) or "all rows are empty"
-        raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
+    _check_some_train(first, name, "; ".join(notes))
     if rules is None and not columns.tokenised and not first.bad:
         return None
     without = rules is None or rules.plain or columns.messages or columns.label or columns.sequences
@@ -112,10 +124,20 @@ def preview_source(spec: JobSpec, source: SourceSpec) -> Preview | None:
     )
 
 
+def _check_some_train(first: _FirstRows, name: str, reason: str) -> None:
+    """Raise DataError if no row is left, or if none trains anything and none is too long, which hides what it has."""
+    if first.are_all and not first.documents:
+        reason = reason or "all rows are empty"
+        raise DataError(f"{name} holds no tokens: {reason}; an empty dataset cannot be trained on")
+    if first.wasted and not first.long and not any(trains(one, first.columns) for one in first.documents):
+        raise DataError(f"none of the first {len(first.rows)} rows of {name} trains anything: {reason}; correct them")
+
+
 def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) -> _FirstRows:
     """Return the first rows of a source; without `rules`, rows of text are only judged."""
     columns, vocab = spec.data.columns_of(source), model_shape(spec.model).vocab
-    placed, are_all = _first_rows(source, columns)
+    files = list_files(source)
+    placed, are_all = _first_rows(files, columns)
     rows = [row for _, row in placed]
     if rules is None and not columns.tokenised:
         head = spec.model.label_head
@@ -123,7 +145,7 @@ def _encode_first(spec: JobSpec, source: SourceSpec, rules: TextRules | None) ->
     else:
         encoded = encode_rows(rows, columns, vocab=vocab, rules=rules, head=spec.model.label_head)
     fit = Fit.of(spec, columns, rules)
-    return _FirstRows(rows, [place for place, _ in placed], encoded, fit, are_all)
+    return _FirstRows(rows, [place for place, _ in placed], encoded, fit, files, are_all, columns)
 
 
 def _boundaries(first: _FirstRows, rules: TextRules) -> Boundaries:
@@ -136,7 +158,7 @@ def _boundaries(first: _FirstRows, rules: TextRules) -> Boundaries:
 
 def _row_notes(first: _FirstRows) -> Iterator[str]:
     """Yield a sentence for each kind of row that is left out or cut."""
-    of_rows, untrained = f"of the first {len(first.rows)} rows", first.count("untrained")
+    of_rows, wasted = f"of the first {len(first.rows)} rows", first.wasted
     for place, reason in first.bad[:1]:
         (where,) = locate([place])
         yield f"{len(first.bad)} {of_rows} cannot be trained on and are skipped, the first because {where}: {reason}"
@@ -144,13 +166,15 @@ def _row_notes(first: _FirstRows) -> Iterator[str]:
         fates = {"truncate": "are truncated to it, so their ends are not trained", "truncate_left": "lose their starts"}
         fate = fates.get(first.fit.rule, "are dropped")
         yield f"{first.long} {of_rows} are longer than sequence_length={first.fit.length} and {fate}; see on_long_rows"
-    if untrained:
-        yield f"{untrained} {of_rows} have no token that is trained and are dropped"
+    if wasted:
+        dropped = " and are dropped" if first.fit.drops_untrained else ""
+        yield f"{len(wasted)} {of_rows} have no token that is trained{dropped}, the first because {wasted[0]}"
+    yield from unused_columns(first.files, first.columns, first.rows)
 
 
-def _first_rows(source: SourceSpec, columns: ColumnsSpec) -> tuple[list[tuple[Place, Row]], bool]:
+def _first_rows(files: Sequence[SourceFile], columns: ColumnsSpec) -> tuple[list[tuple[Place, Row]], bool]:
     """Return the first rows of the first files, up to a limit of number and size, and whether these are all rows."""
-    found, room, files = list[tuple[Place, Row]](), _MOST_CHARACTERS, list_files(source)
+    found, room = list[tuple[Place, Row]](), _MOST_CHARACTERS
     for place, row in _all_rows(files, columns):
         room -= sum(_size(row.values[name]) for name in columns.names if name in row.values)
         if room < 0 or len(found) == _ROWS:

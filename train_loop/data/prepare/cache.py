@@ -74,11 +74,21 @@ def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
         part = find_part(spec, source, tokenizer, cache)
         if part is None:
             raise DataError(
-                f"{source} is not prepared in {cache}; run .venv/bin/python -m train_loop.prepare with the same spec "
-                "first"
+                f"{source} is not prepared in {cache}{_always_prepared(spec, source)}; run .venv/bin/python -m "
+                "train_loop.prepare with the same spec first"
             )
         parts.append(part)
     return join(spec, parts, tokenizer)
+
+
+def _always_prepared(spec: JobSpec, source: Source) -> str:
+    """Return the reason why tokenised rows of a source are never read directly, in brackets; empty if they may be."""
+    head = spec.model.label_head
+    if source.columns.token_ids:
+        return " (token ids of pairs are always prepared)"
+    if source.columns.tokenised and head is not None and head.names:
+        return " (names of classes are always prepared)"
+    return ""
 
 
 def find_part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path) -> Part | None:

@@ -191,6 +191,12 @@ def is_binary(kind: pa.DataType) -> bool:
     return bool(views or types.is_binary(kind) or types.is_large_binary(kind))
 
 
+def holds_text(field: pa.Field) -> bool:
+    """Return whether a column has text, lists or objects."""
+    kind = plain_type(field.type)
+    return _is_text(kind) or _is_nested(kind)
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Return whether a type is a list in any layout."""
     views = types.is_list_view(kind) or types.is_large_list_view(kind)

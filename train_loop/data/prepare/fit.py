@@ -16,6 +16,7 @@ from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, JobSpec
 from train_loop.spec.data import LongRows
 
+_OF_ONE_ROW = "correct the row, or set on_bad_rows: skip"
 Fate = Literal["whole", "long", "dropped", "untrained"]
 """whole: unchanged; long: split or truncated; dropped: too long; untrained: dropped because no token is trained."""
 
@@ -112,9 +113,14 @@ def _cut(document: Document, part: slice | NDArray[np.int64]) -> Document:
 
 def check_rows(encoded: Sequence[Encoded], places: Sequence[Place], fit: Fit, *, skip: bool) -> None:
     """Raise DataError for the first row that ends the job: a bad row, unless these are skipped, or one too long."""
+    all_bad = len(encoded) > 1 and all(isinstance(row, BadRow) for row in encoded)
+    of_all = (
+        f"none of the {len(encoded)} rows read with it can be trained on: correct data.columns, or convert the rows"
+    )
+    remedy = of_all if all_bad else _OF_ONE_ROW
     for row, place in zip(encoded, places, strict=True):
         if isinstance(row, BadRow) and not skip:
-            raise DataError(f"{_where(place)}: {row.reason}; correct the row, or set on_bad_rows: skip")
+            raise DataError(f"{_where(place)}: {row.reason}; {remedy}")
     for row, place in zip(encoded, places, strict=True):
         if not isinstance(row, BadRow) and fit.refuses(row):
             raise DataError(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from train_loop.data.files import chunks, open_file, report_damage
 from train_loop.data.prepare.columns import BadCell, check_names, check_schema, read_cells
 from train_loop.data.prepare.sources import SourceFile
-from train_loop.data.strict_json import read_line
+from train_loop.data.strict_json import LINES_OF_LIST, ONE_LINE, read_line
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -132,6 +132,11 @@ def _footer(file: SourceFile) -> Any:
         return pq.ParquetFile(opened).metadata
 
 
+def schema_of(file: SourceFile) -> pa.Schema:
+    """Return the columns of a Parquet file. Raises DataError for invalid Parquet."""
+    return _footer(file).schema.to_arrow_schema()
+
+
 def is_empty(file: SourceFile) -> bool:
     """Return whether a file has no rows. Raises DataError if its content does not have its format."""
     if not file.size or file.format == "text":
@@ -226,7 +231,7 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     except ValueError as error:
         return Row(place, {}, f"invalid JSON: {error}")
     if not isinstance(values, dict):
-        return Row(place, {}, "not a JSON object; write each row as one object in one line")
+        return Row(place, {}, f"not a JSON object; {LINES_OF_LIST if isinstance(values, list) else ONE_LINE}")
     missing = next((name for name in columns.names if name not in values and name != columns.tools), None)
     if missing is not None:
         return Row(place, {}, f"{_NO_COLUMN} {missing!r}; it has {', '.join(values)}")

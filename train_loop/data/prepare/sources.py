@@ -8,6 +8,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from train_loop.data.files import File, file_system, is_gone, is_local, split_glob
+from train_loop.data.strict_json import LINES_OF_LIST
 from train_loop.errors import DataError
 from train_loop.run_dir import ReadPolicy, local_path
 from train_loop.spec import JobSpec, SourceSpec, check_source
@@ -166,6 +167,15 @@ def _stdlib_parts() -> list[str]:
     return [str(part) for part in parts if not _hides(part.name, (".", "_"))]
 
 
+def _remedy(name: str) -> str:
+    """Return how to use a file of another format, by its name."""
+    if name.endswith(".json"):
+        return f"set format: jsonl if each line is an object, else {LINES_OF_LIST}"
+    if name.endswith((".csv", ".tsv")):
+        return "convert it to Parquet, as the guide of data shows, or set its format field"
+    return "set its format field"
+
+
 def _describe(file: File, wanted: str) -> SourceFile:
     stem, ending = os.path.splitext(file.name.lower())
     codec = _CODECS.get(ending)
@@ -173,7 +183,8 @@ def _describe(file: File, wanted: str) -> SourceFile:
     if kind is None:
         raise DataError(
             f"{file.uri} has an unknown ending; expected one of {', '.join(_ENDINGS)}, optionally followed by "
-            f"{', '.join(_CODECS)}; set its format field, or select other files by a glob, such as /data/*.jsonl"
+            f"{', '.join(_CODECS)}; {_remedy(stem if codec else file.name.lower())}, or select other files by a glob, "
+            "such as /data/*.jsonl"
         )
     if codec and kind == "parquet":
         raise DataError(f"{file.uri} is Parquet inside {codec}; decompress it, as Parquet has its own compression")

@@ -177,6 +177,10 @@ def _problem(message: Any) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role is not None and not isinstance(role, str):
         return f"must have text as role, not {role!r:.60}"
+    if role is None and {"from", "value"} <= message.keys():
+        return (
+            "has from and value, as in ShareGPT; rename them to role and content, human to user, and gpt to assistant"
+        )
     if role is None:
         return f"must have a role, but has {', '.join(message) or 'no keys'}"
     if not isinstance(message.get("tool_calls") or [], list):

@@ -70,6 +70,8 @@ class Examination:
     """
     held: Callable[[], Mapping[int, int]] = dict
     """Count the values of each parameter that one of the ranks that share layers has, by id; empty without them."""
+    rotated: int | None = None
+    """Positions that the config states for rotations of queries and keys; None for models without them."""
     unused: frozenset[Tensor] = frozenset()
     """Parameters that no row of text uses, so that they get no gradient."""
     prepare: Callable[[nn.Module], None] = lambda model: None

@@ -21,6 +21,7 @@ from train_loop.model.families.causal.embeddings import embed_rows, embedding_of
 from train_loop.model.families.causal.experts import check_experts, check_no_experts
 from train_loop.model.families.causal.family import Causal
 from train_loop.model.families.causal.heads import has_labels
+from train_loop.model.families.causal.positions import rotated_positions
 from train_loop.model.families.causal.probe import choose_language
 from train_loop.model.families.causal.refused import check_fields, check_padding_token
 from train_loop.model.families.causal.small_copy import (
@@ -98,7 +99,10 @@ class Masked(Causal):
             *check_experts(anatomy.model, None, spec),
         )
         unused = named_in_any_layer(anatomy.model, found.unused)
-        return Examination({}, after_head, settings, sees_whole_rows=True, unused=unused, prepare=choose_language)
+        rotated = rotated_positions(config_of(anatomy.model))
+        return Examination(
+            {}, after_head, settings, sees_whole_rows=True, rotated=rotated, unused=unused, prepare=choose_language
+        )
 
     def fit_positions(self, model: nn.Module, *, part: int, parts: int) -> None:
         """Do nothing: the spec has refused parts of sequences."""

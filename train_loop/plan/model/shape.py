@@ -50,6 +50,8 @@ class ModelShape:
     """FSDP units and module tree; None if the model has not been built."""
     float8: Float8Linears | None = None
     """Linear modules that compute in float8; None without `strategy.float8`, and if the model has not been built."""
+    rotated: int | None = None
+    """Positions that the model's config states for rotations of queries and keys; None if there are none."""
     loss_depends_on_micro_batch: bool = False
     """True if other micro-batches of the same step have another loss."""
     notes: tuple[str, ...] = ()

@@ -225,14 +225,21 @@ def test_first_row_must_be_valid_unless_invalid_rows_are_skipped(tmp_path: Path)
         ),
         (
             "[ ",
-            "invalid JSON: Expecting value at column 3; write each row as one object in one line, not a list or "
-            "several lines",
+            "invalid JSON: Expecting value at column 3; write each row as one object in one line, as `jq -c '.[]'` "
+            "writes the objects of a list",
         ),
-        ('[{"c": "x"}]', "not a JSON object; write each row as one object in one line"),
+        ("{\r\n", "invalid JSON: Expecting property name enclosed in double quotes at column 2; write each row as on"),
+        ('{"c": "x"\n', "invalid JSON: Expecting ',' delimiter at column 10"),
+        (
+            '[{"c": "x"}]',
+            "not a JSON object; write each row as one object in one line, as `jq -c '.[]'` writes the objects",
+        ),
+        ("7", "not a JSON object; write each row as one object in one line"),
     ],
 )
 def test_invalid_json_is_an_invalid_row(tmp_path: Path, line: str | bytes, reason: str) -> None:
     given = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "a.jsonl").write_bytes(b'{"c": "fine", "C": 1}\n' + given)
     good, bad = rows(tmp_path / "a.jsonl", ColumnsSpec(text="c"))
-    assert (good.values["c"], bad.wrong) == ("fine", reason)
+    assert good.values["c"] == "fine"
+    assert str(bad.wrong).startswith(reason)

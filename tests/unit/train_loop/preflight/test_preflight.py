@@ -114,8 +114,16 @@ def test_file_with_an_unknown_suffix_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
     assert message.startswith(f"{tmp_path}/rows.csv has an unknown ending; expected one of .parquet, ")
-    assert "set its format field" in message
+    assert "; convert it to Parquet, as the guide of data shows, or set its format field, or select" in message
     assert problems(tmp_path, train={"path": str(tmp_path), "format": "text"}) == {}
+
+
+def test_json_file_is_rejected_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[{"text": "a"}]')
+    message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
+    assert (
+        "set format: jsonl if each line is an object, else write each row as one object in one line, as `jq" in message
+    )
 
 
 def test_mixed_file_formats_are_rejected(tmp_path: Path, parquet: Path) -> None:
@@ -149,7 +157,8 @@ def test_buildable_model_has_no_problems() -> None:
     spec = parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))
     shape, found = check_model(spec, may_read())
     assert shape is not None
-    assert (replace(shape, counts=None, tiles=None, built=None), found) == (model_shape(spec.model), [])
+    built = replace(shape, counts=None, tiles=None, built=None, rotated=None)
+    assert (built, found) == (model_shape(spec.model), [])
     assert shape.counts is not None
     assert shape.parameters == shape.trained == model_shape(spec.model).parameters
     assert shape.layer_parameters == model_shape(spec.model).layer_parameters

@@ -64,7 +64,13 @@ from train_loop.model.families.causal.parallel.part import cut_layers, held_by_r
 from train_loop.model.families.causal.parallel.sequence import SplitStates
 from train_loop.model.families.causal.parallel.tensor import check_plan, expanded_plan, heads_of_rank, share_layers
 from train_loop.model.families.causal.parallel.token_parts import SharedParts
-from train_loop.model.families.causal.positions import apply_counted, apply_longrope, padding_of, position_inputs
+from train_loop.model.families.causal.positions import (
+    apply_counted,
+    apply_longrope,
+    padding_of,
+    position_inputs,
+    rotated_positions,
+)
 from train_loop.model.families.causal.probe import (
     check_attention,
     check_head,
@@ -166,6 +172,7 @@ class Causal(Family):
             seen.after_head,
             settings,
             whole_scores=whole,
+            rotated=rotated_positions(config),
             kept=partial(kept_for_backward, anatomy, dtype, length, tiles=tiles, cut=cut, parts=parts),
             held=partial(held_by_rank, anatomy, **sharing),
             unused=named_in_any_layer(anatomy.model, seen.separation.unused),

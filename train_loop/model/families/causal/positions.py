@@ -65,6 +65,19 @@ class PositionLimits:
     """Tokens that each token sees of a longer sequence, selected by scores (Doge); None for other models."""
 
 
+def rotated_positions(config: Any) -> int | None:
+    """Return the positions that a config states for a model that rotates queries and keys; None for other models.
+
+    Scaled ones reach further: some configs state the positions after it, and some those before.
+    """
+    stated, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    if not isinstance(stated, int) or not isinstance(rope, dict) or getattr(config, "alibi", False):
+        return None
+    every = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    scaled = [(one.get("factor") or 1) * (one.get("original_max_position_embeddings") or stated) for one in every]
+    return int(max(stated, *scaled))
+
+
 def fix_dynamic(model: nn.Module) -> int | None:
     """Make a model with rope_type=dynamic keep its frequencies; return the maximum positions for which it would.
 

@@ -75,7 +75,7 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
         (None, "messages must be a non-empty list, not None"),
         ([], r"messages must be a non-empty list, not \[\]"),
         (["hello"], r"messages\[0\] must be an object, not 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
-        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, but has from, value; write"),
+        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] has from and value, as in ShareGPT; rename"),
         ([{}], r"messages\[0\] must have a role, but has no keys"),
         ([{"role": 1, "content": "a"}], r"messages\[0\] must have text as role, not 1"),
         ([{"role": "user"}], r"messages\[0\] must have text as content, not None"),
