@@ -12,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from tests.families.parity import fill
+from tests.support.builders import encoders
 from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.searches import drawn
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.family import CAUSAL
+from train_loop.model.families.masked import MASKED
 from train_loop.model.families.own import OwnModels
 from train_loop.model.lora.adapters import inject_adapters
 from train_loop.model.roles import Role, roles_of
@@ -88,8 +90,22 @@ def test_roles_of_a_family_decay_as_in_trainer_but_for_vectors(family: str) -> N
     """Trainer keeps names with bias or norm from decay; published rules keep vectors and rates of state spaces."""
     if (found := roles(family)) is None:
         pytest.skip("refused")
-    model = CAUSAL.build(ModelSpec(config=small(family))).model
-    by_trainer = set(Trainer.get_decay_parameter_names(cast("Trainer", None), model))
+    check_decay(CAUSAL.build(ModelSpec(config=small(family))).model, found)
+
+
+@pytest.mark.parametrize("family", drawn(sorted(encoders.FAMILIES | encoders.OTHERS), 4))
+def test_roles_of_an_encoder_decay_as_in_trainer_but_for_vectors(family: str) -> None:
+    config = {"model_type": family} | (encoders.FAMILIES | encoders.OTHERS)[family]
+    try:
+        anatomy = MASKED.build(ModelSpec.model_validate({"config": config, "head": {"masked_lm": {}}}))
+    except ModelError:
+        pytest.skip("refused")
+    check_decay(anatomy.model, named(anatomy))
+
+
+def check_decay(model: nn.Module, found: dict[str, Role]) -> None:
+    """Check the roles of a model against transformers' own rule for names, and published rules for vectors."""
+    by_trainer = set(Trainer.get_decay_parameter_names(cast("Trainer", None), cast("Any", model)))
     for name, p in model.named_parameters():
         holder, _, leaf = name.rpartition(".")
         is_matrix = p.ndim > 1 and (

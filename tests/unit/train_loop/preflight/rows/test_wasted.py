@@ -76,7 +76,8 @@ def test_answers_that_truncation_cuts_off_are_told(tmp_path: Path) -> None:
 
 def test_equal_pairs_are_told(tmp_path: Path) -> None:
     rows = [{"a": "same", "b": "same"}, {"a": "x", "b": "y"}]
-    columns, head = {"chosen": "a", "rejected": "b"}, {"head": {"reward": {}}}
+    columns = {"chosen": "a", "rejected": "b"}
+    head: dict[str, Any] = {"head": {"reward": {}}}
     found = notes(tmp_path, rows, columns, model=head, data={"packing": False})
     assert found == [
         "1 of the first 2 rows have no token that is trained, the first because its chosen and rejected are equal"
