@@ -253,8 +253,10 @@ def test_rows_that_end_with_eos_are_reported(tmp_path: Path) -> None:
 def test_rows_that_begin_with_bos_are_reported(tmp_path: Path, kind: str) -> None:
     folder = chats.write_surrounding(tmp_path / "t", "<s> $A")
     rows = [{"t": "<s>a", "r": "b"}, {"t": "a", "r": "<s>b"}, {"t": "a", "r": "b"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = {"prompt": {"prompt": "t", "response": "r"}, "anchor": {"anchor": "t", "positive": "r"}}
+    # A column that no role names would be told.
+    written = rows if kind in columns else [{"t": row["t"]} for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
     data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": columns.get(kind, {"text": "t"}), "packing": False}
     model: dict[str, Any] = {"tokenizer": folder}
     if kind == "anchor":
