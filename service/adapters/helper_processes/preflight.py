@@ -24,6 +24,7 @@ from service.adapters.helper_processes.report_cache import ReportCache, cache_ke
 from service.adapters.ray.environment import environment_of_helpers
 from service.errors import PreflightFailed, ResultsUnreadable, StorageAway
 from service.ports import Cancellation, PreflightReport
+from service.recent import OfSame
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import AnyJobSpec
 
@@ -71,6 +72,7 @@ class HelperPreflight:
         self._helper: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="shed-")
         self._answers = ReportCache()
+        self._key = OfSame(256, cache_key)
 
     def start(self) -> None:
         """Start the helper if it does not run. It takes seconds until it answers."""
@@ -120,7 +122,7 @@ class HelperPreflight:
         # A package of code may change between two checks.
         if parent is not None or spec.code is not None:
             return self._run_check(spec, parent, call)
-        return self._answers.get(cache_key(spec), lambda: self._run_check(spec, None, call))
+        return self._answers.get(self._key(spec), lambda: self._run_check(spec, None, call))
 
     def results(self, run_dir: str, *, after: int | None, limit: int, cancellation: Cancellation) -> bytes:
         """Return a page of the committed rows after an id as JSON: data, has_more and next.
@@ -148,7 +150,7 @@ class HelperPreflight:
 
     def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
-        return self._answers.cached(cache_key(spec))
+        return self._answers.cached(self._key(spec))
 
     @property
     def _socket(self) -> Path:

@@ -6,6 +6,7 @@ Responses combine the store, the run directory and the latest snapshot of the qu
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
+from functools import cached_property
 
 from service.domain.access.permissions import require_role
 from service.domain.access.roles import Principal, Role
@@ -73,9 +74,9 @@ class Jobs:
     clock: Callable[[], float]
     first_view: FirstView = field(default_factory=lambda: FirstView(pending=False))
 
-    @property
+    @cached_property
     def planner(self) -> Planner:
-        """Return the planner, which checks specs."""
+        """Return the planner, which checks specs and keeps the plans of the newest."""
         return Planner(self.preflight, self.cluster, self.first_view)
 
     def get(self, caller: Principal, job_id: str) -> JobView:

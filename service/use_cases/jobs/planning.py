@@ -9,6 +9,7 @@ from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
 from service.errors import ClusterStarting, InvalidSpec
 from service.ports import Cancellation, Cluster, Preflight, PreflightReport
+from service.recent import Recent
 from service.use_cases.jobs.first_view import FirstView
 from service.use_cases.jobs.memory import memory_warnings, preparation_problem
 from service.use_cases.jobs.outlook import DeviceQuestion, find_memory, find_outlook, hosts_of
@@ -67,6 +68,21 @@ class CheckedSpec:
     """Settings of the adapters in the folder that the spec names, if it names one."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Checked:
+    """What the plans of a spec depend on."""
+
+    spec: AnyJobSpec
+    found: PreflightReport
+    nodes: Sequence[NodeRoom]
+    cluster: Capacity | None
+
+    def equals(self, other: "_Checked") -> bool:
+        """Return whether spec and result are the same objects, and the cluster is equal."""
+        same = self.spec is other.spec and self.found is other.found
+        return same and (self.nodes, self.cluster) == (other.nodes, other.cluster)
+
+
 @dataclass(frozen=True)
 class PlanView:
     """A plan, its layout on the cluster, and warnings."""
@@ -97,6 +113,8 @@ class Planner:
     preflight: Preflight
     cluster: Cluster
     first_view: FirstView
+    known: Recent[int, tuple[_Checked, CheckedSpec]] = field(default_factory=lambda: Recent(256))
+    """Plans of the specs that were submitted last, by the identity of the spec, which an entry holds."""
 
     def resolved(self, spec: AnyJobSpec, question: DeviceQuestion = NO_QUESTION) -> AnyJobSpec:
         """Return a spec whose fsdp_size is a number: node becomes that of the cluster, or of hosts of a named device.
@@ -133,9 +151,20 @@ class Planner:
         return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
 
     def cached(self, spec: AnyJobSpec) -> CheckedSpec | None:
-        """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
+        """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec.
+
+        They are computed once for the same object, the same result of the check, and an unchanged cluster.
+        """
         found = self.preflight.cached(spec)
-        return None if found is None else self._checked(spec, found, self.cluster.rooms())
+        if found is None:
+            return None
+        nodes = self.cluster.rooms()
+        question = _Checked(spec, found, nodes, self.cluster.capacity())
+        known = self.known.get(id(spec))
+        if known is None or not known[0].equals(question):
+            known = question, self._checked(spec, found, nodes)
+            self.known.put(id(spec), known)
+        return known[1]
 
     def _checked(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> CheckedSpec:
         """Return the plans that break no rule, and fit the memory of the nodes unless they are None."""

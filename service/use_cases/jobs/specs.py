@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from service.domain.jobs.job import Job
 from service.errors import InvalidSpec
+from service.recent import Recent
 from train_loop.plan import fitting_sizes
 from train_loop.spec import (
     NODE,
@@ -31,11 +32,28 @@ _SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size
 """Fields that the number of workers may break."""
 
 
+_parsed = Recent[bytes, AnyJobSpec](256)
+"""Specs of the small bodies that were sent last. A pure result, so that it holds for all callers and services."""
+SMALL = 8192
+"""Maximum size in bytes of a body whose spec is kept, and of one that is parsed in a group of requests."""
+
+
 def parse_spec(body: bytes, authorise: Callable[[str], None]) -> AnyJobSpec:
     """Parse a spec that a caller sent; `authorise` is called with its project before the rest is checked.
 
-    Raises InvalidSpec, and the errors of `authorise`.
+    An unchanged small body gives the same object. Raises InvalidSpec, and the errors of `authorise`.
     """
+    known = _parsed.get(body)
+    if known is not None:
+        authorise(known.project)
+        return known
+    spec = _parse_spec(body, authorise)
+    if len(body) <= SMALL:
+        _parsed.put(body, spec)
+    return spec
+
+
+def _parse_spec(body: bytes, authorise: Callable[[str], None]) -> AnyJobSpec:
     try:
         raw = read_yaml(body)
         project = raw.get("project", JobSpec.model_fields["project"].default) if isinstance(raw, dict) else None

@@ -26,12 +26,9 @@ from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.outlook import DeviceQuestion
 from service.use_cases.jobs.planning import NO_QUESTION, CheckedSpec, PlanView, sizes_of
-from service.use_cases.jobs.specs import apply_overrides, parse_spec, spellings_in, with_digest
+from service.use_cases.jobs.specs import SMALL, apply_overrides, parse_spec, spellings_in, with_digest
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import AnyJobSpec, with_lora
-
-_SMALL = 8192
-"""Maximum size in bytes of a spec that is parsed in a group: parsing, at most 5 ms, delays the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +148,8 @@ class Submitter:
 
     def _cached_job(self, request: JobRequest) -> _CheckedJob | None:
         """Return the new job if all its checks are cached and pass, else None."""
-        if len(request.body) > _SMALL:
+        # Parsing, at most 5 ms, delays the others.
+        if len(request.body) > SMALL:
             return None
         try:
             spec = self._parse(request.caller, request.body)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -38,7 +39,7 @@ class Canonical(NamedTuple):
 def canonical(raw: Mapping[str, Any], model: type[BaseModel]) -> Canonical:
     """Return plain data of a spec, or of a part of it, in canonical form. Other invalid values stay."""
     spellings, problems = list[Spelling](), list[Problem]()
-    values: dict[str, Any] = _read(raw, [model], [], spellings.append)
+    values: dict[str, Any] = _read(raw, (model,), [], spellings.append)
     for (section, name), rewrite in REWRITTEN.items():
         part = values.get(section)
         if not isinstance(part, dict) or name not in part:
@@ -59,18 +60,15 @@ def canonical(raw: Mapping[str, Any], model: type[BaseModel]) -> Canonical:
     return Canonical(values, tuple(spellings), tuple(problems))
 
 
-def _read(value: Any, annotations: Sequence[Any], steps: list[str], record: Record) -> Any:
+def _read(value: Any, kinds: Sequence[Any], steps: list[str], record: Record) -> Any:
     """Return a value with the canonical form of each value inside, by the types of their fields."""
-    kinds = [kind for one in annotations for kind in _members(one)]
     if not kinds:
         # Values of unknown fields may be nested deep.
         return value
     if isinstance(value, dict):
-        return {
-            name: _read(one, list(_of_field(kinds, name)), [*steps, str(name)], record) for name, one in value.items()
-        }
+        return {name: _read(one, _of_field(kinds, name), [*steps, str(name)], record) for name, one in value.items()}
     if isinstance(value, list):
-        elements = list(_of_elements(kinds))
+        elements = _of_elements(kinds)
         return [_read(one, elements, [*steps, str(place)], record) for place, one in enumerate(value)]
     became = _scalar(value, kinds) if isinstance(value, str) else value
     if became is not value:
@@ -104,17 +102,24 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _of_field(kinds: Sequence[Any], name: str) -> Iterator[Any]:
-    """Yield the types of a field of a mapping."""
-    for kind in kinds:
-        if get_origin(kind) is dict:
-            yield get_args(kind)[1]
-        elif isinstance(kind, type) and issubclass(kind, BaseModel) and name in kind.model_fields:
-            yield kind.model_fields[name].annotation
+@cache
+def _fields(model: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
+    """Return the types of each field. Looking them up takes most of the time that a spec takes."""
+    return {name: tuple(_members(field.annotation)) for name, field in model.model_fields.items()}
 
 
-def _of_elements(kinds: Sequence[Any]) -> Iterator[Any]:
-    """Yield the types of the elements of a list."""
+def _of_field(kinds: Sequence[Any], name: str) -> list[Any]:
+    """Return the types of a field of a mapping."""
+    found = list[Any]()
     for kind in kinds:
-        if get_origin(kind) in (tuple, list):
-            yield from (one for one in get_args(kind) if one is not ...)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found += _fields(kind).get(name, ())
+        elif get_origin(kind) is dict:
+            found += _members(get_args(kind)[1])
+    return found
+
+
+def _of_elements(kinds: Sequence[Any]) -> list[Any]:
+    """Return the types of the elements of a list."""
+    arguments = [get_args(kind) for kind in kinds if get_origin(kind) in (tuple, list)]
+    return [kind for given in arguments for one in given if one is not ... for kind in _members(one)]
