@@ -138,23 +138,19 @@ images: $(INSTALLED)
 	./deploy/images.sh
 	$(BIN)/python -m pytest tests/kubernetes/test_images.py
 
-# BENCH=--quick shows in some minutes that all of it runs.
-bench: $(PEERS)
-	$(BIN)/python -m benchmarks.training.step_overhead $(BENCH)
-	$(BIN)/python -m benchmarks.training.turns $(BENCH)
-	$(BIN)/python -m benchmarks.training.adapters $(BENCH)
-	$(BIN)/python -m benchmarks.training.ulysses $(BENCH)
-	$(BIN)/python -m benchmarks.training.peak_memory.options $(BENCH)
-	$(BIN)/python -m benchmarks.training.peak_memory.options --shared $(BENCH)
-	$(BIN)/python -m benchmarks.training.peak_memory.recompute $(BENCH)
-	$(BIN)/python -m benchmarks.data.prepare $(BENCH)
-	$(BIN)/python -m benchmarks.data.resume $(BENCH)
-	$(BIN)/python -m benchmarks.data.data_wait $(BENCH)
-	$(BIN)/python -m benchmarks.inference.rows $(BENCH)
-	$(BIN)/python -m benchmarks.checkpoints.saves $(BENCH)
-	$(BIN)/python -m benchmarks.checkpoints.commits $(BENCH)
-	$(BIN)/python -m benchmarks.checkpoints.reshard $(BENCH)
-	$(BIN)/python -m benchmarks.faults.recover $(BENCH)
+# All programs that need neither root nor a GPU.
+BENCHMARKS := training.step_overhead training.turns training.ordered training.adapters training.ulysses training.experts training.tensor \
+	training.peak_memory.ends training.peak_memory.options training.peak_memory.recompute \
+	data.prepare data.resume data.data_wait inference.rows checkpoints.saves checkpoints.commits checkpoints.reshard faults.recover \
+	control_plane.accepts control_plane.first_step control_plane.full_queue control_plane.open_streams
+
+# BENCH=--quick shows in some minutes that all of it runs. NO_PEERS=1 installs no peers: their rows then say so.
+bench: $(if $(NO_PEERS),$(INSTALLED),$(PEERS))
+	@failed=; for name in $(BENCHMARKS); do \
+		$(BIN)/python -m benchmarks.$$name $(BENCH) || failed="$$failed $$name"; \
+	done; \
+	$(BIN)/python -m benchmarks.training.peak_memory.options --shared $(BENCH) || failed="$$failed options --shared"; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 # Each benchmark at toy size. Without the peers, most of these tests are skipped.
 test-bench: $(PEERS)

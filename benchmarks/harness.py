@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from benchmarks.launch import ProgramError
 from benchmarks.machine import describe_machine
 
+PEER_PACKAGES = "accelerate", "datasets", "lightning"
+"""Packages of the extra `bench`. Without them, the rows of their programs have an error, and the others run."""
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -174,7 +176,10 @@ def _cell(value: Any) -> str:
 def write_result(
     name: str, *, settings: Mapping[str, Any], data: Iterable[Any], table: str, folder: Path = RESULTS
 ) -> Path:
-    """Write <date>-<name>.json with all data, and <name>.md with the table; return the path of the JSON file."""
+    """Write <date>-<name>.json with all data, and <name>.md with the table; return the path of the JSON file.
+
+    Raises SystemExit after that if a program has failed that is installed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
     result = Result(
@@ -192,7 +197,20 @@ def write_result(
     foot = f"{result.date[:10]} · {where} · commit {machine['commit']} · raw data: `{file.name}`"
     (folder / f"{name}.md").write_text(f"{table}\n\n{foot}\n")
     print(f"{table}\n\n{foot}")
+    if failed := failures(result.data):
+        raise SystemExit(f"{name}: {'; '.join(failed)}")
     return file
+
+
+def failures(data: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the errors of samples, without those of peers that are not installed."""
+    samples = [item.get("sample", item) for item in data]
+    found = {one["variant"]: one["error"] for one in samples if one.get("error") and "variant" in one}
+    return [f"{variant}: {error}" for variant, error in found.items() if not _lacks_peer(error)]
+
+
+def _lacks_peer(error: str) -> bool:
+    return any(f"No module named '{package}'" in error for package in PEER_PACKAGES)
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:

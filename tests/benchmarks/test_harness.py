@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.harness import (
     Sample,
     bootstrap_interval,
     compare,
+    failures,
     interleave,
     markdown_table,
     ratio_table,
@@ -102,6 +104,24 @@ def test_results_keep_raw_data_machine_and_versions(tmp_path: Path) -> None:
     assert found["machine"]["cores"] >= 1
     assert found["date"][:10] in file.name
     assert (tmp_path / "some.md").read_text().startswith("| a |\n\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "fails"),
+    [
+        (None, False),
+        ("peer exited with code 1: ModuleNotFoundError: No module named 'lightning'", False),
+        ("ours exited with code 1: ModuleNotFoundError: No module named 'torch'", True),
+        ("the ranks have started 2 times; expected 1", True),
+    ],
+)
+def test_benchmark_fails_if_an_installed_program_does(tmp_path: Path, error: str | None, fails: bool) -> None:
+    data = [Sample("fine", 0, 1.0), Sample("other", 0, None, error)]
+    expected: AbstractContextManager[object] = pytest.raises(SystemExit, match="x: other: ") if fails else nullcontext()
+    with expected:
+        write_result("x", settings={}, data=data, table="", folder=tmp_path)
+    assert (tmp_path / "x.md").exists()
+    assert failures([{"sample": {"variant": "other", "error": error}}]) == ([f"other: {error}"] if fails else [])
 
 
 def test_seconds_per_step_are_those_of_the_window_after_warm_up() -> None:
