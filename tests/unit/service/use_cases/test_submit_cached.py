@@ -6,11 +6,12 @@ import pytest
 
 from service.domain.access.roles import OPERATOR, Principal, Role
 from service.errors import Forbidden, InvalidSpec
-from service.use_cases.jobs import planning, specs
+from service.use_cases.jobs import specs
 from service.use_cases.jobs.planning import CheckedSpec, Planner
 from service.use_cases.jobs.specs import SMALL, parse_spec
 from service.use_cases.jobs.submit import JobRequest, Submitter
 from tests.support.fakes.service import FakeService, spec_body
+from train_loop.spec import AnyJobSpec
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the specs whose plans were computed."""
     computed, checked = list[str](), Planner._checked
 
-    def note(planner: Planner, spec: planning.AnyJobSpec, *rest: object) -> CheckedSpec:
+    def note(planner: Planner, spec: AnyJobSpec, *rest: object) -> CheckedSpec:
         computed.append(spec.name)
         return checked(planner, spec, *rest)  # type: ignore[arg-type]
 
