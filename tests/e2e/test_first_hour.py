@@ -62,7 +62,7 @@ def test_first_hour_matches_its_page_and_the_quickstart_learns(shell: Shell, tmp
     assert last[-1]["loss"] < first[0]["loss"] - 1, "expected a lower loss"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_commands_of_the_readme_and_templates_need_only_the_packages_of_make_demo(shell: Shell) -> None:
     commands = [one.command for one in typed_in(README)]
     assert commands[:2] == [*NOT_TYPED]
@@ -70,7 +70,10 @@ def test_commands_of_the_readme_and_templates_need_only_the_packages_of_make_dem
     succeed(shell, "trainshed plan job.yaml --set strategy.fsdp_size=node")
     for name in TEMPLATES:
         made = f"trainshed init {name}.yaml --from {name}"
-        succeed(shell, made, f"trainshed plan {name}.yaml", f"trainshed submit {name}.yaml --wait")
+        succeed(shell, made, f"trainshed plan {name}.yaml")
+        # The README has trained the first one.
+        if name != "pretrain":
+            succeed(shell, f"trainshed submit {name}.yaml --wait")
     # docs/guides/metrics.md names this viewer.
     succeed(shell, "tensorboard --inspect --logdir home/runs/default")
     output, code = shell.type("python -c 'import pytest'")
