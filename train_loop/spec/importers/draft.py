@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.importers.report import Outcome, Row
 from train_loop.spec.job import JobSpec
+from train_loop.spec.names import NAMES
 from train_loop.spec.text import as_pointer
 
 Convert = Callable[[Any], JsonValue]
@@ -226,7 +227,8 @@ class Draft:
             if field not in self._noted and value is None:
                 self.unset(field)
             elif field not in self._noted:
-                self.note(field, Outcome.UNKNOWN, reason=f"not a known field of {tool}; it has no effect", numbers=True)
+                reason = f"not a known field of {tool}; it has no effect{_meaning(field)}"
+                self.note(field, Outcome.UNKNOWN, reason=reason, numbers=True)
 
     def _open_below(self, field: str) -> Iterator[str]:
         yield from (one for one in self._leaves if one.startswith(f"{field}.") and one not in self._noted)
@@ -286,6 +288,12 @@ def default_of(target: str) -> JsonValue:
     default: Any = fields.model_fields[names[-1]].get_default() if names[-1] in fields.model_fields else None
     default = [] if default == () else default
     return _UNSET.get(target, None if default is PydanticUndefined else default)
+
+
+def _meaning(field: str) -> str:
+    """Return the field of a spec with the meaning that other tools give to a name."""
+    other = NAMES.get(steps_of(field)[-1].replace("-", "_").lower())
+    return f"; in a spec, it is {other.meaning}" if other is not None and other.kind == "field" else ""
 
 
 def _rule_of(field: str, rules: Mapping[str, Rule]) -> Rule | None:

@@ -104,6 +104,13 @@ def number(value: Any) -> Any:
         return value
 
 
+def given_number(value: Any) -> Any:
+    """Return a number; `auto` leaves it to the other file of the run."""
+    if str(value).strip().lower() == "auto":
+        raise NotSupportedError("auto: the other file of the run decides")
+    return number(value)
+
+
 def no_clipping(value: Any) -> Any:
     """Return a maximum norm; 0 and less mean no clipping."""
     limit = number(value)

@@ -11,7 +11,7 @@ from train_loop.spec.importers.draft import Draft, Drop, Rule, Take, unneeded
 from train_loop.spec.importers.hugging_face.fsdp import read_fsdp
 from train_loop.spec.importers.recognise import Source, Tool, names_of
 from train_loop.spec.importers.report import Outcome
-from train_loop.spec.importers.values import attention, dtype, flag, number
+from train_loop.spec.importers.values import attention, dtype, flag, given_number, no_clipping, number
 
 NAME = "Accelerate"
 _MARKS = names_of(
@@ -21,6 +21,8 @@ _MARKS = names_of(
 _HOSTS = unneeded("Ray places the workers on hosts")
 _CLOUD = Drop("TPUs and SageMaker are not supported")
 _OTHER = Drop("every job trains with FSDP2")
+_ACCUMULATION = Take("training.gradient_accumulation_steps", given_number)
+_CLIPPING = Take("training.max_grad_norm", lambda value: no_clipping(given_number(value)))
 
 _RULES: dict[str, Rule] = {
     "compute_environment": unneeded("the service runs on its own cluster"),
@@ -43,6 +45,10 @@ _RULES: dict[str, Rule] = {
     "tpu_env": _CLOUD,
     "command_file": _CLOUD,
     "commands": _CLOUD,
+    "deepspeed_config.gradient_accumulation_steps": _ACCUMULATION,
+    "deepspeed_config.gradient_clipping": _CLIPPING,
+    "megatron_lm_config.megatron_lm_num_micro_batches": _ACCUMULATION,
+    "megatron_lm_config.megatron_lm_gradient_clipping": _CLIPPING,
     "deepspeed_config.*": Drop("DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default"),
     "deepspeed_config": Drop("DeepSpeed is not supported; ZeRO stage 3 is FSDP2's default"),
     "megatron_lm_config.*": _OTHER,

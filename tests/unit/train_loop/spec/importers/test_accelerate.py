@@ -181,6 +181,21 @@ def test_bad_file_is_an_error(text: str, message: str) -> None:
         imported(text)
 
 
+def test_batch_and_clipping_of_deepspeed_and_megatron_are_taken() -> None:
+    raw = config() | {"deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "zero_stage": 3}}
+    training = job(imported(raw)).training
+    assert (training.gradient_accumulation_steps, training.max_grad_norm) == (4, 0.5)
+    other = {"megatron_lm_num_micro_batches": 2, "megatron_lm_gradient_clipping": "auto"}
+    found = imported(config() | {"megatron_lm_config": other})
+    assert (job(found).training.gradient_accumulation_steps, job(found).training.max_grad_norm) == (2, 1.0)
+
+
+def test_unknown_field_is_reported_with_the_field_of_a_spec_that_has_its_meaning() -> None:
+    (row,) = [row for row in imported(config() | {"seq_len": 512}).rows if row.field == "seq_len"]
+    assert row.outcome is Outcome.UNKNOWN
+    assert row.reason == ("not a known field of Accelerate; it has no effect; in a spec, it is data.sequence_length")
+
+
 def test_worker_of_a_file_without_workers_is_an_error() -> None:
     with pytest.raises(SpecError, match="has no workers of ROLL; remove --worker"):
         imported(config(), worker="actor_train")

@@ -17,7 +17,9 @@ from tests.unit.train_loop.spec.importers.cases import (
 )
 from train_loop.spec import InferJobSpec, LoraSpec, SpecError, parse_any
 from train_loop.spec.importers import Outcome
+from train_loop.spec.importers.defaults import ToolDefault
 from train_loop.spec.importers.references import compose, resolve
+from train_loop.spec.importers.roll.defaults import defaults_of
 
 FILES = documents("roll.yaml")
 SFT = "examples/qwen3-30BA3B-sft_fsdp2/sft_config_ep.yaml"
@@ -107,6 +109,18 @@ def test_worker_that_only_computes_becomes_a_job_of_kind_infer(name: str) -> Non
     assert spec.strategy.ulysses_size == source["model_args"].get("ulysses_size", 1)
     assert spec.infer.batch_size == source.get("infer_batch_size", 16)
     assert {row.target for row in found.needed} == {"model.path", "data.train.path"}
+
+
+def test_field_with_the_default_of_roll_changes_nothing() -> None:
+    empty = job(imported(block()))
+    for target, answer in defaults_of("sft_train").items():
+        if isinstance(answer, ToolDefault) and "training_args." in answer.field:
+            name = answer.field.rpartition(".")[2]
+            if name not in ("learning_rate", "gradient_checkpointing", "bf16"):
+                assert job(imported(block(training_args={name: answer.value}))) == empty, target
+    off = {"disable_gradient_checkpointing": False, "lora_target": None, "model_type": None, "lora_rank": 8}
+    assert job(imported(block(model_args=off, use_sequence_packing=False))) == empty
+    assert job(imported({**block(), "seed": 42, "max_grad_norm": 1.0, "logging_steps": 1})) == empty
 
 
 @pytest.mark.parametrize(
