@@ -1,6 +1,6 @@
 """Preflight checks of a spec's data and model before submission; a helper process of the service.
 
-`python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
+`python -m train_loop.preflight.checks` receives requests on its standard input, a socket of the service. A request is
 {"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
 "shape": {…}, "preview": […], "count": {…}, "largest": {…}, "lora": {…}, "notes": […]}. `shape` has the model's sizes,
 or is null if they are unknown; `lora` has the settings of the adapters that the spec names. If storage is unavailable,
@@ -9,7 +9,6 @@ separate process spares the service torch's memory and import time. It forks for
 may crash the library that opens it.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,12 +25,12 @@ from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.data.read_results import answer_page
 from train_loop.errors import DataError
 from train_loop.model.embedding_rule import prompt_note
-from train_loop.plan import LargestRead, Preview, SampleCount
-from train_loop.preflight.adapters import read_settings
+from train_loop.plan import LargestRead, Preview
+from train_loop.preflight.adapters import AdaptedSpec, read_settings
 from train_loop.preflight.call_sizes import measure_call
 from train_loop.preflight.fork_server import MISTAKES, message_of, serve, set_pointer
 from train_loop.preflight.model import check_model
-from train_loop.preflight.own_code import check_calls, import_code
+from train_loop.preflight.own_code import check_calls, import_code, read_code
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
 from train_loop.preflight.sample_count import count_samples
 from train_loop.preflight.sandbox import confine
@@ -100,9 +99,12 @@ def _preview(spec: JobSpec) -> tuple[list[Preview], list[Problem]]:
     return found, problems
 
 
-def _count(spec: JobSpec) -> SampleCount | None:
-    with suppress(ValueError, OSError):
-        return count_samples(spec)
+def _count(spec: JobSpec, problems: list[Problem]) -> dict[str, Any] | None:
+    # A run that goes on at the step of another has fewer steps left than its samples.
+    if not problems and spec.training.optimizer_state is None:
+        with suppress(ValueError, OSError):
+            count = count_samples(spec)
+            return None if count is None else asdict(count)
     return None
 
 
@@ -122,44 +124,83 @@ def _confine(policy: ReadPolicy, parent: Parent | None) -> None:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
+    """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows.
+
+    The answer to a spec with own code is `{"then": …}` first, with what can be found without the code. With that as
+    `before`, it is what the code adds: `train_loop.preflight.code_answer` checks it.
+    """
     # The run of a job of any kind has the model, the data and the mesh to check.
     job, policy = parse_any(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
-    spec = job.run
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
-    if spec.code is not None:
+    before = question.get("before")
+    if before is not None:
         _confine(policy, parent)
         torch.set_num_threads(1)
     # Opened files are checked again: a link may replace a file after the first check.
     with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
         try:
             adapted = read_settings(job, policy, parent)
-            spec, imported = import_code(adapted.spec.run, policy, set_pointer)
-            unread = [*adapted.problems, *imported]
-            shape, problems = (None, unread) if unread else check_model(spec, policy, parent)
-            problems = [*check_data(spec, policy), *problems]
-            own = spec.code is not None
-            preview, bad = ([], []) if problems or own else _preview(spec)
-            problems += check_calls(spec, set_pointer) if own and not problems else []
-            if own and shape is not None and not problems:
-                shape = replace(shape, call=measure_call(spec))
+            if before is not None:
+                return _answer_of_code(adapted, before, policy, parent)
+            if adapted.spec.run.code is not None:
+                return _before_code(adapted, policy)
+            return _answer_without_code(adapted, policy, parent)
         except StorageUnavailable as error:
             return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
-        problems += bad
-        prompts = None if problems or parent is not None else prompt_note(spec.model)
-        # A run that goes on at the step of another has fewer steps left than its samples.
-        count = None if problems or spec.training.optimizer_state is not None else _count(spec)
-        # Own columns are not prepared.
-        largest = None if problems or own else _largest(spec)
+
+
+def _answer_without_code(adapted: AdaptedSpec, policy: ReadPolicy, parent: Parent | None) -> dict[str, Any]:
+    spec = adapted.spec.run
+    shape, problems = (None, [*adapted.problems]) if adapted.problems else check_model(spec, policy, parent)
+    problems = [*check_data(spec, policy), *problems]
+    preview, bad = ([], []) if problems else _preview(spec)
+    problems += bad
+    largest = None if problems else _largest(spec)
+    prompts = None if problems or parent is not None else prompt_note(spec.model)
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),
         "preview": [asdict(source) for source in preview],
-        "count": count and asdict(count),
+        "count": _count(spec, problems),
         "largest": largest and asdict(largest),
-        "code": spec.code and spec.code.sha256,
         "lora": adapted.lora and adapted.lora.model_dump(mode="json"),
         "notes": [*adapted.notes, *filter(None, [prompts])],
+    }
+
+
+def _before_code(adapted: AdaptedSpec, policy: ReadPolicy) -> dict[str, Any]:
+    """Return what can be found without own code, and whether it is to be run: its package has been unpacked."""
+    spec = adapted.spec.run
+    code, unread = read_code(spec, policy, set_pointer)
+    problems = [*check_data(spec, policy), *adapted.problems, *unread]
+    found = {
+        "problems": [asdict(problem) for problem in problems],
+        "code": code and code.sha256,
+        "lora": adapted.lora and adapted.lora.model_dump(mode="json"),
+        "notes": adapted.notes,
+    }
+    return found | {"shape": None} if code is None else {"then": found}
+
+
+def _answer_of_code(
+    adapted: AdaptedSpec, before: dict[str, Any], policy: ReadPolicy, parent: Parent | None
+) -> dict[str, Any]:
+    """Return what own code adds to an answer: its problems, the model's sizes and the number of samples."""
+    spec = adapted.spec.run
+    assert spec.code is not None, "only specs with code are checked twice"
+    code = spec.code.model_copy(update={"sha256": before["code"]})
+    spec = spec.model_copy(update={"code": code})
+    shape, problems = None, import_code(code, set_pointer)
+    if not problems and not adapted.problems:
+        shape, problems = check_model(spec, policy, parent)
+    if not problems and not before["problems"]:
+        problems = check_calls(spec, set_pointer)
+        if shape is not None and not problems:
+            shape = replace(shape, call=measure_call(spec))
+    return {
+        "problems": [asdict(problem) for problem in problems],
+        "shape": shape and asdict(shape),
+        "count": _count(spec, problems),
     }
 
 
@@ -169,4 +210,4 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any] | bytes:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], answer_request)
+    serve(answer_request)

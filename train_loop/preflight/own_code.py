@@ -7,7 +7,7 @@ import torch
 
 from train_loop.code.keep import check_code_allowed
 from train_loop.code.load import load_code
-from train_loop.code.package import read_package, unpack
+from train_loop.code.package import read_package, unpack, unpacked
 from train_loop.code.use import own_code
 from train_loop.data.own_columns import first_rows, own_columns
 from train_loop.data.prepare.cache import list_source
@@ -23,34 +23,42 @@ from train_loop.spec import CodeSpec, JobSpec, Problem
 SetPointer = Callable[[str], object]
 
 
-def import_code(spec: JobSpec, policy: ReadPolicy, set_pointer: SetPointer) -> tuple[JobSpec, list[Problem]]:
-    """Return a spec with the SHA-256 of its package, whose functions have been imported, and the problems of both.
-
-    `set_pointer` is called with the JSON pointer of each check. A spec without code is returned unchanged.
-    """
+def read_code(spec: JobSpec, policy: ReadPolicy, set_pointer: SetPointer) -> tuple[CodeSpec | None, list[Problem]]:
+    """Return a spec's code with the SHA-256 of its package, which is now unpacked; or its problems. Runs no code."""
     if spec.code is None:
-        return spec, []
+        return None, []
+    set_pointer(pointer := "/code")
+    try:
+        check_code_allowed()
+        set_pointer(pointer := "/code/package")
+        check_plain(spec.code.package, policy)
+        package = read_package(spec.code.package)
+        if problem := _other_digest(spec.code, package.sha256):
+            return None, [problem]
+        unpack(package)
+    except UserError as error:
+        if lacks_memory(error):
+            raise
+        return None, [Problem(pointer, str(error))]
+    return spec.code.model_copy(update={"sha256": package.sha256}), []
+
+
+def import_code(code: CodeSpec, set_pointer: SetPointer) -> list[Problem]:
+    """Import the functions of a spec's code, which has been unpacked. Return the problems."""
+    assert code.sha256 is not None, "it was read"
     pointer = "/code"
 
     def begin(field: str) -> None:
         nonlocal pointer
-        pointer = f"/code/{field}"
-        set_pointer(pointer)
+        set_pointer(pointer := f"/code/{field}")
 
     try:
-        check_code_allowed()
-        begin("package")
-        check_plain(spec.code.package, policy)
-        package = read_package(spec.code.package)
-        if problem := _other_digest(spec.code, package.sha256):
-            return spec, [problem]
-        code = spec.code.model_copy(update={"sha256": package.sha256})
-        load_code(code, unpack(package), begin=begin)
+        load_code(code, unpacked(code.sha256), begin=begin)
     except UserError as error:
         if lacks_memory(error):
             raise
-        return spec, [Problem(pointer, str(error))]
-    return spec.model_copy(update={"code": code}), []
+        return [Problem(pointer, str(error))]
+    return []
 
 
 def _other_digest(code: CodeSpec, found: str) -> Problem | None:

@@ -1,6 +1,7 @@
-"""Limits of a fork that runs users' code: no output, no further processes, and few files.
+"""Limits of a fork that runs users' code: no output, no further processes, few files and few system calls.
 
-The last is Landlock: limits of the Linux kernel that a process without privileges sets for itself and cannot lift.
+The last two are Landlock and seccomp: limits of the Linux kernel that a process without privileges sets for itself and
+cannot lift. Its parent limits its time, its disk space and its threads.
 """
 
 import os
@@ -12,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from train_loop.preflight.fork_server import answer_pipe
+from train_loop.preflight.usage import LARGEST_FILE
 from train_loop.system.landlock import python_files, restrict
+from train_loop.system.seccomp import refuse_calls
 
-_LARGEST_FILE = 256 * 2**20
-"""Maximum bytes of a file that users' code may write."""
+_MOST_FILES = 1024
+"""Maximum open files; each pipe among them takes 64 KiB of the kernel's memory."""
 _FOR_REMOTE_STORAGE = (
     *("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf"),
     *("/etc/host.conf", "/etc/gai.conf", "/etc/services", "~/.aws", "~/.azure", "~/.config/gcloud"),
@@ -27,7 +30,8 @@ _OF_PROVIDERS = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "REQUESTS_CA_")
 def confine(readable: Iterable[Path] = (), *, remote: bool = False) -> None:
     """Limit this fork before it runs users' code, which may then read Python's own files, and these and those below.
 
-    With `remote`, it may use the network and credentials of storage. Without Landlock, it keeps its user's rights.
+    With `remote`, it may use the network and credentials of storage. Without Landlock and seccomp, it keeps its
+    user's rights.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -39,12 +43,15 @@ def confine(readable: Iterable[Path] = (), *, remote: bool = False) -> None:
         if descriptor > 2 and descriptor != answer_pipe():
             with suppress(OSError):
                 os.close(descriptor)
-    # A process that the code started would outlive the check. The limit does not hold for root.
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
+    most = min(_MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     files = [*python_files(), *readable, *(_files_of_clients() if remote else [])]
     restrict(readable=files, writable=[Path(tempfile.gettempdir()), Path(os.devnull)], network=remote)
     os.environ["HOME"] = tempfile.gettempdir()
+    if not refuse_calls(network=remote):
+        # A process that the code started would outlive the check. The limit does not hold for root.
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def _files_of_clients() -> Iterator[Path]:

@@ -30,7 +30,7 @@ _TCP, _SCOPES = 0b11, 0b11
 """Rights to bind and connect TCP (version 4); limits of signals and abstract sockets (version 6)."""
 _ALWAYS = (
     *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types"),
-    *("/dev/urandom", "/dev/random", "/dev/zero", "/sys/devices/system", "/sys/fs/cgroup"),
+    *("/dev/urandom", "/dev/random", "/sys/devices/system", "/sys/fs/cgroup"),
     *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/filesystems"),
 )
 

@@ -8,17 +8,14 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from service.adapters.helper_processes.report_cache import ReportCache, cache_key
 from service.adapters.ray.environment import environment_of_helpers
@@ -30,6 +27,8 @@ from train_loop.spec import AnyJobSpec
 
 _GRACE_SECONDS = 2.0
 """Seconds for the helper to answer after the timeout of a check."""
+_POLL_SECONDS = 0.1
+"""Seconds between two looks at a helper that is starting."""
 _COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
 _PAGE_BYTES = 1 << 23
 """Maximum bytes of the rows in a page of results; a longer first row is returned alone."""
@@ -70,7 +69,9 @@ class HelperPreflight:
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="shed-")
+        self._requests: socket.socket | None = None
+        """Socket to the helper alone: each request is a connection that is sent there."""
+        self._is_ready = threading.Event()
         self._answers = ReportCache()
         self._key = OfSame(256, cache_key)
 
@@ -79,12 +80,25 @@ class HelperPreflight:
         with self._lock:
             if self._helper is None or self._helper.poll() is not None:
                 self._end()
-                self._socket.unlink(missing_ok=True)
-                command = [*self._command, str(self._socket)]
-                # With a pipe, the helper does not read the service's standard input.
-                self._helper = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, start_new_session=True, env=environment_of_helpers(os.environ)
+                # A socket without a name: other processes, and code that a check runs, cannot connect to it.
+                self._requests, theirs = socket.socketpair()
+                with theirs:
+                    self._helper = subprocess.Popen(
+                        self._command,
+                        stdin=theirs.fileno(),
+                        start_new_session=True,
+                        env=environment_of_helpers(os.environ),
+                    )
+                waiter = threading.Thread(
+                    target=self._wait_ready, args=(self._requests,), name="preflight", daemon=True
                 )
+                waiter.start()
+
+    def _wait_ready(self, requests: socket.socket) -> None:
+        """Wait until the helper has done its imports, or has ended."""
+        with suppress(OSError):
+            if requests.recv(1) and requests is self._requests:
+                self._is_ready.set()
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now; None if the next one is checked at once.
@@ -97,19 +111,23 @@ class HelperPreflight:
         if (code := helper.poll()) is not None:
             threading.Thread(target=self.start, name="preflight", daemon=True).start()
             return f"exited with {code} and is restarting"
-        # The helper creates its socket once its imports are done.
-        return None if self._socket.exists() else "is importing its libraries"
+        return None if self._is_ready.is_set() else "is importing its libraries"
 
     def stop(self) -> None:
-        """Stop the helper, and remove its socket."""
+        """Stop the helper."""
         with self._lock:
             self._end()
-            self._folder.cleanup()
 
     def _end(self) -> None:
+        self._is_ready.clear()
+        if self._requests is not None:
+            with suppress(OSError):
+                self._requests.shutdown(socket.SHUT_RDWR)
+            self._requests.close()
+            self._requests = None
         if self._helper is not None:
             self._helper.kill()
-            self._helper.communicate()
+            self._helper.wait()
 
     def check(
         self, spec: AnyJobSpec, parent: Parent | None = None, cancellation: Cancellation | None = None
@@ -137,7 +155,7 @@ class HelperPreflight:
             found = self._request(json.dumps(question).encode(), cancellation)
         except ConnectionError:
             found = b""
-        except (TimeoutError, RetryError):
+        except TimeoutError:
             found = b"{}"
         if found.startswith(b'{"data": '):
             return found
@@ -151,10 +169,6 @@ class HelperPreflight:
     def cached(self, spec: AnyJobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
         return self._answers.cached(self._key(spec))
-
-    @property
-    def _socket(self) -> Path:
-        return Path(self._folder.name) / "preflight"
 
     def _run_check(self, spec: AnyJobSpec, parent: Parent | None, call: Cancellation) -> PreflightReport:
         limits = self._limits
@@ -170,7 +184,7 @@ class HelperPreflight:
             answer = self._request(question.model_dump_json().encode(), call)
         except ConnectionError:
             answer = b""
-        except (TimeoutError, RetryError) as error:
+        except TimeoutError as error:
             raise PreflightFailed(
                 f"checking the data and the model took over {self._limits.seconds:g} s; check that the storage "
                 "answers, or raise TRAINSHED_PREFLIGHT_SECONDS"
@@ -199,25 +213,26 @@ class HelperPreflight:
     def _connect(self) -> socket.socket:
         """Connect to the helper, which is started if needed.
 
-        Raises RetryError if it does not listen within the timeout, PreflightFailed if it has ended.
+        Raises TimeoutError if it is not ready within the timeout, PreflightFailed if it has ended.
         """
         self.start()
-        for attempt in Retrying(
-            retry=retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
-            wait=wait_fixed(0.02),
-            stop=stop_after_delay(self._limits.seconds),
-        ):
-            with attempt:
-                if self._helper is not None and (code := self._helper.poll()) is not None:
-                    raise PreflightFailed(
-                        f"the helper that checks data and model exited with {code}; see the service's log"
-                    )
-                connection = socket.socket(socket.AF_UNIX)
-                try:
-                    connection.connect(str(self._socket))
-                except BaseException:
-                    connection.close()
-                    raise
+        deadline = time.monotonic() + self._limits.seconds
+        while not self._is_ready.wait(_POLL_SECONDS):
+            if self._helper is not None and (code := self._helper.poll()) is not None:
+                raise PreflightFailed(
+                    f"the helper that checks data and model exited with {code}; see the service's log"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError("the helper does not start")
+        connection, theirs = socket.socketpair()
+        with theirs, self._lock:
+            try:
+                if self._requests is None:
+                    raise ConnectionResetError("the helper has ended")
+                socket.send_fds(self._requests, [b"\0"], [theirs.fileno()])
+            except BaseException:
+                connection.close()
+                raise
         return connection
 
 

@@ -1,6 +1,5 @@
-"""`python -m tests.support.servers.quick_preflight SOCKET`: a preflight helper that only reads sizes, and results."""
+"""`python -m tests.support.servers.quick_preflight`: a preflight helper that only reads sizes, and results."""
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -18,4 +17,4 @@ def answer(question: dict[str, Any]) -> dict[str, Any] | bytes:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], answer)
+    serve(answer)

@@ -25,6 +25,8 @@ _TEXTS = re.compile(r"auto_map|chat_template|response_(schema|template)|.*_versi
 """Settings that hold any text. Code in `auto_map` is not run."""
 _PLACE = re.compile(r"[~.].*|.*[/\\\0].*|\S+\.[A-Za-z]\w{0,9}", re.DOTALL)
 """Texts that can name a file: with a slash, or with the ending of a file's name."""
+_DATA = {"merges", "vocab"}
+"""Settings that some classes save as they are, and open if they are names."""
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
@@ -51,7 +53,7 @@ def _places(settings: dict[str, Any]) -> Iterator[str]:
         is_token = is_token or _TOKENS.fullmatch(key) is not None
         if value in _EMPTY or _TEXTS.fullmatch(key):
             continue
-        if key == "fast_tokenizer_files" and _are_names(value):
+        if (key == "fast_tokenizer_files" and _are_names(value)) or (key in _DATA and _is_data(value)):
             continue
         if _PLACES.fullmatch(key) or (isinstance(value, str) and not is_token and _PLACE.fullmatch(value)):
             yield name
@@ -59,6 +61,11 @@ def _places(settings: dict[str, Any]) -> Iterator[str]:
             rest += [(f"{name}.{one}", one, inner, is_token) for one, inner in reversed(value.items())]
         elif isinstance(value, list):
             rest += [(name, "", inner, is_token) for inner in reversed(value)]
+
+
+def _is_data(value: object) -> bool:
+    """Return whether a value is a vocabulary or its merges: an object, or a list of pairs."""
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(pair, list) for pair in value))
 
 
 def _are_names(value: object) -> bool:

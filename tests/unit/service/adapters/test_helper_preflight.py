@@ -35,7 +35,7 @@ def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = Non
     """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
     imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import set_pointer, serve\n"
     imports += "from train_loop.preflight.sandbox import confine\n"
-    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
+    command = [sys.executable, "-c", f"{imports}serve(lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
     try:
@@ -113,20 +113,24 @@ OWN_CODE = """{
 
 def test_own_code_that_ends_or_stops_its_check_is_the_users_problem_and_has_no_open_files() -> None:
     call = f"{OWN_CODE}[request['spec']['name']]()"
-    answer = f"[confine(), set_pointer('/code/model'), {{'problems': [], 'shape': None, 'code': str({call})}}][-1]"
+    # What is found before the code runs is kept.
+    then = "{'then': {'problems': [], 'code': 'x'}}"
+    answer = f"[confine(), set_pointer('/code/model'), {{'problems': [{{'pointer': '/code', 'message': str({call})}}], "
+    answer = f"{answer} 'shape': None, 'count': None}}][-1] if 'before' in request else {then}"
     with preflight(answer, timeout=3.0) as helper:
         found = {name: helper.check(a_spec(name=name)) for name in ("exits", "sleeps", "prints")}
     ended = "its check was ended by the code (exit code 3); correct the code"
     assert found["exits"].problems == (Problem("/code/model", ended),)
     assert found["sleeps"].problems == (Problem("/code/model", "its check took over 3 s; correct the code"),)
+    assert {report.code for report in found.values()} == {"x"}
     # Its streams, the pipe of its answer, and the listing itself.
-    assert found["prints"].code is not None
-    assert found["prints"].code.count("'") == 2 * 5
+    (printed,) = found["prints"].problems
+    assert printed.message.count("'") == 2 * 5
 
 
 def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Path) -> None:
     code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
-    code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
+    code += "import os\nos.write(0, bytes(1))\ntime.sleep(3600)"
     helper = HelperPreflight(
         read_policy=lambda _: may_read(), limits=Limits(30.0), command=[sys.executable, "-c", code]
     )
@@ -293,16 +297,14 @@ def test_page_over_the_limit_of_memory_is_an_error(tmp_path: Path) -> None:
         helper.results(str(tmp_path), after=None, limit=10, cancellation=Cancellation())
 
 
-def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
-    socket = tmp_path / "shed" / "preflight"
-    socket.parent.mkdir()
-    code = "import sys\nfrom train_loop.preflight.fork_server import serve\nserve(sys.argv[1], lambda request: None)"
-    with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
-        wait_for(socket.exists, "the helper")
-        assert helper.stdin is not None
-        helper.stdin.close()
+def test_helper_ends_with_its_service() -> None:
+    ours, theirs = socket.socketpair()
+    code = "from train_loop.preflight.fork_server import serve\nserve(lambda request: None)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno()) as helper:
+        theirs.close()
+        assert ours.recv(1)
+        ours.close()
         assert helper.wait(timeout=30) == 0
-    assert not socket.parent.exists()
 
 
 def test_helper_that_cannot_start_raises_and_killed_helper_restarts() -> None:

@@ -12,7 +12,7 @@ from train_loop.code.package import read_package
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.checks import check_data
 from train_loop.preflight.model import check_model
-from train_loop.preflight.own_code import check_calls, import_code
+from train_loop.preflight.own_code import check_calls, import_code, read_code
 from train_loop.run_dir import ReadPolicy
 from train_loop.spec import JobSpec, Problem, parse
 from train_loop.system.input_files import limit_inputs
@@ -30,8 +30,11 @@ def check(raw: dict[str, Any], root: Path, *, code: bool = True) -> tuple[JobSpe
     policy = ReadPolicy(project="default", roots=(str(root),), code=code)
     found = list[Problem]()
     with limit_inputs(policy):
-        spec, problems = import_code(parse(raw), policy, lambda pointer: None)
-        shape = None
+        spec, shape = parse(raw), None
+        digested, problems = read_code(spec, policy, lambda pointer: None)
+        if digested is not None:
+            spec = spec.model_copy(update={"code": digested})
+            problems = import_code(digested, lambda pointer: None)
         if not problems:
             shape, problems = check_model(spec, policy)
             found += check_data(spec, policy)
