@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,12 +11,15 @@ from train_loop.plan import ModelShape, SampleCount
 from train_loop.preflight.child import Ended
 from train_loop.spec import Problem, show
 
-_LONGEST, _MOST_VALUES, _LARGEST = 4000, 200_000, 2**53
+_LONGEST, _MOST_VALUES, _LARGEST = 2**17, 200_000, 2**53
 """Maximum characters of a text, number of all values, and value of a number."""
-_MOST_PROBLEMS = 100
+_MOST_PROBLEMS, _LONGEST_MESSAGE = 100, 4000
 _POINTER = re.compile(r"(/[\w.-]{1,100}){1,9}")
-_FREE = {"adapters", "built", "call", "counts", "float8", "kept", "labels", "pools", "tiles", "whole_scores"}
-"""Sizes of a model of own code. All others are those of a decoder, which it is not."""
+_OF_DECODERS = (
+    *("model_type", "vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "tied", "qkv_bias"),
+    *("output_bias", "mlp_bias", "qk_norm", "known", "quantized"),
+)
+"""Sizes that a model of own code does not have."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def _reason(ended: Ended) -> _CodeAnswer | str:
     try:
         content = json.loads(ended.found)
         if isinstance(content, dict) and isinstance(failed := content.get("failed"), str):
-            return f"failed with {show(failed[:_LONGEST], lines=False)}; correct the code"
+            return f"failed with {show(failed[:_LONGEST_MESSAGE], lines=False)}; correct the code"
         if isinstance(content, dict) and "unavailable" in content:
             return "found that storage does not answer; submit the job again, or correct the code"
         return _valid(_ANSWERS.validate_python(_bounded(content)))
@@ -77,7 +80,7 @@ def _bounded(content: object) -> object:
         if isinstance(value, str):
             if len(value) > _LONGEST:
                 raise ValueError(f"has a text of more than {_LONGEST} characters")
-            return show(value, lines=False)
+            return show(value)
         if isinstance(value, int | float) and not 0 <= value <= _LARGEST:
             raise ValueError(f"has a number that is not between 0 and {_LARGEST}")
         if isinstance(value, dict):
@@ -90,8 +93,12 @@ def _bounded(content: object) -> object:
 def _valid(answer: _CodeAnswer) -> _CodeAnswer:
     if len(answer.problems) > _MOST_PROBLEMS or any(not _POINTER.fullmatch(one.pointer) for one in answer.problems):
         raise ValueError("has problems of unknown fields")
-    if answer.shape is not None:
-        free = {one.name: getattr(answer.shape, one.name) for one in fields(ModelShape) if one.name in _FREE}
-        if answer.shape != replace(ModelShape.of_code(), **free):
+    if (shape := answer.shape) is not None:
+        expected = ModelShape.of_code()
+        if any(getattr(shape, name) != getattr(expected, name) for name in _OF_DECODERS):
             raise ValueError("has sizes of a decoder")
-    return answer
+        rows = [rows[0] for rows in shape.counts.rows] if shape.counts else []
+        if not all([*rows, shape.call.rows if shape.call else 1]):
+            raise ValueError("has tensors or calls without rows")
+    problems = (replace(one, message=show(one.message[:_LONGEST_MESSAGE], lines=False)) for one in answer.problems)
+    return replace(answer, problems=tuple(problems))

@@ -44,7 +44,7 @@ def test_honest_answer_is_added_to_what_was_found_before() -> None:
         ({"hello": 1}, "it is no JSON of the expected form"),
         ({**HONEST, "problems": [{"pointer": "/code\n", "message": ""}]}, "it has problems of unknown fields"),
         ({**HONEST, "problems": [{"pointer": "/code", "message": ""}] * 101}, "it has problems of unknown fields"),
-        ({**HONEST, "problems": [{"pointer": "/code", "message": "x" * 5000}]}, "it has a text of more than 4000"),
+        ({**HONEST, "problems": [{"pointer": "/code", "message": "x" * 200_000}]}, "it has a text of more than 131072"),
         ({**HONEST, "problems": [0] * 300_000}, "it has more than 200000 values"),
         ({**HONEST, "shape": {**SHAPE, "layers": 9}}, "it has sizes of a decoder"),
         ({**HONEST, "count": {"samples": -1, "exact": True}}, "it has a number that is not between 0 and"),
@@ -65,6 +65,11 @@ def test_answer_changes_nothing_that_was_found_before() -> None:
     forged = {**HONEST, "code": "6" * 64, "notes": ["x"]}
     assert answered(forged)["code"] == "5" * 64
     assert answered(forged)["notes"] == []
+
+
+def test_tree_of_a_model_keeps_its_lines() -> None:
+    shape = {**SHAPE, "built": {"units": [], "tree": "Model(\n  Linear\n)"}, "loss_depends_on_micro_batch": True}
+    assert answered({**HONEST, "shape": shape})["shape"]["built"]["tree"] == "Model(\n  Linear\n)"
 
 
 def test_texts_of_an_answer_are_printable() -> None:
