@@ -25,7 +25,7 @@ _TEXTS = re.compile(r"auto_map|chat_template|response_(schema|template)|.*_versi
 """Settings that hold any text. Code in `auto_map` is not run."""
 _PLACE = re.compile(r"[~.].*|.*[/\\\0].*|\S+\.[A-Za-z]\w{0,9}", re.DOTALL)
 """Texts that can name a file: with a slash, or with the ending of a file's name."""
-_DATA = {"merges", "vocab"}
+_DATA = {"entity_vocab", "merges", "vocab"}
 """Settings that some classes save as they are, and open if they are names."""
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 

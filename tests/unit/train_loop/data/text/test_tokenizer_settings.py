@@ -109,6 +109,7 @@ def passing(file: Path, value: object) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", [CONFIG, SPECIAL])
 def test_setting_of_any_tokenizer_class_opens_no_other_file(beta: Path, alpha: Path, file: str) -> None:
     others = {str(path) for path in beta.iterdir()}
