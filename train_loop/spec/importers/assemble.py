@@ -69,7 +69,7 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
     rows = _rows([draft for _, _, draft in drafts], spec)
     is_training = spec.get("kind", "train") == "train"
     for target, (value, reason) in _PLACEHOLDERS.items():
-        if not has(spec, target) and (is_training or target != "training.learning_rate"):
+        if not _is_set(spec, target) and (is_training or target != "training.learning_rate"):
             put(spec, target, value)
             rows.append(Row(field="", outcome=Outcome.NEEDED, target=target, written=value, reason=reason,
                             changes_numbers=target == "training.learning_rate"))  # fmt: skip
@@ -82,6 +82,11 @@ def import_files(files: Sequence[SourceFile], *, worker: str | None = None, over
     except SpecError as error:
         raise _traced(error.problems, drafts, overrides) from error
     return Imported(formats=tuple(name for _, name, _ in drafts), spec=_ordered(spec), rows=tuple(rows))
+
+
+def _is_set(spec: Mapping[str, Any], target: str) -> bool:
+    """Return whether a spec has a value at a dotted path, or a list of sources above it."""
+    return has(spec, target) or isinstance(_value(spec, target.rpartition(".")[0]), list)
 
 
 def _ordered(part: Mapping[str, Any], before: str = "") -> dict[str, Any]:

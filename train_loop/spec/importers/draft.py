@@ -19,7 +19,8 @@ Convert = Callable[[Any], JsonValue]
 _OFF: tuple[JsonValue, ...] = (None, False, "", "no", "NO", "none", [], {})
 """Values that switch a feature off."""
 _OPEN = re.compile(r"\$\{([^{}]*)\}")
-_NO_NUMBERS = frozenset({"training.logging_steps", "model.gradient_checkpointing", "checkpoint.every_steps"})
+_NO_NUMBERS = frozenset({"training.logging_steps", "model.gradient_checkpointing", "checkpoint.every_steps",
+                         "checkpoint.keep_last"})  # fmt: skip
 """Fields that change no numbers."""
 _UNSET = {"training.gradient_accumulation_steps": 1, "training.num_train_epochs": 1, "training.eval_steps": None}
 """Meaning of fields whose default is null."""
@@ -60,6 +61,11 @@ Rule = Take | Drop
 def unneeded(reason: str) -> Drop:
     """Return the rule of a field without which nothing is lost."""
     return Drop(reason, Outcome.NOT_NEEDED)
+
+
+def alike(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return one rule for several fields, whose names are separated by spaces."""
+    return dict.fromkeys(names.split(), rule)
 
 
 class Draft:

@@ -87,7 +87,8 @@ def _remove(draft: Draft, name: str, reason: str) -> None:
 
 def read_adapters(draft: Draft, fields: Mapping[str, str], defaults: Mapping[str, JsonValue], *, tool: str) -> None:
     """Write `model.lora` from the fields of a tool, by field of `model.lora`, and from the tool's own defaults."""
-    _targets(draft, fields["target_modules"], tool=tool)
+    if "target_modules" in fields:
+        _targets(draft, fields["target_modules"], tool=tool)
     for name, convert in _CONVERT.items():
         if name not in fields:
             continue

@@ -6,39 +6,6 @@ _ANSWER = "which is not imported; write a spec from trainshed init, with the ref
 
 REFUSED = (
     Tool(
-        "axolotl",
-        marks=names_of(
-            "sequence_len num_epochs adapter sample_packing val_set_size dataset_prepared_path lora_target_linear "
-            "pad_to_sequence_len flash_attention lora_model_dir unfrozen_parameters"
-        ),
-        shared=names_of(
-            "base_model micro_batch_size datasets output_dir learning_rate lr_scheduler optimizer bf16 fp16 tf32 seed "
-            "gradient_accumulation_steps max_steps warmup_steps warmup_ratio lora_r lora_alpha lora_dropout "
-            "lora_target_modules save_steps eval_steps logging_steps weight_decay max_grad_norm load_in_4bit "
-            "load_in_8bit gradient_checkpointing"
-        ),
-        refusal=_ANSWER,
-    ),
-    Tool(
-        "LLaMA-Factory",
-        marks=names_of(
-            "finetuning_type cutoff_len stage template dataset_dir plot_loss val_size pref_loss overwrite_cache "
-            "mask_history neat_packing quantization_bit train_on_prompt"
-        ),
-        shared=names_of(
-            "model_name_or_path dataset eval_dataset packing use_dora use_rslora lora_rank lora_target lora_alpha "
-            "lora_dropout additional_target trust_remote_code flash_attn"
-        ),
-        extends="TrainingArguments",
-        refusal=_ANSWER,
-    ),
-    Tool(
-        "torchtune",
-        marks=("*._component_",),
-        shared=names_of("output_dir batch_size epochs dtype gradient_accumulation_steps seed"),
-        refusal=_ANSWER,
-    ),
-    Tool(
         "ms-swift", marks=names_of("tuner_type train_type swift_version"), extends="TrainingArguments", refusal=_ANSWER
     ),
     Tool(

@@ -1,10 +1,13 @@
 """The tools whose configurations are known, and the choice among them."""
 
+from train_loop.spec.importers.axolotl import config as axolotl
 from train_loop.spec.importers.hugging_face import accelerate, transformers, trl
+from train_loop.spec.importers.llama_factory import arguments as llama_factory
 from train_loop.spec.importers.recognise import Convert, Source, Tool, marked_tools, recognise
 from train_loop.spec.importers.references import compose
 from train_loop.spec.importers.refused import REFUSED
 from train_loop.spec.importers.roll import pipeline as roll
+from train_loop.spec.importers.torchtune import recipe as torchtune
 from train_loop.spec.job import JobSpec
 
 _OURS = Tool(
@@ -16,6 +19,7 @@ _OURS = Tool(
 TOOLS: tuple[Tool, ...] = (
     *(roll.TOOL, accelerate.TOOL, transformers.TOOL, transformers.DISTRIBUTED_TOOL),
     *(trl.TOOL, trl.REWARD_TOOL, trl.OTHERS),
+    *(axolotl.TOOL, llama_factory.TOOL, torchtune.TOOL),
     *REFUSED,
     _OURS,
 )

@@ -1,18 +1,24 @@
-"""Imports of ROLL's public examples plan, with a small model of their family in place of the folder."""
+"""Imports plan: ROLL's public examples with small models of their families, and random files of other tools."""
 
 import os
+import random
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.builders.families import small
+from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, may_read
 from tests.unit.train_loop.spec.importers.cases import documents, imported
+from tests.unit.train_loop.spec.importers.tools import axolotl, llama_factory, torchtune
 from train_loop.plan import plan_job
 from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 
 FILES = documents("roll.yaml")
+WIDE = TINY | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""Sizes that four-bit weights can have."""
 MESHES = {
     "examples/qwen2.5-7B-rlvr_megatron/rlvr_fsdp2_sp2.yaml": {"ddp": 2, "fsdp": 4, "sp": 2},
     "examples/qwen3-30BA3B-rlvr_fsdp2/rlvr_config_ep.yaml": {"fsdp": 32, "sp": 4, "efsdp": 4, "ep": 8},
@@ -46,3 +52,17 @@ def test_import_plans_once_its_paths_are_given(name: str) -> None:
     assert shape is not None
     axes = plan_job(job, shape).mesh.axes
     assert MESHES.get(name, axes) == axes
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.parametrize("tool", [axolotl, llama_factory, torchtune], ids=lambda tool: tool.__name__.rpartition(".")[2])
+def test_random_file_of_a_tool_plans_once_its_paths_are_given(tool: ModuleType) -> None:
+    for seed in range(seeds(5, more=100)):
+        raw: Any = imported(tool.draw(random.Random(seed))).spec
+        raw["model"] = {key: one for key, one in raw["model"].items() if key != "path"} | {"config": WIDE}
+        raw["data"] |= {"train": {"path": "stdlib://*.py"}, "columns": {"text": "text"}}
+        job = parse(raw)
+        shape, problems = check_model(job, may_read("/"))
+        assert problems == [], seed
+        assert shape is not None
+        assert plan_job(job, shape).mesh.axes

@@ -21,7 +21,7 @@ _MARKS = names_of(
     "per_device_train_batch_size num_train_epochs lr_scheduler_type per_device_eval_batch_size do_train do_eval "
     "do_predict per_gpu_train_batch_size per_gpu_eval_batch_size overwrite_output_dir label_smoothing_factor "
     "average_tokens_across_devices full_determinism logging_strategy disable_tqdm bf16_full_eval fp16_full_eval "
-    "dataloader_drop_last prediction_loss_only log_level ignore_data_skip skip_memory_metrics use_liger_kernel"
+    "prediction_loss_only ignore_data_skip skip_memory_metrics use_liger_kernel"
 )
 """Fields that only TrainingArguments have, and the tools that extend them."""
 _BEST = {"loss": "eval_loss", "accuracy": "eval_accuracy", "f1": "eval_f1", "mse": "eval_mse"}
@@ -58,7 +58,10 @@ def read_arguments(
         draft.assume("data_seed", "data.seed", draft.get("seed", 42), tool=f"{NAME}, which is seed")
     draft.differ("a seed gives another order of samples, other random weights and other dropout")
     draft.differ("epochs follow one another without a shorter batch between them")
-    draft.differ("rows longer than data.sequence_length are split, or left out if they have answers; see on_long_rows")
+    if not any(has(part, "data.on_long_rows") for part in (draft.given, draft.assumed)):
+        draft.differ(
+            "rows longer than data.sequence_length are split, or left out if they have answers; see on_long_rows"
+        )
 
 
 def _precision(draft: Draft) -> None:

@@ -163,10 +163,10 @@ REWARD_TOOL = Tool(
 OTHERS = Tool(
     "TRL's DPO, KTO, GRPO, RLOO or distillation",
     marks=names_of(
-        "beta max_completion_length max_prompt_length precompute_ref_log_probs ref_model_init_kwargs sync_ref_model "
+        "beta max_completion_length max_prompt_length ref_model_init_kwargs sync_ref_model "
         "f_divergence_type loss_weights desirable_weight num_generations reward_funcs reward_weights use_vllm "
-        "teacher_model_name_or_path cpo_alpha reward_model_path reward_model_name_or_path use_weighting ld_alpha "
-        "discopop_tau simpo_gamma lmbda"
+        "teacher_model_name_or_path reward_model_path reward_model_name_or_path use_weighting "
+        "discopop_tau lmbda"
     ),
     extends=NAME,
     refusal="which is not imported; jobs train on answers (trl sft), or on pairs (trl reward)",

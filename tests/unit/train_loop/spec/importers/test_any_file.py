@@ -1,5 +1,6 @@
 """Any change of a public configuration imports with every field reported, or is an error."""
 
+import random
 from typing import Any
 
 import yaml
@@ -7,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.train_loop.spec.importers.cases import beside, documents, imported, job, unreported
+from tests.unit.train_loop.spec.importers.tools import axolotl, llama_factory, torchtune
 from train_loop.spec import SpecError
 from train_loop.spec.importers.draft import leaves, steps_of
 from train_loop.spec.importers.references import compose, resolve
 
 FILES = [yaml.safe_load(text) for name in ("roll.yaml", "accelerate.yaml") for text in documents(name).values()]
+FILES += [resolve(tool.draw(random.Random(seed))) for tool in (axolotl, llama_factory, torchtune) for seed in range(8)]
 SCALARS = st.none() | st.booleans() | st.integers(-3, 5000) | st.floats(-1, 2) | st.text("ab1.$ {}", max_size=8)
 VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text("ab.", max_size=3), SCALARS, max_size=2)
 

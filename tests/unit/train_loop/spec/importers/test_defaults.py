@@ -25,6 +25,17 @@ LEAST: dict[str, dict[str, Any]] = {
     "ROLL": {
         "sft_train": {"strategy_args": {"strategy_name": "fsdp2_train"}, "world_size": 1},
     },
+    "axolotl": {"base_model": "a/b", "learning_rate": 1e-5, "val_set_size": 0, "datasets": [{"path": "c/d"}]},
+    "LLaMA-Factory": {"model_name_or_path": "a/b", "do_train": True, "stage": "sft"},
+    "torchtune": {
+        "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+        "checkpointer": {"checkpoint_dir": "/m"},
+        "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+        "optimizer": {"_component_": "torch.optim.AdamW"},
+        "batch_size": 2,
+        "epochs": 1,
+        "dtype": "bf16",
+    },
 }
 """The shortest file of each tool."""
 IMPORTED = [tool for tool in TOOLS if tool.convert is not None and tool.name not in LAUNCHERS]

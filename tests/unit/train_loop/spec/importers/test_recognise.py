@@ -12,48 +12,6 @@ from train_loop.spec.importers.recognise import Tool
 from train_loop.spec.importers.registry import TOOLS
 
 FILES: dict[str, str] = {
-    "axolotl": """
-base_model: NousResearch/Llama-3.2-1B
-adapter: lora
-lora_r: 16
-sequence_len: 2048
-micro_batch_size: 2
-gradient_accumulation_steps: 2
-num_epochs: 1
-optimizer: adamw_8bit
-lr_scheduler: cosine
-learning_rate: 0.0002
-bf16: auto
-output_dir: ./outputs/lora-out
-""",
-    "LLaMA-Factory": """
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_target: all
-dataset: identity
-template: llama3
-cutoff_len: 2048
-output_dir: saves/llama3-8b/lora/sft
-per_device_train_batch_size: 1
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-bf16: true
-""",
-    "torchtune": """
-output_dir: /tmp/torchtune
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/tokenizer.model}
-model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 8}
-dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset}
-seed: null
-batch_size: 2
-epochs: 1
-optimizer: {_component_: torch.optim.AdamW, lr: 3e-4}
-gradient_accumulation_steps: 8
-dtype: bf16
-""",
     "DeepSpeed": """
 {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
  "bf16": {"enabled": true}, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
@@ -133,8 +91,8 @@ def test_file_of_a_tool_without_an_importer_is_refused_by_its_name(name: str) ->
 
 def test_refused_file_has_the_place_of_its_mark() -> None:
     with pytest.raises(SpecError) as caught:
-        imported(FILES["axolotl"])
-    assert (caught.value.problems[0].line, caught.value.problems[0].pointer) == (3, "/adapter")
+        imported(FILES["Megatron"])
+    assert (caught.value.problems[0].line, caught.value.problems[0].pointer) == (2, "/tensor-model-parallel-size")
 
 
 @pytest.mark.parametrize(

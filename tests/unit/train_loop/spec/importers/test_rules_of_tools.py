@@ -7,12 +7,19 @@ import pytest
 
 from tests.support.builders.searches import seeds
 from tests.unit.train_loop.spec.importers.cases import imported, unreported
-from tests.unit.train_loop.spec.importers.tools import roll, trainer, trl
+from tests.unit.train_loop.spec.importers.tools import axolotl, llama_factory, roll, torchtune, trainer, trl
 from tests.unit.train_loop.spec.importers.tools.run import as_imported, differences
 from train_loop.spec.importers import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft and transformers read deprecated names
-TOOLS = {"TrainingArguments": trainer, "TRL": trl, "ROLL, worker sft_train": roll}
+TOOLS = {
+    "TrainingArguments": trainer,
+    "TRL": trl,
+    "ROLL, worker sft_train": roll,
+    "axolotl": axolotl,
+    "LLaMA-Factory": llama_factory,
+    "torchtune": torchtune,
+}
 
 
 @pytest.mark.parametrize("name", TOOLS)
