@@ -70,17 +70,19 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
 
     Raises DataError if the folder has no tokenizer.
     """
+    model = spec.model
     try:
-        folder = named_tokenizer(spec.model)
+        folder, adapters = named_tokenizer(model), adapter_folder(model)
     except ValueError as error:
         raise DataError(str(error)) from error
     if folder is None:
         return None
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         remedy = "give the folder of a Hugging Face fast tokenizer"
-        if spec.model.tokenizer is None:
+        if model.tokenizer is None:
             remedy = "set model.tokenizer to a folder with one, or give tokenised rows with columns.input_ids"
-        raise DataError(f"tokenizer.json not found in {spec.model.tokenizer or folder}; {remedy}")
+        uri = model.tokenizer or (model.adapter if folder == adapters else model.path)
+        raise DataError(f"tokenizer.json not found in {uri}; {remedy}")
     return folder
 
 
