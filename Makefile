@@ -31,7 +31,7 @@ long_first = $(filter $(1),$(LONG)) $(filter-out $(LONG),$(1))
 # about as long, so that no commit is much slower than another.
 TURNS := tests/hosts/test_faults.py+tests/hosts/test_pods.py+tests/e2e/test_first_hour.py+tests/e2e/test_elastic.py \
 	tests/hosts/test_compose.py+tests/hosts/test_object_storage.py+tests/hosts/test_walkthrough.py+tests/e2e/test_operate.py+tests/e2e/test_embedded_ray.py \
-	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/test_data_faults.py+tests/e2e/test_stream.py+tests/e2e/test_stream_kills.py+tests/e2e/test_data.py \
+	tests/e2e/test_drain.py+tests/e2e/test_placement.py+tests/e2e/test_spares.py+tests/e2e/data/test_data_faults.py+tests/e2e/data/test_stream.py+tests/e2e/data/test_stream_kills.py+tests/e2e/data/test_data.py \
 	tests/e2e/test_old_runs.py+tests/e2e/test_versions.py \
 	tests/families/test_sequence_parallel.py+tests/families/test_tensor.py+tests/families/test_expert_parallel.py+tests/families/test_tensor_training.py \
 	tests/distributed/checkpoint/test_crashes.py+tests/distributed/checkpoint/test_object_crashes.py+tests/distributed/checkpoint/test_clone.py+tests/distributed/checkpoint/test_kills.py \
@@ -54,7 +54,7 @@ FAST = -n 4 $(BY_FILE) \
 	$(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/api/test_*.py tests/api/*/test_*.py)))) \
 	tests/kubernetes tests/contract tests/unit $(addprefix --ignore=,$(filter tests/unit/%,$(LEFT_OUT)))
 # Files of jobs and hosts mostly wait, files of ranks compute: in turn, two at a time keep two cores busy.
-WAITING = $(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/hosts/test_*.py))))
+WAITING = $(filter-out $(LEFT_OUT),$(call long_first,$(sort $(wildcard tests/e2e/test_*.py tests/e2e/*/test_*.py tests/hosts/test_*.py))))
 # The short ones are last.
 COMPUTING := $(foreach room,distributed/checkpoint families distributed/model distributed/optim distributed/infer distributed/memory distributed/lora distributed/numbers distributed benchmarks,\
 	$(sort $(wildcard tests/$(room)/test_*.py)))

@@ -29,8 +29,8 @@ from train_loop.faults.failure import USER_ERRORS, failed, report_failure
 from train_loop.kinds import WORK
 from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
 from train_loop.loop.session import Session
-from train_loop.model.embedding_rule import rule_problems
 from train_loop.model.lora.peft_config import with_adapter
+from train_loop.model.sentence.rule import rule_problems
 from train_loop.run_dir import (
     RUN_MARKER,
     Fence,

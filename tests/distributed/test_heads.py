@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from tests.support import textbook
 from tests.support.builders.datasets import prepare_tokens
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, spec
+from tests.support.families.families import small
 from tests.support.ranks.first_step import step_and_evaluation
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.textbook import Result

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from tests.support.builders.encoders import FAMILIES, OTHERS
 from tests.support.builders.specs import spec
+from tests.support.families.encoders import FAMILIES, OTHERS
 from tests.support.ranks.first_step import step_and_evaluation
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop import train

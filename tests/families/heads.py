@@ -21,8 +21,8 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from tests.families.parity import NONE, TOLERANCE, Settings, advised, copy_weights, fill
-from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
+from tests.support.families.families import small
 from tests.support.ranks.gradients import forget_meshes, mesh_of
 from train_loop.conformance.measure import accumulate_plainly, largest_difference, whole
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import raw_spec
+from tests.support.families.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows, replaced
 from train_loop.conformance.measure import accumulate_plainly, largest_difference, whole
 from train_loop.data.dataset import IGNORE, Rows

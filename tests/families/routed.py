@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families.parity import LENGTH, VOCAB, copy_weights, fill, shorten, untrained_first
-from tests.support.builders.families import small
 from tests.support.builders.specs import raw_spec
+from tests.support.families.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from train_loop.conformance.measure import largest_difference, whole
 from train_loop.data.dataset import IGNORE, Rows

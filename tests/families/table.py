@@ -20,8 +20,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.families.parity import CASES, TOLERANCE, Case, Settings, advised, differences, raw_job
-from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.specs import may_read
+from tests.support.families.families import FAMILIES, small
 from tests.support.ranks.ranks import ranks_of_any_number
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL

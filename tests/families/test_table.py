@@ -14,8 +14,8 @@ import pytest
 
 from tests.families.parity import CASES, KINDS
 from tests.families.table import entry, faults, kind, read
-from tests.support.builders.families import FAMILIES
 from tests.support.builders.searches import SEED
+from tests.support.families.families import FAMILIES
 from tests.support.ranks.ranks import ranks_of_any_number
 
 ALONE = ("one rank, packed", "one rank, chunked loss")

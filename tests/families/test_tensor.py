@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.families.layouts import folder_with_rows, saved_in_each_layout, train_runs, values_of, wrong
 from tests.families.parity import NONE, Case, difference, raw_job, uneven
 from tests.families.runs import STEPS, Leg
-from tests.support.builders.families import small
+from tests.support.families.families import small
 from tests.support.ranks.gradients import build, divisor, forget_meshes, my_share, random_rows
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import load_checkpoint

@@ -9,7 +9,7 @@ from train_loop.errors import ModelError
 from train_loop.model.folder import adapter_folder
 from train_loop.model.lora.peft_config import other_base, read_adapter, with_adapter
 from train_loop.model.lora.stored import match_adapters
-from train_loop.preflight.fork_server import set_pointer
+from train_loop.preflight.process.fork_server import set_pointer
 from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable
 from train_loop.spec import AnyJobSpec, LoraSpec, ModelSpec, Problem, SpecError
 

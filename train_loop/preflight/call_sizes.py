@@ -22,9 +22,9 @@ from train_loop.model.families.family import Examination
 from train_loop.model.families.live_bytes import LiveBytes
 from train_loop.parallel.build import ShardedModel
 from train_loop.plan import CallSizes, ModelShape, plan_sizes
-from train_loop.preflight.fork_server import lacks_memory
 from train_loop.preflight.own_calls import first_batch
 from train_loop.preflight.own_code import first_rows_of
+from train_loop.preflight.process.fork_server import lacks_memory
 from train_loop.spec import JobSpec
 from train_loop.telemetry.timers import ComputeTimer
 

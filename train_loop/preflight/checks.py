@@ -24,16 +24,16 @@ from train_loop.data.prepare.rows import check_columns, is_empty
 from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.data.read_results import answer_page
 from train_loop.errors import DataError
-from train_loop.model.embedding_rule import prompt_note
+from train_loop.model.sentence.rule import prompt_note
 from train_loop.plan import LargestRead, Preview
 from train_loop.preflight.adapters import AdaptedSpec, read_settings
 from train_loop.preflight.call_sizes import measure_call
-from train_loop.preflight.fork_server import MISTAKES, message_of, serve, set_pointer
 from train_loop.preflight.model import check_model
 from train_loop.preflight.own_code import check_calls, import_code, read_code
 from train_loop.preflight.preview import PREVIEWED_SOURCES, preview_source
+from train_loop.preflight.process.fork_server import MISTAKES, message_of, serve, set_pointer
+from train_loop.preflight.process.sandbox import confine
 from train_loop.preflight.sample_count import count_samples
-from train_loop.preflight.sandbox import confine
 from train_loop.preflight.tokenizer import absent_tokens
 from train_loop.run_dir import Parent, ReadPolicy, StorageUnavailable, local_path
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec, Problem, SourceSpec, parse_any

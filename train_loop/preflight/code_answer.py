@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from train_loop.plan import ModelShape, SampleCount
-from train_loop.preflight.child import Ended
+from train_loop.preflight.process.child import Ended
 from train_loop.spec import Problem, show
 
 _LONGEST, _MOST_VALUES, _LARGEST = 2**17, 200_000, 2**53

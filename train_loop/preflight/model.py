@@ -11,7 +11,6 @@ from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import ModelError
 from train_loop.model.bounds import large_model, large_numbers
 from train_loop.model.build import check_rules
-from train_loop.model.embedding_rule import rule_problems
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of
 from train_loop.model.families.family import Examination, Family
@@ -21,6 +20,7 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.lora.adapters import inject_adapters, lora_checks, lora_notes
 from train_loop.model.quantize import frozen_linears, quantize_layers, quantized_layers
+from train_loop.model.sentence.rule import rule_problems
 from train_loop.model.whole import whole_parameters
 from train_loop.optim.build import muon_matrices, plan_groups
 from train_loop.parallel.layers import tiled_mlps
@@ -29,9 +29,9 @@ from train_loop.parallel.units import check_precision, check_selective, expert_u
 from train_loop.plan import ModelShape, ParameterCounts, QuantizedWeights
 from train_loop.preflight.adapters import stored_problems
 from train_loop.preflight.call_sizes import measure_text_call
-from train_loop.preflight.fork_server import MISTAKES, message_of, set_pointer
 from train_loop.preflight.parent_checkpoint import check_optimizer_state, checkpoint_problems
 from train_loop.preflight.planned_units import planned_units
+from train_loop.preflight.process.fork_server import MISTAKES, message_of, set_pointer
 from train_loop.preflight.tokenizer import tokenizer_problems
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec, ModelSpec, Problem

@@ -18,7 +18,7 @@ from train_loop.model.build import DTYPES, materialise
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.parallel.unit_calls import REMEDY_OF_CALLS
 from train_loop.parallel.units import find_units
-from train_loop.preflight.fork_server import lacks_memory
+from train_loop.preflight.process.fork_server import lacks_memory
 from train_loop.preflight.unit_use import UnitUse
 from train_loop.spec import JobSpec
 from train_loop.state import seed_generators

@@ -15,8 +15,8 @@ from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import UserError
 from train_loop.loop.objectives.own_loss import as_tensors, call_batch, split_batch
 from train_loop.model.families.choose import family_of
-from train_loop.preflight.fork_server import lacks_memory
 from train_loop.preflight.own_calls import CALLS, META, check_loss, first_batch
+from train_loop.preflight.process.fork_server import lacks_memory
 from train_loop.run_dir import ReadPolicy
 from train_loop.spec import CodeSpec, JobSpec, Problem
 

@@ -13,7 +13,7 @@ from train_loop.data.prepare.sources import check_plain
 from train_loop.errors import CheckpointError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.lora.names import has_adapters
-from train_loop.preflight.fork_server import set_pointer
+from train_loop.preflight.process.fork_server import set_pointer
 from train_loop.run_dir import Parent, ReadPolicy, RunDir, local_path
 from train_loop.spec import ModelSpec, Problem, TrainingSpec
 

@@ -6,15 +6,15 @@ from itertools import islice
 from pathlib import Path
 
 from train_loop.data.prepare.encode import TextRules
-from train_loop.data.prepare.letter_case import check_letter_case
 from train_loop.data.prepare.sources import check_plain
 from train_loop.data.text.chat import check_chat_template, encode_whole, load_chat_templates
+from train_loop.data.text.letter_case import check_letter_case
 from train_loop.data.text.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape, tokenizer_folder
 from train_loop.plan import ModelShape
-from train_loop.preflight.fork_server import MISTAKES, message_of, set_pointer
 from train_loop.preflight.parent_checkpoint import has_its_tokenizer
+from train_loop.preflight.process.fork_server import MISTAKES, message_of, set_pointer
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import DataSpec, JobSpec, Problem
 

@@ -4,7 +4,8 @@ Workers write and the service reads; under control/, the service writes and work
 defined here, so that neither side depends on the other.
 """
 
-from train_loop.run_dir.durable import (
+from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish, wish_of
+from train_loop.run_dir.files.durable import (
     copy_files,
     create_new,
     local_path,
@@ -14,7 +15,7 @@ from train_loop.run_dir.durable import (
     sync,
     write_durably,
 )
-from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish, wish_of
+from train_loop.run_dir.files.regular import IrregularFileError, append_regular, run_dir_of
 from train_loop.run_dir.formats import (
     ENDED,
     NO_FENCE,
@@ -58,7 +59,6 @@ from train_loop.run_dir.node_report import (
 )
 from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
 from train_loop.run_dir.read_policy import READ_POLICY_VARIABLE, ReadPolicy, is_below
-from train_loop.run_dir.regular import IrregularFileError, append_regular, run_dir_of
 from train_loop.run_dir.remote import (
     create_object,
     is_remote,

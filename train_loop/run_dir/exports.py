@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from train_loop.run_dir.durable import write_durably
+from train_loop.run_dir.files.durable import write_durably
 from train_loop.run_dir.formats import Format
 from train_loop.run_dir.remote import create_object, is_remote, read_whole
 from train_loop.spec import WITHOUT_FOLDER, JobSpec, ModelSpec

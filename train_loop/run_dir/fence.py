@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from train_loop.run_dir.durable import create_new, write_durably
+from train_loop.run_dir.files.durable import create_new, write_durably
 from train_loop.run_dir.formats import NO_FENCE, Fence
 from train_loop.run_dir.remote import list_folder, read_whole
 

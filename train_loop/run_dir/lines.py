@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from train_loop.run_dir.durable import make_folder
-from train_loop.run_dir.regular import append_regular, open_regular, run_dir_of
+from train_loop.run_dir.files.durable import make_folder
+from train_loop.run_dir.files.regular import append_regular, open_regular, run_dir_of
 from train_loop.run_dir.remote import is_remote, read_whole, size_of
 from train_loop.run_dir.root import check_storage
 from train_loop.run_dir.segments import SegmentWriter, segments

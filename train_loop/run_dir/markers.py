@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from train_loop.run_dir.durable import sync, whole_or_none, write_durably, write_synced
+from train_loop.run_dir.files.durable import sync, whole_or_none, write_durably, write_synced
 from train_loop.run_dir.remote import create_object, is_remote, list_folder, read_whole
 from train_loop.run_dir.root import ROOT_MARKER, RUN_MARKER, RootMarker, read_root_marker
 

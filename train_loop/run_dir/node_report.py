@@ -5,7 +5,7 @@ from platform import python_version
 
 from pydantic import BaseModel, ConfigDict
 
-from train_loop.run_dir.durable import storage_path
+from train_loop.run_dir.files.durable import storage_path
 from train_loop.run_dir.remote import is_remote, list_folder
 
 VISIT_MARK = "trainshed-visit "

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.fence import FenceStore
+from train_loop.run_dir.files.durable import storage_path, write_durably
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole, size_of
 from train_loop.run_dir.results import ResultsDir

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict
 
-from train_loop.run_dir.durable import local_path
+from train_loop.run_dir.files.durable import local_path
 
 READ_POLICY_VARIABLE = "TRAINSHED_READ_POLICY"
 """Environment variable of a job's processes: its `ReadPolicy` as JSON."""

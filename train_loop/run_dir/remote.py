@@ -14,7 +14,7 @@ import fsspec
 from upath import UPath
 
 from train_loop.extras import install_storage
-from train_loop.run_dir.regular import list_regular, open_regular, size_of_regular
+from train_loop.run_dir.files.regular import list_regular, open_regular, size_of_regular
 from train_loop.run_dir.root import check_storage
 
 # A call fails after 30 s if the server is silent, and after 10 s if it is unreachable; callers retry within their own

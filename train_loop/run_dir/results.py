@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from train_loop.run_dir.durable import write_durably
+from train_loop.run_dir.files.durable import write_durably
 from train_loop.run_dir.remote import list_folder
 
 _SHARD = re.compile(r"part-(\d{6,})\.parquet")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from train_loop.run_dir.files.regular import open_regular
 from train_loop.run_dir.formats import Format
-from train_loop.run_dir.regular import open_regular
 
 ROOT_MARKER = ".trainshed-root.json"
 """The file that makes a folder a storage root."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from train_loop.run_dir.durable import write_durably
+from train_loop.run_dir.files.durable import write_durably
 from train_loop.run_dir.formats import Format
 from train_loop.run_dir.remote import read_whole
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from train_loop.errors import CheckpointError, UserError
-from train_loop.preflight.fork_server import lacks_memory
-from train_loop.system.landlock import python_files, restrict
+from train_loop.preflight.process.fork_server import lacks_memory
+from train_loop.system.confine.landlock import python_files, restrict
 from train_loop.system.memory_limit import mapped_bytes
 
 _NEW_USERS, _NEW_NETWORK = 0x10000000, 0x40000000

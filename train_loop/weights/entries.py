@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from train_loop.checkpoint.export.safetensors import DTYPES, Kind
 from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece
 from train_loop.errors import UserError
-from train_loop.preflight.fork_server import lacks_memory
+from train_loop.preflight.process.fork_server import lacks_memory
 from train_loop.weights.inputs import Inputs
 
 _PIECE_BYTES = 16 * 2**20

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.support.builders.exports import save_a_run, save_a_run_of
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY
+from tests.support.families.families import small
 from tests.support.ranks.ranks import on_ranks
 from tests.support.ranks.torchrun import write_tokens
 from train_loop.checkpoint.export.full import WAYS, load_model

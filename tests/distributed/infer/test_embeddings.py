@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from tests.support.builders.families import small
+from tests.support.families.families import small
 from tests.support.minilm import TEXTS, VECTORS, minilm_folder, vectors_of_sentence_transformers
 from tests.support.ranks.infer_runs import infer_rows
 from tests.support.ranks.ranks import ranks_of_any_number

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.builders.any_size import GPT2
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, job_of, run
+from tests.support.families.families import small
 from tests.support.ranks.adapters import round_weights
 from tests.support.ranks.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.export.huggingface import export

@@ -23,10 +23,10 @@ from transformers import (
 
 from tests.support import textbook
 from tests.support.builders.datasets import prepare_tokens
-from tests.support.builders.encoders import FAMILIES, OTHERS
 from tests.support.builders.folders import write_model
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import spec
+from tests.support.families.encoders import FAMILIES, OTHERS
 from tests.support.ranks.first_step import step_and_evaluation
 from train_loop import train
 from train_loop.checkpoint.export.huggingface import export

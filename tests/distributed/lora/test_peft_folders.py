@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.support.builders.any_size import GPT2
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.small_runs import LENGTH, STEPS, lines, numbers, run
 from tests.support.builders.specs import infer_spec, spec
+from tests.support.families.families import small
 from tests.support.ranks.adapters import Step, adapter_step
 from tests.support.ranks.gradients import random_rows
 from tests.support.ranks.peft_folders import peft_logits, write_adapters, write_parts

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families.routed import BIASES, Balanced, Case, Found, balance, compare, gathered_ahead, precision
 from tests.families.table import read
-from tests.support.builders.families import small
 from tests.support.builders.small_runs import LENGTH, STEPS, events, job_of, lines, run
+from tests.support.families.families import small
 from tests.support.ranks.gradients import forget_meshes
 from tests.support.ranks.ranks import ranks_of_any_number
 from tests.support.ranks.torchrun import load_tensors, write_tokens

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, spec
+from tests.support.families.families import small
 from tests.support.ranks.torchrun import load_tensors
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from tests.support.builders.families import FAMILIES, small
+from tests.support.families.families import FAMILIES, small
 
 _WRONG: tuple[Any, ...] = (
     None,

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from train_loop.plan import read_shape
-from train_loop.preflight.fork_server import serve
+from train_loop.preflight.process.fork_server import serve
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any] | bytes:

@@ -36,7 +36,6 @@ from train_loop.data.prepare.cells import is_text
 from train_loop.data.prepare.encode import Encoded, TextRules, encode_rows
 from train_loop.data.prepare.fit import Fit, check_rows, explain_cut
 from train_loop.data.prepare.largest_read import largest_read
-from train_loop.data.prepare.letter_case import check_letter_case
 from train_loop.data.prepare.packing import Document, one_per_sample, pack
 from train_loop.data.prepare.progress import Progress, Report
 from train_loop.data.prepare.rows import Piece, Row, cut, read_piece
@@ -44,6 +43,7 @@ from train_loop.data.prepare.sources import list_files
 from train_loop.data.ray_context import configure_ray_data, numbers, start_ray
 from train_loop.data.shards import write_part
 from train_loop.data.text.chat import load_chat_templates
+from train_loop.data.text.letter_case import check_letter_case
 from train_loop.data.text.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.folder import model_shape

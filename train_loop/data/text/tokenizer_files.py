@@ -8,8 +8,8 @@ from typing import Any
 
 from train_loop.data.text.tokenizer_settings import check_settings
 from train_loop.errors import DataError
+from train_loop.system.confine.landlock import run_restricted
 from train_loop.system.input_files import read_input
-from train_loop.system.landlock import run_restricted
 
 # All files that a tokenizer class of transformers reads from a folder; config.json can choose the class.
 _NAMES = re.compile(

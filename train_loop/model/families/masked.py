@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
-from train_loop.model.embedding_rule import EmbeddingRule
 from train_loop.model.families.after_head import HeadWatch, Step
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.build import build_model, check_decoder, config_of
@@ -40,6 +39,7 @@ from train_loop.model.families.family import (
     fault_without_plan,
     rejecting,
 )
+from train_loop.model.sentence.rule import EmbeddingRule
 from train_loop.spec import JobSpec, ModelSpec
 
 _POOLER = re.compile(r"(^|\.)pooler\.")

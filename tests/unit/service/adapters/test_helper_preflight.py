@@ -33,8 +33,8 @@ from train_loop.spec import Problem, parse_any
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
-    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import set_pointer, serve\n"
-    imports += "from train_loop.preflight.sandbox import confine\n"
+    imports = "import os, sys, time\nfrom train_loop.preflight.process.fork_server import set_pointer, serve\n"
+    imports += "from train_loop.preflight.process.sandbox import confine\n"
     command = [sys.executable, "-c", f"{imports}serve(lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
@@ -300,7 +300,7 @@ def test_page_over_the_limit_of_memory_is_an_error(tmp_path: Path) -> None:
 
 def test_helper_ends_with_its_service() -> None:
     ours, theirs = socket.socketpair()
-    code = "from train_loop.preflight.fork_server import serve\nserve(lambda request: None)"
+    code = "from train_loop.preflight.process.fork_server import serve\nserve(lambda request: None)"
     with subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno()) as helper:
         theirs.close()
         assert ours.recv(1)

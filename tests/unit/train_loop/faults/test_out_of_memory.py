@@ -8,9 +8,9 @@ import pytest
 import torch
 from ray.exceptions import OutOfMemoryError as KilledByRay
 
-from tests.support.builders.families import small
 from tests.support.builders.small_runs import events
 from tests.support.builders.specs import may_read, spec
+from tests.support.families.families import small
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
 from train_loop.faults.failure import failed, report_failure
 from train_loop.faults.memory_events import describe_killed

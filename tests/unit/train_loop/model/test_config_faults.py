@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from tests.support.builders.broken_configs import broken
-from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.searches import drawn, seeds
 from tests.support.builders.specs import TINY, may_read, raw_spec
+from tests.support.families.families import FAMILIES, small
 from train_loop.preflight.model import check_model
 from train_loop.spec import Problem, parse
 

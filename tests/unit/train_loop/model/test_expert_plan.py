@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.plan import Plan, groups_across_hosts, lay_out, plan_job, plan_mesh, why_split
 from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, ScalingSpec, SpecError, StrategySpec, parse

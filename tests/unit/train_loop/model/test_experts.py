@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.loop.objectives.routed import IDLE_STEPS, IdleExperts, remedy_of
 from train_loop.model.families.causal.experts import choose_experts

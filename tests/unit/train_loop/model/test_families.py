@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.families import small
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import may_read, raw_spec
+from tests.support.families.families import small
 from train_loop.preflight.model import check_model
 from train_loop.spec import parse
 

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model, write_tokenizer
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.data.dataset import IGNORE, Dataset
 from train_loop.data.order import PADDING
 from train_loop.data.prepare.encode import BadRow, TextRules, encode_rows

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL

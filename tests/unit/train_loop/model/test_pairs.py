@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
+from tests.support.families.families import small
 from tests.support.tokenizers import chats
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import PADDING

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from tests.families.parity import fill
-from tests.support.builders import encoders
-from tests.support.builders.families import FAMILIES, small
 from tests.support.builders.searches import drawn
+from tests.support.families import encoders
+from tests.support.families.families import FAMILIES, small
 from train_loop.errors import ModelError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.family import CAUSAL

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, code_spec, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.freeze import freeze

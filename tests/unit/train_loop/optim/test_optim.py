@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.optimization import Adafactor as WholeAdafactor
 
-from tests.support.builders.families import small
 from tests.support.builders.searches import drawn
 from tests.support.builders.specs import TINY, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.errors import UserError
 from train_loop.model.families.causal.build import build_model
 from train_loop.model.families.causal.family import CAUSAL

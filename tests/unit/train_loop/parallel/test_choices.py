@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families.table import read
-from tests.support.builders.families import small
 from tests.support.builders.specs import spec
+from tests.support.families.families import small
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.layers import apply_checkpointing

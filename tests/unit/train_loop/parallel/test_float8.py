@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, code_spec, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError, UserError
 from train_loop.model.families.anatomy import Anatomy
 from train_loop.model.families.choose import family_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec, spec
+from tests.support.families.families import small
 from train_loop.checkpoint.base_weights import check_base
 from train_loop.errors import ModelError
 from train_loop.model.folder import model_shape

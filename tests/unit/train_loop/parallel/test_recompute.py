@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families.table import read
-from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.model.families.kept import KeptResults

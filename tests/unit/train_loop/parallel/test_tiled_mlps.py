@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, raw_spec
+from tests.support.families.families import small
 from train_loop.model.families.causal.family import CAUSAL
 from train_loop.parallel.layers import tiled_mlps
 from train_loop.plan import KeptBytes

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.builders.any_size import MOE
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
+from tests.support.families.families import small
 from tests.support.ranks.peft_folders import write_parts
 from train_loop.errors import ModelError
 from train_loop.model.families.choose import family_of

@@ -12,8 +12,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import may_read, spec
+from tests.support.families.families import small
 from tests.support.own_code import MODEL, example_job, forget_imports, own_spec, write_example
 from train_loop.code.package import read_package, unpack
 from train_loop.code.use import own_code

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.families import small
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, may_read
+from tests.support.families.families import small
 from tests.unit.train_loop.spec.importers.cases import documents, imported
 from tests.unit.train_loop.spec.importers.tools import axolotl, llama_factory, torchtune
 from train_loop.plan import plan_job

@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.support.builders.any_size import MOE
-from tests.support.builders.encoders import FAMILIES
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_model
 from tests.support.builders.specs import TINY, may_read, spec
+from tests.support.families.encoders import FAMILIES
+from tests.support.families.families import small
 from train_loop.plan import ModelShape, plan_job
 from train_loop.preflight.model import check_model
 from train_loop.spec import JobSpec, Problem

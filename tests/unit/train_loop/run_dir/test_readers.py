@@ -119,9 +119,9 @@ OTHERS = {
     "service/backup.py": "the service's home",
     "service/config": "the service's home and the host's files",
     # Parts of run directories.
-    "train_loop/run_dir/regular.py": "the functions that open regular files",
+    "train_loop/run_dir/files/regular.py": "the functions that open regular files",
     "train_loop/run_dir/remote.py": "the functions that choose between files and objects",
-    "train_loop/run_dir/durable.py": "writes",
+    "train_loop/run_dir/files/durable.py": "writes",
     "train_loop/run_dir/markers.py:_create_file": "writes",
     "train_loop/run_dir/node_report.py": "folders that nodes reach",
     "train_loop/run_dir/segments.py": "objects",

@@ -21,7 +21,7 @@ from train_loop.run_dir import (
     read_lines,
     write_durably,
 )
-from train_loop.run_dir.durable import create_new
+from train_loop.run_dir.files.durable import create_new
 from train_loop.run_dir.markers import create_root_marker
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.builders.families import small
 from tests.support.builders.specs import LONGROPE, TINY, spec
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.faults.failure import failed
 from train_loop.loop.batch import MicroBatch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from train_loop.system.landlock import landlock_version
+from train_loop.system.confine.landlock import landlock_version
 
 SCRIPT = """
 import json, os, socket, sys

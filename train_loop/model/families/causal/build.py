@@ -27,11 +27,11 @@ from transformers.pytorch_utils import Conv1D
 
 from train_loop.errors import ModelError
 from train_loop.model.build import DTYPES
-from train_loop.model.embedding_rule import embedding_rule
 from train_loop.model.families.anatomy import modules_of
 from train_loop.model.families.causal.config import SOURCE, read_config, stated, with_values
 from train_loop.model.families.causal.refused import check_encoder, check_language, check_layers, check_name
 from train_loop.model.folder import model_config
+from train_loop.model.sentence.rule import embedding_rule
 from train_loop.plan import NEEDED
 from train_loop.spec import LabelHeadSpec, ModelSpec
 

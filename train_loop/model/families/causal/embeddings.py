@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train_loop.errors import ModelError
-from train_loop.model.embedding_rule import EmbeddingRule
 from train_loop.model.families.causal.build import config_of, output_of
+from train_loop.model.sentence.rule import EmbeddingRule
 from train_loop.run_dir import make_folder, write_durably
 
 _MODES = {"last_token": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}

@@ -21,7 +21,7 @@ from train_loop.data.text.tokenizer import load_tokenizer
 from train_loop.data.text.tokenizer_files import load_with_transformers
 from train_loop.data.text.tokenizer_settings import check_settings
 from train_loop.errors import DataError
-from train_loop.system.landlock import landlock_version
+from train_loop.system.confine.landlock import landlock_version
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 SETTINGS = (*tokenizer_settings(), "sp_model_kwargs.model_file", "mecab_kwargs.mecab_option", "extra.vocab_file")

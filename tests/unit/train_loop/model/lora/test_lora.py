@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from tests.support.builders.any_size import GPT2, MOE
-from tests.support.builders.encoders import FAMILIES, OTHERS
-from tests.support.builders.families import small
 from tests.support.builders.specs import TINY, spec
+from tests.support.families.encoders import FAMILIES, OTHERS
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.extras import install
 from train_loop.model.build import materialise

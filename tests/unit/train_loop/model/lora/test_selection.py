@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from tests.support.builders.any_size import GPT2, MOE
-from tests.support.builders.encoders import FAMILIES
-from tests.support.builders.families import small
 from tests.support.builders.searches import seeds
 from tests.support.builders.specs import TINY, spec
+from tests.support.families.encoders import FAMILIES
+from tests.support.families.families import small
 from train_loop.errors import ModelError
 from train_loop.model.families.choose import family_of
 from train_loop.model.lora.adapters import inject_adapters, trained_parameters

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from train_loop.plan import ModelShape
-from train_loop.preflight.child import Ended
 from train_loop.preflight.code_answer import answer_with_code
+from train_loop.preflight.process.child import Ended
 
 BEFORE: dict[str, Any] = {"problems": [], "code": "5" * 64, "lora": None, "notes": []}
 SHAPE = asdict(ModelShape.of_code())

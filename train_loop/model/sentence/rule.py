@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from train_loop.model.folder import adapter_folder, model_folder
-from train_loop.model.sentence_folder import MODULES, SentenceRules, read_sentence_rules
+from train_loop.model.sentence.folder import MODULES, SentenceRules, read_sentence_rules
 from train_loop.spec import EmbeddingSpec, JobSpec, ModelSpec, Problem
 from train_loop.spec.heads import Pooling
 

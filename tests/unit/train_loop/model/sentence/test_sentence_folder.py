@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModel
 
-from tests.support.builders.families import small
 from tests.support.builders.folders import write_tokenizer
 from tests.support.builders.specs import TINY, infer_spec, may_read, raw_spec
+from tests.support.families.families import small
 from tests.support.ranks.peft_folders import write_parts
 from tests.support.sentence_folders import write_sentence_files
 from train_loop.errors import ModelError
-from train_loop.model.embedding_rule import EmbeddingRule, embedding_rule, prompt_note, rule_problems
 from train_loop.model.families.causal.embeddings import embedding_of, write_sentence_configs
 from train_loop.model.families.choose import family_of
-from train_loop.model.sentence_folder import read_sentence_rules
+from train_loop.model.sentence.folder import read_sentence_rules
+from train_loop.model.sentence.rule import EmbeddingRule, embedding_rule, prompt_note, rule_problems
 from train_loop.preflight.model import check_model
 from train_loop.run import check_embedding
 from train_loop.run_dir import RunDir

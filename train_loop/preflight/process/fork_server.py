@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from train_loop.preflight.child import NO_MEMORY, Ended, run_child
 from train_loop.preflight.code_answer import answer_with_code
-from train_loop.preflight.usage import remove_tree
+from train_loop.preflight.process.child import NO_MEMORY, Ended, run_child
+from train_loop.preflight.process.usage import remove_tree
 from train_loop.run_dir import StorageUnavailable
 
 Answer = Callable[[dict[str, Any]], object]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train_loop.preflight.fork_server import lacks_memory
+from train_loop.preflight.process.fork_server import lacks_memory
 
 
 @pytest.mark.timeout(10)

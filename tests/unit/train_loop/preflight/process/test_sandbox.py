@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from train_loop.system.landlock import landlock_version
+from train_loop.system.confine.landlock import landlock_version
 
 SCRIPT = """
 import ctypes, json, mmap, os, resource, socket, sys, tempfile, threading
 from pathlib import Path
-from train_loop.preflight.sandbox import confine
+from train_loop.preflight.process.sandbox import confine
 
 root, home, victim = Path(sys.argv[1]), Path(os.environ["TMPDIR"]), int(os.environ["VICTIM"])
 if uid := int(os.environ.get("AS_UID", 0)):
@@ -114,7 +115,9 @@ def confined(tmp_path: Path, victim: int, *arguments: str, uid: int = 0) -> dict
     if uid:
         for place in (tmp_path, *tmp_path.rglob("*")):
             os.chown(place, uid, uid)
-        for place in (tmp_path, *tmp_path.parents[:2]):
+        # A process of pytest-xdist has a folder of its own between them.
+        base = Path(tempfile.gettempdir())
+        for place in (tmp_path, *(folder for folder in tmp_path.parents if base in folder.parents)):
             place.chmod(0o755)
     environment = os.environ | {"TMPDIR": str(tmp_path / "home"), "VICTIM": str(victim), "AS_UID": str(uid)}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "root"), *arguments]

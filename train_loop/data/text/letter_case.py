@@ -2,7 +2,7 @@
 
 from train_loop.data.text.tokenizer import TextTokenizer
 from train_loop.errors import DataError
-from train_loop.model.embedding_rule import stated_rules
+from train_loop.model.sentence.rule import stated_rules
 from train_loop.spec import JobSpec
 
 _PROBES = ("A", "Two Words")

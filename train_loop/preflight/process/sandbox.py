@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from train_loop.preflight.fork_server import answer_pipe
-from train_loop.preflight.usage import LARGEST_FILE
-from train_loop.system.landlock import python_files, restrict
-from train_loop.system.seccomp import refuse_calls
+from train_loop.preflight.process.fork_server import answer_pipe
+from train_loop.preflight.process.usage import LARGEST_FILE
+from train_loop.system.confine.landlock import python_files, restrict
+from train_loop.system.confine.seccomp import refuse_calls
 
 _MOST_FILES = 1024
 """Maximum open files; each pipe among them takes 64 KiB of the kernel's memory."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train_loop.preflight.usage import excess
+from train_loop.preflight.process.usage import excess
 from train_loop.system.memory_limit import mapped_bytes
 
 _MIB = 1 << 20

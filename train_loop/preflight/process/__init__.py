@@ -1,0 +1,1 @@
+"""The processes in which checks run, and their limits."""
