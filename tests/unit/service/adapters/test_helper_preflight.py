@@ -24,6 +24,7 @@ from service.errors import PreflightFailed, ResultsUnreadable
 from service.ports import CallCancelled, Cancellation, PreflightReport
 from tests.support.builders.specs import infer_spec, may_read
 from tests.support.fakes.service import a_spec
+from tests.support.own_code import MODEL, own_spec
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
 from train_loop.run_dir import RunDir
@@ -126,6 +127,26 @@ def test_own_code_that_ends_or_stops_its_check_is_the_users_problem_and_has_no_o
     # Its streams, the pipe of its answer, and the listing itself.
     (printed,) = found["prints"].problems
     assert printed.message.count("'") == 2 * 5
+
+
+@pytest.mark.slow
+def test_own_code_passes_the_confined_check_of_the_service(tmp_path: Path) -> None:
+    """The helper as the service starts it: what its sandbox refuses must not be what a check of honest code needs."""
+    policy = may_read(tmp_path.as_uri()).model_copy(update={"code": True})
+    helper = HelperPreflight(read_policy=lambda _: policy, limits=Limits(120.0))
+    try:
+        for number in range(2):
+            text = MODEL if number == 0 else MODEL.replace("return Model(**config)", "raise KeyboardInterrupt")
+            found = helper.check(parse_any(own_spec(tmp_path / str(number), text)))
+            if number == 0:
+                assert (found.problems, found.shape is None) == ((), False)
+            else:
+                assert [(one.pointer, "KeyboardInterrupt" in one.message) for one in found.problems] == [
+                    ("/code/model", True)
+                ]
+            assert len(found.code or "") == 64
+    finally:
+        helper.stop()
 
 
 def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Path) -> None:
