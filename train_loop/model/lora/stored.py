@@ -4,7 +4,7 @@ peft's files have the names of `PeftModel`, without the name of the adapters: `b
 `….lora_magnitude_vector`, and whole tensors of `modules_to_save` by their own names.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,12 @@ def match_adapters(model: nn.Module, found: AdapterFolder) -> dict[str, Stored |
     return homes
 
 
-def _remedy(missing: Iterable[str], left: Container[str]) -> str:
+def _remedy(missing: Iterable[str], left: Collection[str]) -> str:
     """Return what to do about a folder that does not match, given the model's names and the folder's."""
     holders = (name.rpartition(".")[0] for name in missing)
     if (above := next((one for one in holders if f"{one}.lora_A.weight" in left), None)) is not None:
+        if any(name.startswith(f"{above}.base_layer.") for name in left):
+            return f"it trains {above} whole and with an adapter; choose one of both, and train adapters anew"
         return (
             f"its adapters are above weights of {above} that were random and are in no file, so that their outputs "
             "cannot be computed again; train adapters anew"
