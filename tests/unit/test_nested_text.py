@@ -36,6 +36,7 @@ TRUSTED = {
     "train_loop/model/families/causal/separation.py:_has_more_positions",
     "train_loop/model/families/causal/separation.py:_measure_copy",
     "train_loop/model/families/masked.py:_measured",
+    "train_loop/preflight/process/fork_server.py:_found",
     "train_loop/ray_train/dashboards.py:main",
     "train_loop/ray_train/raylet.py:worker_group_environment",
     "train_loop/run_dir/formats.py:sealed",

@@ -48,7 +48,10 @@ def test_real_helper_returns_shape_of_model_in_a_folder(helper: HelperPreflight,
     found = helper.check(spec)
     assert found.shape is not None
     assert found.shape.counts is not None
-    assert (found.problems, replace(found.shape, counts=None, tiles=None, built=None)) == ((), read_shape(TINY))
+    assert (found.problems, replace(found.shape, counts=None, tiles=None, built=None, rotated=None)) == (
+        (),
+        read_shape(TINY),
+    )
     assert found.shape.built is not None
     units = {one.module for one in found.shape.built.units}
     assert units == {"Embedding", "Qwen3ForCausalLM", "Qwen3DecoderLayer", "Linear"}

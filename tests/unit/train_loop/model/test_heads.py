@@ -175,6 +175,8 @@ def test_bad_labels_are_named_by_file_and_line_and_labels_beyond_a_sample_go_wit
     assert found.notes == (
         f"{file}: 1 of the first 1 rows are longer than sequence_length=2 and are truncated to it, "
         "so their ends are not trained; see on_long_rows",
+        f"{file}: 1 of the first 1 rows have no token that is trained, the first because column 'tags' has no label "
+        "but -100",
     )
 
 
