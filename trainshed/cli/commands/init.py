@@ -93,8 +93,8 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="configuration of another tool, such as ROLL, TRL or TrainingArguments; of several files, later ones "
-            "win; - reads standard input",
+            help="configuration of another tool, such as TRL, axolotl, LLaMA-Factory or ROLL; of several files, later "
+            "ones win; - reads standard input",
             allow_dash=True,
         ),
     ],
