@@ -67,6 +67,9 @@ def stable(answer: Any) -> Any:
     changing = {"as_of", "age_seconds", "dashboard_url", "waits_for", "disabled_at", "disabled_because"}
     if answer.get("state") in ("QUEUED", "PAUSED"):
         changing |= {"goodput"}
+        # The old version showed the rates of the time before.
+        rates = ("tokens_per_second", "mfu", "eta_seconds")
+        answer = answer | {"progress": (answer.get("progress") or {}) | dict.fromkeys(rates)}
     if answer.get("state") == "QUEUED":
         changing |= {"reason"}
     if "message_id" in answer and answer["delivered_at"] is None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from train_loop.plan import WORKER_MEMORY_VARIABLE
 
 _GROUP = Path("/sys/fs/cgroup")
+_STACK_BYTES = 256 * 2**20
+"""Stacks of the threads that a rank has still to start, some 30 of 8 MiB: mapped at once, and nearly unused."""
 
 
 def is_limited(environment: Mapping[str, str]) -> bool:
@@ -32,7 +34,7 @@ def limit_rank(environment: Mapping[str, str], *, ranks: int, on_gpu: bool, rese
 
 def _most(share: int, reserved: float | None) -> int:
     """Return the limit of the writable private memory, of which the process has mapped more than it uses."""
-    more = share if reserved is None else max(int(reserved) - _status("RssAnon"), 0)
+    more = share if reserved is None else max(int(reserved) - _status("RssAnon"), 0) + _STACK_BYTES
     return mapped_bytes() + more
 
 

@@ -22,6 +22,9 @@ from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
 
 
+_MEMORY = "MemoryRanOutError"
+
+
 class LiveService:
     """The service on a separate home, with optional environment variables and storage roots.
 
@@ -102,7 +105,9 @@ class LiveService:
             events = list(read_lines(file))
             losses = [event for event in events if event["event"] == "workers_lost"]
             started = max((event["seq"] for event in events if event["event"] == "training_started"), default=0)
-            found += [loss for loss in losses if loss["cause"] in ("error", "disconnected") and loss["seq"] < started]
+            unexplained = [loss for loss in losses if loss["cause"] in ("error", "disconnected")]
+            # A rank that runs out of memory shrinks its micro-batches in the next group.
+            found += [loss for loss in unexplained if loss["seq"] < started and _MEMORY not in loss["error"]]
         return found
 
     def _end(self, number: signal.Signals) -> None:

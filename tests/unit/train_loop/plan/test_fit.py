@@ -215,5 +215,5 @@ def test_host_memory_of_a_rank_with_a_gpu_is_near_a_measured_one() -> None:
     assert need.host_bytes == pytest.approx(10_021_810_176, rel=0.1)
     drawn = 4 * shape.largest_module
     assert need.host_bytes - saves - saves // 4 + drawn == pytest.approx(2_225_516_544, rel=0.1)
-    assert cuda - saves // 4 == 1200 << 20
+    assert cuda - saves // 4 == 1120 << 20
     assert certain_needs(spec, plan)[0].host_bytes == need.host_bytes - cuda
