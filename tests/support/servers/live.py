@@ -21,7 +21,6 @@ from tests.support.waiting import SERVICE_PAUSE, wait_for
 from train_loop.run_dir import RunDir, read_lines
 from trainshed import Api, Client
 
-
 _MEMORY = "MemoryRanOutError"
 
 
