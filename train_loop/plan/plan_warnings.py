@@ -1,4 +1,4 @@
-"""Warnings of a plan: what a user should know of a spec that is accepted. Pure."""
+"""Warnings of a plan about an accepted spec. Pure."""
 
 from train_loop.plan.model.shape import ModelShape
 from train_loop.spec import JobSpec

@@ -70,7 +70,7 @@ class CheckedSpec:
 
 @dataclass(frozen=True, eq=False)
 class _Checked:
-    """What the plans of a spec depend on."""
+    """The inputs of the plans of a spec."""
 
     spec: AnyJobSpec
     found: PreflightReport

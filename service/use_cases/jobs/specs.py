@@ -35,7 +35,7 @@ _SIZES = [f"/strategy/{name}" for name in ("fsdp_size", "tp_size", "ulysses_size
 _parsed = Recent[bytes, AnyJobSpec](256)
 """Specs of the small bodies that were sent last. A pure result, so that it holds for all callers and services."""
 SMALL = 8192
-"""Maximum size in bytes of a body whose spec is kept, and of one that is parsed in a group of requests."""
+"""Maximum size in bytes of a body whose spec is kept, or parsed in a group of requests."""
 
 
 def parse_spec(body: bytes, authorise: Callable[[str], None]) -> AnyJobSpec:

@@ -69,7 +69,7 @@ class FakeSplit:
 
 @dataclass(frozen=True)
 class Faults:
-    """What fails in the executions of a run."""
+    """Failures of the executions of a run."""
 
     starts: frozenset[int] = frozenset()
     """Numbers of the executions that do not start."""

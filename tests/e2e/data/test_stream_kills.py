@@ -1,4 +1,4 @@
-"""Processes of Ray Data that are killed while a rank streams: every row once, in order, and no error of the rank."""
+"""Processes of Ray Data that are killed while a rank streams: each row arrives once, and the rank has no error."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

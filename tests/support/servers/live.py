@@ -98,7 +98,7 @@ class LiveService:
         assert (found := self._uncaused_losses()) == [], found
 
     def _uncaused_losses(self) -> list[dict[str, Any]]:
-        """Return the losses of worker groups that no kill, hang or lost host explains, of jobs that went on."""
+        """Return the losses of worker groups that no kill, hang or lost host explains, of jobs that resumed."""
         found = []
         for file in sorted(self.home.glob("runs/*/job-*/attempts/*/events.jsonl")):
             events = list(read_lines(file))

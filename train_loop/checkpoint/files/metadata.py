@@ -1,4 +1,4 @@
-"""Pickles in a checkpoint, read without any class but those that a save writes: no code of a file ever runs."""
+"""Pickles in a checkpoint, read with the classes of a save only: no code of a file ever runs."""
 
 import io
 import pickle

@@ -1,6 +1,6 @@
 """The stream of a rank under Ray Train: its own rows until Ray Data delivers them, and again whenever Ray Data fails.
 
-The rows of a step do not depend on their reader. Each rank switches by itself, and no failure of Ray Data ends a run.
+The rows of a step do not depend on their reader. Each rank switches separately, and no failure of Ray Data ends a run.
 """
 
 import itertools

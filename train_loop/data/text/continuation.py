@@ -1,4 +1,4 @@
-"""The text of tokens that continue other text, such as those that a model generates."""
+"""The text of tokens that continue other text, such as the output of a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ _EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
 def check_settings(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without those that transformers replaces. Raises DataError for one that can name a file.
+    """Return settings, without any that transformers replaces. Raises DataError for one that can name a file.
 
     Flags, numbers, tokens, templates and plain words pass, under any other name and at any depth.
     """

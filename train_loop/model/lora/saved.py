@@ -1,4 +1,4 @@
-"""The modules that are trained whole beside adapters, and what `model.lora` chooses from."""
+"""The modules that are trained whole alongside adapters, and the choices of `model.lora`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Chosen:
-    """What `model.lora` of a spec chooses in its model, which has no adapters yet."""
+    """The modules that `model.lora` of a spec chooses in its model, which has no adapters yet."""
 
     anatomy: Anatomy
     spec: ModelSpec

@@ -10,7 +10,7 @@ from train_loop.spec.heads import Pooling
 
 
 class EmbeddingRule(NamedTuple):
-    """How the states of a text's tokens become a vector."""
+    """The rule by which the states of a text's tokens become a vector."""
 
     pooling: Pooling
     normalize: bool

@@ -55,7 +55,7 @@ class ModelShape:
     loss_depends_on_micro_batch: bool = False
     """True if other micro-batches of the same step have another loss."""
     notes: tuple[str, ...] = ()
-    """Warnings about what the spec chooses in the model; empty if the model has not been built."""
+    """Warnings about the spec's choices in the model; empty if the model has not been built."""
 
     @classmethod
     def of_code(cls) -> "ModelShape":

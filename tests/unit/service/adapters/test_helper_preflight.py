@@ -131,7 +131,7 @@ def test_own_code_that_ends_or_stops_its_check_is_the_users_problem_and_has_no_o
 
 @pytest.mark.slow
 def test_own_code_passes_the_confined_check_of_the_service(tmp_path: Path) -> None:
-    """The helper as the service starts it: what its sandbox refuses must not be what a check of honest code needs."""
+    """The helper as the service starts it: its sandbox must allow all calls of a check of honest code."""
     policy = may_read(tmp_path.as_uri()).model_copy(update={"code": True})
     helper = HelperPreflight(read_policy=lambda _: policy, limits=Limits(120.0))
     try:

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: the rules that they state, those that contradict a spec, and what is refused."""
+"""Folders of sentence-transformers: their rules, contradictions with a spec, and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Import of axolotl's configurations: published shapes, each default, and what is refused."""
+"""Import of axolotl's configurations: published shapes, each default, and refusals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Import of LLaMA-Factory's configurations: published shapes, each default, and what is refused."""
+"""Import of LLaMA-Factory's configurations: published shapes, each default, and refusals."""
 
 from typing import Any
 

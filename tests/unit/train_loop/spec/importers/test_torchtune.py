@@ -1,4 +1,4 @@
-"""Import of torchtune's recipes: published shapes, defaults of components, and what is refused."""
+"""Import of torchtune's recipes: published shapes, defaults of components, and refusals."""
 
 from typing import Any
 
