@@ -135,7 +135,7 @@ def test_second_job_waits_for_memory_that_the_first_has_reserved(service: FakeSe
     waits = client.get(f"/jobs/{second}").json()
     assert (held, waits["state"], waits["reason"]["code"]) == (2, "QUEUED", "capacity")
     assert waits["reason"]["message"] == (
-        "next in the queue; waits for 3.5 GiB of memory (3.5 GiB of the cluster's 5.0 GiB are reserved)"
+        "next in the queue; waits for 3.6 GiB of memory (3.6 GiB of the cluster's 5.0 GiB are reserved)"
     )
     service.cluster.total = {"CPU": 64.0, "memory": 2.0 * total}
     service.reconciler().run_once()
