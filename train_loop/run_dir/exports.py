@@ -119,7 +119,8 @@ class ExportDir:
 
     def write(self, status: ExportStatus) -> None:
         """Write the status of an export durably."""
-        write_durably(self.folder(status.step, status.wish).with_suffix(".json"), status.model_dump_json(indent=2))
+        path = self.folder(status.step, status.wish).with_suffix(".json")
+        write_durably(path, status.model_dump_json(indent=2), below=self.root.parent)
 
     def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
         """Return the status of an export; None if it was not requested, or its finished folder was deleted.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from train_loop.run_dir.files.durable import create_new, write_durably
+from train_loop.run_dir.files.durable import create_new, remove_below, write_durably
 from train_loop.run_dir.formats import NO_FENCE, Fence
 from train_loop.run_dir.remote import list_folder, read_whole
 
@@ -88,14 +88,14 @@ class FenceStore:
         """Create the entry of a token. Creation is exclusive: only one of two writers succeeds."""
         try:
             # A crash before the write leaves an entry without an owner; the next group then takes the next epoch.
-            create_new(self._entry(fence), by.encode())
+            create_new(self._entry(fence), by.encode(), below=self._run_dir)
         except FileExistsError:
             return self.owner(fence) == by
         return True
 
     def _prune(self) -> None:
         for fence in sorted(self._listed())[:-_KEPT]:
-            self._entry(fence).unlink(missing_ok=True)
+            remove_below(self._entry(fence), below=self._run_dir)
 
     def _mirror(self, fence: Fence) -> None:
         """Write fence.json for readers. A late writer may lower this file, but not the fence."""
@@ -105,4 +105,4 @@ class FenceStore:
         except ValueError:
             current = NO_FENCE
         if current < fence:
-            write_durably(self._file, text)
+            write_durably(self._file, text, below=self._run_dir)

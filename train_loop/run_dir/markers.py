@@ -15,7 +15,7 @@ def write_run_marker(run_dir: Path, marker: RootMarker) -> None:
     path, content = run_dir / RUN_MARKER, marker.model_dump_json()
     if list_folder(run_dir, below=run_dir).count(RUN_MARKER) and read_whole(path, below=run_dir) == content.encode():
         return
-    write_durably(path, content)
+    write_durably(path, content, below=run_dir)
 
 
 def create_root_marker(root: Path) -> RootMarker:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.fence import FenceStore
-from train_loop.run_dir.files.durable import storage_path, write_durably
+from train_loop.run_dir.files.durable import remove_below, storage_path, write_durably
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole, size_of
 from train_loop.run_dir.results import ResultsDir
@@ -96,7 +96,7 @@ class AttemptDir:
 
     def write_size(self, size: ScalingSpec) -> None:
         """Write the attempt's number of workers."""
-        write_durably(self.size_file, size.model_dump_json(indent=2))
+        write_durably(self.size_file, size.model_dump_json(indent=2), below=self.run_dir)
 
     def size(self) -> ScalingSpec | None:
         """Return the attempt's number of workers; None if none was written."""
@@ -116,7 +116,7 @@ class AttemptDir:
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Write the attempt's outcome durably."""
-        write_durably(self.outcome_file, outcome.model_dump_json(indent=2))
+        write_durably(self.outcome_file, outcome.model_dump_json(indent=2), below=self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RunDir:
 
     def pin(self, step: int, *, by: str = "user") -> bool:
         """Pin a checkpoint so that retention keeps it. Returns False, and removes the pin, if it does not exist."""
-        write_durably(self._pin_file(step, by), "")
+        write_durably(self._pin_file(step, by), "", below=self.root)
         if step in self.manifests():
             return True
         self.unpin(step, by=by)
@@ -190,7 +190,7 @@ class RunDir:
 
     def unpin(self, step: int, *, by: str = "user") -> None:
         """Remove the pin of `by` from a checkpoint, so that retention may delete it if it has no other pins."""
-        self._pin_file(step, by).unlink(missing_ok=True)
+        remove_below(self._pin_file(step, by), below=self.root)
 
     def is_pinned(self, step: int) -> bool:
         """Return whether a user has pinned the checkpoint."""
@@ -272,7 +272,7 @@ class RunDir:
         """
         path = self.root / "spec.json"
         if not path.exists():
-            write_durably(path, dump(spec))
+            write_durably(path, dump(spec), below=self.root)
             return
         before, now = (known.at_any_size().model_dump(mode="json") for known in (self.spec(), spec))
         if before != now:
@@ -300,7 +300,7 @@ class RunDir:
 
     def write_parent(self, parent: Parent) -> None:
         """Write the checkpoint from which the run resumes."""
-        write_durably(self.parent_file, parent.model_dump_json(indent=2))
+        write_durably(self.parent_file, parent.model_dump_json(indent=2), below=self.root)
 
     def fence(self) -> Fence:
         """Return the token of the newest worker group; `NO_FENCE` if there was none.
@@ -337,7 +337,7 @@ class RunDir:
 
     def write_stop(self, stop: Stop) -> None:
         """Ask the running attempt to stop at its next step."""
-        write_durably(self.stop_file, stop.model_dump_json())
+        write_durably(self.stop_file, stop.model_dump_json(), below=self.root)
 
 
 def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:

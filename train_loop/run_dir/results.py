@@ -38,4 +38,4 @@ class ResultsDir:
 
     def commit(self, number: int, content: bytes) -> None:
         """Write a shard durably and as a whole; a repeated call writes the same rows again."""
-        write_durably(self.shard(number), content)
+        write_durably(self.shard(number), content, below=self.root.parent)

@@ -55,4 +55,4 @@ def read_place(path: Path) -> SinkPlace:
 
 def write_place(path: Path, place: SinkPlace) -> None:
     """Write a sink's position durably."""
-    write_durably(path, place.model_dump_json())
+    write_durably(path, place.model_dump_json(), below=path.parent.parent)

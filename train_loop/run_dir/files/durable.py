@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
+from train_loop.run_dir.files.regular import folder_below
 from train_loop.run_dir.remote import create_object, is_remote, remote_path
 from train_loop.run_dir.root import StorageUnavailable, check_storage
 
@@ -33,40 +34,48 @@ def storage_path(uri: str) -> Path:
     return remote_path(uri) if "://" in uri and not uri.startswith("file://") else local_path(uri)
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Write a file and create its folders; a crash at any instant leaves the old or the new content."""
+def write_durably(path: Path, content: str | bytes, *, below: Path | None = None) -> None:
+    """Write a file and create its folders; a crash at any instant leaves the old or the new content.
+
+    Links between the folder `below` and the file are not followed. Raises IrregularFileError for one.
+    """
     if is_remote(path):
         path.write_bytes(_encoded(content))
         return
-    make_folder(path.parent)
-    replace_durably(path, content)
+    _make_folder_below(path.parent, below)
+    replace_durably(path, content, below=below)
 
 
 def _encoded(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-def replace_durably(path: Path, content: str | bytes) -> None:
-    """Write a file in an existing folder durably: write, fsync, rename, fsync."""
+def replace_durably(path: Path, content: str | bytes, *, below: Path | None = None) -> None:
+    """Write a file in an existing folder durably: write, fsync, rename, fsync. `below` as in `write_durably`."""
     check_storage(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
-    with whole_or_none(temporary, as_of=path):
-        write_synced(temporary.open("wb"), _encoded(content))
-        temporary.rename(path)
-    sync(path.parent)
+    temporary = f".{path.name}.{os.getpid()}-{time.monotonic_ns()}"
+    with folder_below(path.parent, below or path.parent) as folder:
+        with whole_or_none(temporary, as_of=path, folder=folder):
+            write_synced(_new_file(temporary, folder), _encoded(content))
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
+
+
+def _new_file(name: str, folder: int) -> BinaryIO:
+    return os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder), "wb")
 
 
 @contextmanager
-def whole_or_none(file: Path, *, as_of: Path) -> Iterator[None]:
+def whole_or_none(file: str | Path, *, as_of: Path, folder: int | None = None) -> Iterator[None]:
     """Remove a new file if it cannot be written, and name the file `as_of` in the error: that of a full disk has none.
 
-    Otherwise each retry on a full disk would leave a file.
+    Otherwise each retry on a full disk would leave a file. `folder` is the open folder of a relative name.
     """
     try:
         yield
     except OSError as error:
         with suppress(OSError):
-            file.unlink(missing_ok=True)
+            os.unlink(file, dir_fd=folder)
         error.filename = str(as_of)
         raise
 
@@ -79,16 +88,39 @@ def write_synced(file: BinaryIO, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def create_new(path: Path, content: bytes) -> None:
-    """Create a new file durably; only one of several writers succeeds. Raises FileExistsError if it exists."""
+def create_new(path: Path, content: bytes, *, below: Path | None = None) -> None:
+    """Create a new file durably; only one of several writers succeeds. `below` as in `write_durably`.
+
+    Raises FileExistsError if it exists, IrregularFileError.
+    """
     if is_remote(path):
         create_object(path, content)
         return
-    make_folder(path.parent)
-    file = path.open("xb")
-    with whole_or_none(path, as_of=path):
-        write_synced(file, content)
-    sync(path.parent)
+    _make_folder_below(path.parent, below)
+    with folder_below(path.parent, below or path.parent) as folder:
+        file = _new_file(path.name, folder)
+        with whole_or_none(path.name, as_of=path, folder=folder):
+            write_synced(file, content)
+        os.fsync(folder)
+
+
+def remove_below(path: Path, *, below: Path) -> None:
+    """Remove a file if it exists. Raises IrregularFileError for a link between the folder `below` and the file."""
+    if is_remote(path):
+        path.unlink(missing_ok=True)
+        return
+    with suppress(FileNotFoundError), folder_below(path.parent, below) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+def _make_folder_below(path: Path, below: Path | None) -> None:
+    """Create a folder and its parents durably. Raises IrregularFileError if one below `below` is a link."""
+    if below is not None:
+        make_folder(below)
+        existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        with folder_below(existing, below):
+            pass
+    make_folder(path)
 
 
 def make_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Opening of files in a run directory: regular files below it, and nothing that they or their folders link to.
+"""Opening of files and folders in a run directory: those below it, and nothing that they or their folders link to.
 
 The API shows what run directories contain, and tools of the service read checkpoints. A user who can write in one could
 otherwise read files that only the service may read, or hold up a reader with a FIFO.
@@ -7,6 +7,8 @@ otherwise read files that only the service may read, or hold up a reader with a 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -31,7 +33,7 @@ class IrregularFileError(OSError):
 
     def __str__(self) -> str:
         return (
-            f"{self.filename} is a {self.strerror}; only regular files and folders of a run directory are read, "
+            f"{self.filename} is a {self.strerror}; only regular files and folders of a run directory are used, "
             "remove it and copy the file itself there"
         )
 
@@ -76,6 +78,13 @@ def size_of_regular(path: Path, *, below: Path) -> int:
 
 def list_regular(folder: Path, *, below: Path) -> list[str]:
     """Return the names in a local folder. Raises IrregularFileError, FileNotFoundError, OSError."""
+    with folder_below(folder, below) as readable:
+        return os.listdir(readable)
+
+
+@contextmanager
+def folder_below(folder: Path, below: Path) -> Iterator[int]:
+    """Open a local folder for the body, without links below `below`. Raises IrregularFileError, OSError."""
     place = _open_folder(folder, below)
     try:
         readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place)
@@ -84,7 +93,7 @@ def list_regular(folder: Path, *, below: Path) -> list[str]:
     finally:
         os.close(place)
     try:
-        return os.listdir(readable)
+        yield readable
     finally:
         os.close(readable)
 

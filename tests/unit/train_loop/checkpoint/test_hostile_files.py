@@ -82,7 +82,7 @@ def test_manifest_that_names_files_elsewhere_has_faults(run_dir: RunDir, tmp_pat
     digests = digest_step(run_dir, STEP)
     assert digests is not None
     (fault,) = digests.faults
-    assert "only regular files and folders of a run directory are read" in fault
+    assert "only regular files and folders of a run directory are used" in fault
 
 
 @pytest.mark.parametrize("reader", READERS)

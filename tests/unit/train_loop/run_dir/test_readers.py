@@ -56,7 +56,7 @@ def test_reader_refuses_all_but_regular_files_by_name(tmp_path: Path, original: 
             answer = str(reader.call(run_dir))
         except IrregularFileError as error:
             answer = str(error)
-        assert f"{found} is a {expected}; only regular files and folders of a run directory are read" in answer
+        assert f"{found} is a {expected}; only regular files and folders of a run directory are used" in answer
 
 
 OPENERS = {
