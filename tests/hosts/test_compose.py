@@ -104,7 +104,7 @@ def start_postgres(service: Service, secrets: Path) -> None:
         "scram-sha-256",
     )
     host.run("sh", "-c", f"echo 'host all all all scram-sha-256' >> {data}/pg_hba.conf")
-    options = ["-c", "listen_addresses=*", "-k", "/tmp", "-c", "fsync=off"]
+    options = ["-c", "listen_addresses=*", "-k", data, "-c", "fsync=off"]
     host.spawn(*as_user, f"{binaries}/postgres", "-D", data, *options, log="postgres")
     text = (secrets / "postgres.password").read_text().strip()
     create = f"{binaries}/createdb -h 127.0.0.1 -U {environment['POSTGRES_USER']} {environment['POSTGRES_DB']}"

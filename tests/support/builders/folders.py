@@ -20,7 +20,7 @@ def write_model(folder: Path, *, file_size: str = "1GB", dtype: torch.dtype = to
 
 def write_tokenizer(folder: Path, *, words: int = 300) -> None:
     """Write a tokenizer of single bytes, padded to `words` words, as transformers does."""
-    names = [*pre_tokenizers.ByteLevel.alphabet(), "<end>", *(f"<extra {n}>" for n in range(words - 257))]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>", *(f"<extra {n}>" for n in range(words - 257))]
     tokenizer = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)

@@ -148,7 +148,7 @@ def write_tokenizer(
     folder: Path, *, template: str | None, bos: str | None = None, eos: str = "</s>", trim: bool = False
 ) -> str:
     """Write a tokenizer of single bytes and one word, with special tokens, as transformers does."""
-    words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "Ġword", "or", "ord"]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġw", "Ġword", "or", "ord"]
     merges = [("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

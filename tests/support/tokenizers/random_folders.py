@@ -53,7 +53,7 @@ def write_random_tokenizer(folder: Path, seed: int) -> None:
 
 
 def _backend(random: Random) -> Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "Ġw", "or", "ord", "Ġword", "<eos>"][: len(alphabet) + random.choice([4, 5])]
     vocab = {word: number for number, word in enumerate(words)}
     if random.random() < 0.2:

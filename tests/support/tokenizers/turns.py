@@ -17,7 +17,7 @@ def write(
     folder: Path, template: Any, *, tokens: list[AddedToken], eos: str, words: tuple[str, ...] = (), **more: Any
 ) -> str:
     """Write a tokenizer of bytes, words and added tokens, as transformers does; return its folder."""
-    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *words]
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -72,8 +72,11 @@ class Ends:
         return text
 
     def _first_stop(self, pieces: Sequence[Piece]) -> int | None:
-        """Return the place of the first text that stops a row, in the text with special tokens; None without one."""
-        whole = "".join(piece.text for piece in pieces)
+        """Return the place of the first text that stops a row, in the text with special tokens; None without one.
+
+        The bytes of a character that later tokens may complete are no text yet.
+        """
+        whole = "".join(piece.text for piece in pieces).rstrip("\N{REPLACEMENT CHARACTER}")
         return min((place for stop in self.texts if (place := whole.find(stop)) >= 0), default=None)
 
     def _pieces(self, ids: Sequence[int]) -> list[Piece]:

@@ -50,7 +50,7 @@ def job_of(head: Any = "masked_lm", data: dict[str, Any] | None = None, **parts:
 
 def write_tokenizer(folder: Path, **special: str) -> Path:
     """Write a tokenizer of single bytes that writes CLS and SEP around text, as BERT's does, and has no EOS."""
-    names = ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>", *pre_tokenizers.ByteLevel.alphabet()]
+    names = ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.TemplateProcessing("<cls> $A <sep>", None, [("<cls>", 2), ("<sep>", 3)])

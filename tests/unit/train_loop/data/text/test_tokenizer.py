@@ -14,7 +14,7 @@ from train_loop.errors import DataError
 
 
 def test_vocabulary_and_merges_are_enough(tmp_path: Path) -> None:
-    words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "<|endoftext|>"]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġw", "<|endoftext|>"]
     (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nĠ w\n")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')

@@ -40,6 +40,9 @@ def test_text_of_half_a_character_ends_no_row(tmp_path: Path) -> None:
     ids = tokenizer.encode_plainly(["é!"])[0]
     ends = Ends(frozenset(), ("é",), tokenizer)
     assert [ends.find(ids[:size], 0) for size in (1, 2, 3)] == [None, 2, 2]
+    broken = Ends(frozenset(), ("\N{REPLACEMENT CHARACTER}",), tokenizer)
+    assert broken.find(ids, 0) is None
+    assert broken.find([ids[0], ids[2]], 0) == 2, "half a character that stays one is text"
 
 
 @pytest.mark.parametrize(
