@@ -8,6 +8,7 @@ from sqlalchemy import Row
 
 from service.domain.jobs.job import Attempt, Job, JobState, Lineage, StopRequest
 from service.domain.jobs.reason import Reason
+from service.domain.jobs.spec_text import spec_json
 from service.domain.queue.entry import QueueEntry
 from train_loop.spec import AnyJobSpec, ScalingSpec
 
@@ -32,7 +33,7 @@ def to_row(job: Job) -> dict[str, Value]:
         "priority": job.spec.priority,
         "state": job.state.value,
         "reason": _reason.dump_json(job.reason).decode() if job.reason else None,
-        "spec": job.spec.model_dump_json(),
+        "spec": spec_json(job.spec),
         "run_dir": job.run_dir,
         "created_at": job.created_at,
         "updated_at": job.updated_at,

@@ -21,6 +21,7 @@ from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, Pla
 from service.domain.access.permissions import require_any_editor
 from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
+from service.domain.jobs.spec_text import spec_json
 from service.ports import Cancellation, IdempotencyKey, JobQuery
 from service.use_cases.jobs.jobs import Jobs
 from service.use_cases.jobs.outlook import DeviceQuestion
@@ -117,14 +118,16 @@ class SpecRequest:
 ToCheck = Annotated[SpecRequest, Depends(SpecRequest.read)]
 
 
-@router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW)
-async def submit(request: ToCheck, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
+@router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW, response_model=JobOut)
+async def submit(request: ToCheck, idempotency_key: IdempotencyHeader = None) -> Response:
     """Submit a job and store it durably. The same Idempotency-Key and body return the same job, with 200."""
-    return _answer(request, response, await request.submit(idempotency_key))
+    return _answer(request, await request.submit(idempotency_key))
 
 
-@router.post("/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW)
-async def clone(request: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
+@router.post(
+    "/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW, response_model=JobOut
+)
+async def clone(request: ToCheck, job_id: str, idempotency_key: IdempotencyHeader = None) -> Response:
     """Submit a job that starts from a checkpoint of this one, with changes to its spec. Otherwise like submit."""
     wanted = parse_body(CloneIn, request.body)
     call = partial(
@@ -135,13 +138,14 @@ async def clone(request: ToCheck, job_id: str, response: Response, idempotency_k
         overrides=wanted.overrides,
         key=request.key(idempotency_key, prefix=f"clone {job_id} "),
     )
-    return _answer(request, response, await request.check(call))
+    return _answer(request, await request.check(call))
 
 
-def _answer(request: SpecRequest, response: Response, submitted: Submitted) -> JobOut:
-    response.status_code = 201 if submitted.created else 200
-    response.headers["Location"] = f"/jobs/{submitted.view.job.id}"
-    return job_out(submitted.view, now=request.jobs.clock())
+def _answer(request: SpecRequest, submitted: Submitted) -> Response:
+    job = submitted.view.job
+    content = job_out(submitted.view, now=request.jobs.clock()).to_json(spec_json(job.spec))
+    place = {"Location": f"/jobs/{job.id}"}
+    return Response(content, 201 if submitted.created else 200, place, media_type="application/json")
 
 
 @router.post("/plan", openapi_extra=SPEC_BODY)

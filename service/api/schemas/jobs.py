@@ -82,7 +82,6 @@ class JobOut(BaseModel):
     updated_at: Time
     started_at: Time | None
     finished_at: Time | None
-    spec: AnyJobSpec
     scaling: ScalingSpec = Field(description="size of the newest or the next attempt")
     sizes: tuple[int, ...] = Field(description="possible numbers of workers of an elastic job")
     run_dir: str
@@ -104,6 +103,11 @@ class JobOut(BaseModel):
     warnings: tuple[str, ...] = Field(
         default=(), description="in the response to a submission: the warnings of its plan"
     )
+    spec: AnyJobSpec
+
+    def to_json(self, spec: str) -> bytes:
+        """Return the model as JSON, given the JSON text of its spec, the largest part, which others computed before."""
+        return f'{self.model_dump_json(exclude={"spec"})[:-1]},"spec":{spec}}}'.encode()
 
 
 JobPage = Page[JobOut]

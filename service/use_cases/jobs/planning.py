@@ -56,10 +56,10 @@ MicroBatchBy = Literal["spec", "memory", "workers"]
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """The plans of a spec that passed all checks, and the warnings that do not depend on the cluster."""
+    """The plans of a spec that passed all checks, and their warnings."""
 
     plans: Plans
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of host memory that each worker reserves, by number of workers; empty if the cluster limits no worker."""
     code: str | None = None
@@ -148,7 +148,7 @@ class Planner:
             found = replace(found, count=None)
         checked = self._checked(spec, found, self.cluster.rooms())
         warning = parent.manifest.other_torch(versions_here().get("torch"))
-        return replace(checked, notes=(*checked.notes, *filter(None, [warning])))
+        return replace(checked, warnings=(*checked.warnings, *filter(None, [warning])))
 
     def cached(self, spec: AnyJobSpec) -> CheckedSpec | None:
         """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec.
@@ -173,7 +173,8 @@ class Planner:
         notes, most = (note for source in found.preview for note in source.notes), max(plans)
         memory = [] if nodes is None else memory_warnings(spec.at(most), plans[most], found.largest, nodes)
         reserved = reservations(spec.run, plans, found.largest, nodes or ())
-        warnings = (*plans[most].warnings, *memory, *found.notes, *notes)
+        of_cluster = self.cluster_warnings(spec, sizes_of(spec, plans))
+        warnings = (*of_cluster, *plans[most].warnings, *memory, *found.notes, *notes)
         return CheckedSpec(plans, warnings, reserved, found.code, found.lora)
 
     def _plans(self, spec: AnyJobSpec, found: PreflightReport, nodes: Sequence[NodeRoom] | None) -> Plans:
@@ -208,7 +209,6 @@ class Planner:
         scaling = spec.scaling.at(max(plans))
         ranks = lay_out(scaling, cluster.nodes, group=group, whole=whole) if cluster is not None else None
         placed = tuple(ranks.values()) if ranks else None
-        warnings = self.warnings(spec, sizes_of(spec, plans), checked.notes)
         end, _ = _schedule(spec, plans, found)
         memory = find_memory(question, spec.at(max(plans)), nodes or (), checked.memory.get(max(plans)))
         chosen, plan, by = _with_micro_batch(spec, plan, memory)
@@ -218,15 +218,15 @@ class Planner:
             plan,
             sizes_of(spec, plans),
             placed,
-            tuple(warnings),
+            checked.warnings,
             found.preview,
             end,
             outlook=outlook,
             micro_batch_by=by,
         )
 
-    def warnings(self, spec: AnyJobSpec, sizes: Sequence[int], notes: Sequence[str]) -> list[str]:
-        """Return the warnings about a job on the nodes of the cluster, and then `notes`, those of its checks.
+    def cluster_warnings(self, spec: AnyJobSpec, sizes: Sequence[int]) -> list[str]:
+        """Return the warnings about a job on the nodes of the cluster.
 
         Such a job never starts, has peers on several nodes, uses none of the GPUs, lacks CPUs for its data, or
         is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
@@ -241,7 +241,6 @@ class Planner:
         return [
             *([f"the job would stay QUEUED: {never}"] if never else []),
             *filter(None, (*split, starves, idle, stuck)),
-            *notes,
         ]
 
 

@@ -51,10 +51,10 @@ class Submitted:
 
 @dataclass(frozen=True)
 class _CheckedJob:
-    """A new job that is not stored yet, and the warnings of its checks."""
+    """A new job that is not stored yet, and the warnings of its plan."""
 
     new: NewJob
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Submitter:
             spec, parent = find_source(self.jobs, request.caller, self._parse(request.caller, request.body))
             checked = self.jobs.planner.check(spec, parent)
             new = self._new_job(request.caller, request.key, self._build(spec, checked, parent))
-            return _CheckedJob(new, checked.notes)
+            return _CheckedJob(new, checked.warnings)
 
         return self._store_once(request.caller, request.key, new_job)
 
@@ -110,12 +110,12 @@ class Submitter:
             for project in (origin.spec.project, spec.project):
                 require_role(caller, Role.EDITOR, project)
             self._check_limits(caller, spec)
-            job, notes = self._build_clone(caller, origin, step, spec)
+            job, warnings = self._build_clone(caller, origin, step, spec)
             if spec.project == origin.spec.project:
-                return _CheckedJob(self._new_job(caller, key, job), notes)
+                return _CheckedJob(self._new_job(caller, key, job), warnings)
             after, now = job_facts(job) | {"project": spec.project}, self.jobs.clock()
             entry = action_entry(caller, "clone", origin, before={}, after=after, now=now)
-            return _CheckedJob(self._new_job(caller, key, job, entry), notes)
+            return _CheckedJob(self._new_job(caller, key, job, entry), warnings)
 
         return self._store_once(caller, key, new_job)
 
@@ -159,7 +159,7 @@ class Submitter:
             return None
         if checked is None or spec.checkpoint_source is not None:
             return None
-        return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked)), checked.notes)
+        return _CheckedJob(self._new_job(request.caller, request.key, self._build(spec, checked)), checked.warnings)
 
     def _build(self, spec: AnyJobSpec, checked: CheckedSpec, parent: Parent | None = None) -> Job:
         """Build a checked job, and pin the checkpoint from which it starts."""
@@ -177,7 +177,7 @@ class Submitter:
     def _build_clone(
         self, caller: Principal, origin: Job, step: int | None, spec: AnyJobSpec
     ) -> tuple[Job, tuple[str, ...]]:
-        """Build a checked clone; return it with the warnings of its checks."""
+        """Build a checked clone; return it with the warnings of its plan."""
         spec, parent = find_source(self.jobs, caller, spec)
         manifest = self._checkpoint_to_clone(origin, step)
         if manifest is not None:
@@ -188,7 +188,7 @@ class Submitter:
                 raise InvalidSpec(problems)
             parent = parent_of(origin, manifest, spec)
         checked = self.jobs.planner.check(spec, parent)
-        return self._build(spec, checked, parent), checked.notes
+        return self._build(spec, checked, parent), checked.warnings
 
     def _checkpoint_to_clone(self, job: Job, step: int | None) -> Manifest | None:
         """Return the checkpoint from which a clone starts; None for a start from scratch."""
@@ -264,15 +264,12 @@ class Submitter:
         return stored
 
     def _created(self, job: _CheckedJob) -> Submitted:
-        return Submitted(self._view(job.new.job, job.notes), created=True)
+        return Submitted(replace(self.jobs.view(job.new.job), warnings=job.warnings), created=True)
 
     def _known(self, job: Job) -> Submitted:
-        """Return a stored job, with the warnings of its checks if these are still cached."""
-        checked = None
+        """Return a stored job, with the warnings of its plan, or of the cluster if its checks are not cached."""
+        planner, checked = self.jobs.planner, None
         with suppress(InvalidSpec):
-            checked = self.jobs.planner.cached(job.spec)
-        return Submitted(self._view(job, checked.notes if checked is not None else ()), created=False)
-
-    def _view(self, job: Job, notes: Sequence[str]) -> JobView:
-        warnings = self.jobs.planner.warnings(job.spec, job.sizes, notes)
-        return replace(self.jobs.view(job), warnings=tuple(warnings))
+            checked = planner.cached(job.spec)
+        warnings = checked.warnings if checked is not None else planner.cluster_warnings(job.spec, job.sizes)
+        return Submitted(replace(self.jobs.view(job), warnings=tuple(warnings)), created=False)
