@@ -65,7 +65,14 @@ class KeyBearer(SecurityBase):
         request.state.key_id = caller.id
         # Checked here: a separate FastAPI dependency would cost every submit as much again as this one.
         await check_query(request)
-        return replace(caller, request_id=request.state.request_id)
+        known = request.state.caller = replace(caller, request_id=request.state.request_id)
+        return known
+
+
+def caller_of(request: Request) -> Principal:
+    """Return the caller of a route below a router with `require_key`, which has run before the route."""
+    caller: Principal = request.state.caller
+    return caller
 
 
 class ScraperBearer(KeyBearer):

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar, TypeVarTuple
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
-from service.api.authentication import CallerIs, require_key
+from service.api.authentication import CallerIs, caller_of, require_key
 from service.api.bodies import parse_body, read_body
 from service.api.concurrency_limits import Claim, FairThreads
 from service.api.convert import job_out
@@ -72,12 +72,13 @@ class SpecRequest:
     request: Request
 
     @classmethod
-    async def read(cls, request: Request, caller: CallerIs) -> "SpecRequest":
+    async def read(cls, request: Request) -> "SpecRequest":
         """Return the body, together with the use cases and thread limits of the app.
 
-        Raises Forbidden, JobNotFound, BodyTooLarge.
+        Not a dependency of FastAPI, which would take longer than all checks of a known spec. Raises Forbidden,
+        JobNotFound, BodyTooLarge.
         """
-        state = request.app.state
+        state, caller = request.app.state, caller_of(request)
         # Checked before the body is read: a caller without write access must cost nothing.
         if not caller.edits:
             if job_id := request.path_params.get("job_id"):
@@ -115,42 +116,41 @@ class SpecRequest:
         return await self.checks.run(self.request, Claim.of(self.caller), lambda _: use_case(*given))
 
 
-ToCheck = Annotated[SpecRequest, Depends(SpecRequest.read)]
-
-
 @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW, response_model=JobOut)
-async def submit(request: ToCheck, idempotency_key: IdempotencyHeader = None) -> Response:
+async def submit(request: Request, idempotency_key: IdempotencyHeader = None) -> Response:
     """Submit a job and store it durably. The same Idempotency-Key and body return the same job, with 200."""
-    return _answer(request, await request.submit(idempotency_key))
+    given = await SpecRequest.read(request)
+    return _answer(given, await given.submit(idempotency_key))
 
 
 @router.post(
     "/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW, response_model=JobOut
 )
-async def clone(request: ToCheck, job_id: str, idempotency_key: IdempotencyHeader = None) -> Response:
+async def clone(request: Request, job_id: str, idempotency_key: IdempotencyHeader = None) -> Response:
     """Submit a job that starts from a checkpoint of this one, with changes to its spec. Otherwise like submit."""
-    wanted = parse_body(CloneIn, request.body)
+    given = await SpecRequest.read(request)
+    wanted = parse_body(CloneIn, given.body)
     call = partial(
-        request.submitter.clone,
-        request.caller,
+        given.submitter.clone,
+        given.caller,
         job_id,
         step=wanted.from_checkpoint,
         overrides=wanted.overrides,
-        key=request.key(idempotency_key, prefix=f"clone {job_id} "),
+        key=given.key(idempotency_key, prefix=f"clone {job_id} "),
     )
-    return _answer(request, await request.check(call))
+    return _answer(given, await given.check(call))
 
 
-def _answer(request: SpecRequest, submitted: Submitted) -> Response:
+def _answer(given: SpecRequest, submitted: Submitted) -> Response:
     job = submitted.view.job
-    content = job_out(submitted.view, now=request.jobs.clock()).to_json(spec_json(job.spec))
+    content = job_out(submitted.view, now=given.jobs.clock()).to_json(spec_json(job.spec))
     place = {"Location": f"/jobs/{job.id}"}
     return Response(content, 201 if submitted.created else 200, place, media_type="application/json")
 
 
 @router.post("/plan", openapi_extra=SPEC_BODY)
 async def plan(
-    request: ToCheck,
+    request: Request,
     device: Annotated[
         str | None, Query(max_length=64, description="GPU to plan for, as h100-80g; default: that of the cluster")
     ] = None,
@@ -162,7 +162,8 @@ async def plan(
 
     For a GPU, the plan compares memory and forecasts throughput. With `device`, the plan need not fit the cluster.
     """
-    return plan_out(await request.plan(DeviceQuestion(device, suggest)))
+    given = await SpecRequest.read(request)
+    return plan_out(await given.plan(DeviceQuestion(device, suggest)))
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
@@ -221,11 +222,12 @@ def pause(caller: CallerIs, jobs: UseCases, job_id: str, body: Body) -> JobOut:
 
 
 @router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
-async def resume(request: ToCheck, job_id: str) -> JobOut:
+async def resume(request: Request, job_id: str) -> JobOut:
     """Resume a paused job, with another size if one is given. Idempotent."""
-    scaling = parse_body(ResumeIn, request.body).scaling
-    view = await request.check(request.jobs.resume, request.caller, job_id, scaling)
-    return job_out(view, now=request.jobs.clock())
+    given = await SpecRequest.read(request)
+    scaling = parse_body(ResumeIn, given.body).scaling
+    view = await given.check(given.jobs.resume, given.caller, job_id, scaling)
+    return job_out(view, now=given.jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
