@@ -144,7 +144,7 @@ BENCHMARKS := training.step_overhead training.turns training.ordered training.ad
 	data.prepare data.resume data.data_wait inference.rows checkpoints.saves checkpoints.commits checkpoints.reshard faults.recover \
 	control_plane.accepts control_plane.first_step control_plane.full_queue control_plane.open_streams
 
-# BENCH=--quick shows in some minutes that all of it runs. NO_PEERS=1 installs no peers: their rows then say so.
+# BENCH=--quick shows in half an hour that all of it runs. NO_PEERS=1 installs no peers: their rows then say so.
 bench: $(if $(NO_PEERS),$(INSTALLED),$(PEERS))
 	@failed=; for name in $(BENCHMARKS); do \
 		$(BIN)/python -m benchmarks.$$name $(BENCH) || failed="$$failed $$name"; \

@@ -51,7 +51,8 @@ _STILL = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RECOVERING, Job
 def job_out(view: JobView, *, now: float) -> JobOut:
     """Return a job with its state, progress and cost."""
     job, summary, used = view.job, view.summary, usage_of(view.job, until=now)
-    return JobOut(
+    # Constructed without validation, which would call all validators of the spec again.
+    return JobOut.model_construct(
         id=job.id,
         name=job.spec.name,
         project=job.spec.project,
@@ -73,7 +74,7 @@ def job_out(view: JobView, *, now: float) -> JobOut:
         attempts=tuple(map(_attempt, job.attempts)),
         restarts=summary.restarts,
         progress=_progress(view, now),
-        lost_work=LostWork(steps=summary.lost_steps, hours=round(summary.lost_seconds / 3600, 4)),
+        lost_work=LostWork.model_construct(steps=summary.lost_steps, hours=round(summary.lost_seconds / 3600, 4)),
         worker_hours=round(used.worker_hours, 4),
         cpu_hours=round(used.cpu_hours, 4),
         gpu_hours=round(used.gpu_hours, 4),
@@ -110,7 +111,7 @@ def _progress(view: JobView, now: float) -> ProgressOut:
     if view.job.state in _STILL:
         # A rate of the last attempt says nothing of the next one.
         done = replace(done, eta_seconds=None, tokens_per_second=None, mfu=None)
-    return ProgressOut(
+    return ProgressOut.model_construct(
         step=done.step,
         of=done.of,
         unit=view.job.spec.unit,

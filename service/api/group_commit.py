@@ -25,17 +25,22 @@ class GroupCommit(Generic[A, B]):
         self._answer = answer
         self._waiting: deque[tuple[A, asyncio.Future[B | None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="together")
+        self._next_turn_waits = False
 
     async def __call__(self, request: A) -> B | None:
         """Return the answer to this request; None if `answer` leaves it out. Raises the errors of `answer`."""
         answered: asyncio.Future[B | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answered))
-        self._thread.submit(self._take_turn)
+        if not self._next_turn_waits:
+            # One turn waits at most: waking the thread costs as much as a request.
+            self._next_turn_waits = True
+            self._thread.submit(self._take_turn)
         return await answered
 
     def _take_turn(self) -> None:
         batch = []
-        # A request that arrives from here on has its own turn, which does nothing if this turn takes the request.
+        # A request that arrives from here on asks for a turn, which does nothing if this turn takes the request.
+        self._next_turn_waits = False
         while self._waiting:
             batch.append(self._waiting.popleft())
         if batch:

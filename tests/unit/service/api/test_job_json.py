@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.api.convert import job_out
+from service.api.schemas import JobOut
 from service.domain.jobs.job import Job
 from service.domain.jobs.spec_text import spec_json
 from tests.support.builders.specs import infer_spec
@@ -24,4 +25,5 @@ def test_answer_is_the_json_of_the_model(name: str, tmp_path: Path) -> None:
     job = Job("job-1", parse_any(SPECS[name]), "file:///nowhere", created_at=0.0, updated_at=0.0)
     out = job_out(FakeService(tmp_path).jobs.view(job), now=1.0)
     assert out.to_json(spec_json(job.spec)).decode() == out.model_dump_json()
+    assert JobOut.model_validate_json(out.to_json(spec_json(job.spec))) == out
     assert json.loads(spec_json(job.spec)) == job.spec.model_dump(mode="json")
