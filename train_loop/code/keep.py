@@ -37,7 +37,7 @@ def keep_package(code: CodeSpec, run_dir: RunDir) -> KeptPackage:
     if copy is None:
         package = _original(code)
         _expect(code, package, "it has changed since the submission; restore it, or submit the job again")
-        write_durably(run_dir.code, package.zipped())
+        write_durably(run_dir.code, package.zipped(), below=run_dir.root)
         return KeptPackage(package)
     return KeptPackage(copy, _why_other(code, copy))
 

@@ -65,7 +65,8 @@ def _report_end(session: Session, outcome: Outcome) -> None:
 def _is_first(session: Session) -> bool:
     """Return whether this rank is the first of its group to report; True also if storage is unavailable."""
     try:
-        create_new(session.run_dir.attempt(session.attempt).end_mark(session.token.epoch), b"")
+        mark = session.run_dir.attempt(session.attempt).end_mark(session.token.epoch)
+        create_new(mark, b"", below=session.run_dir.root)
     except FileExistsError:
         return False
     except Exception as error:

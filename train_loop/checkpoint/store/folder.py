@@ -50,7 +50,7 @@ class FolderStore:
         manifest = draft.sealed()
         folder, final = self._in_progress(manifest.step), self.run_dir.checkpoint(manifest.step)
         if self.run_dir.manifests().get(manifest.step) != manifest:
-            replace_durably(folder / NAME, manifest.model_dump_json(indent=2))
+            replace_durably(folder / NAME, manifest.model_dump_json(indent=2), below=self.run_dir.root)
             check_fence(self.run_dir, self.token)
             # If this process was presumed dead, its successors may be writing the same step to the same folder.
             if not has_its_files(folder, manifest):

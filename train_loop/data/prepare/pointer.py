@@ -53,7 +53,7 @@ def as_in_parent(dataset: Dataset, run_dir: RunDir) -> Dataset:
 def pin(dataset: Dataset, pointer: Path) -> Dataset:
     """Write the pointer from a run to its dataset, and return it. Raises DataError as `as_begun`."""
     dataset = as_begun(dataset, pointer)
-    write_durably(pointer, dataset.model_dump_json(indent=2))
+    write_durably(pointer, dataset.model_dump_json(indent=2), below=pointer.parent.parent)
     return dataset
 
 

@@ -1,5 +1,6 @@
 """Writers of run directories follow no link below them: it could lead to files that only the service may write."""
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,10 @@ WRITERS: dict[str, tuple[str, Callable[[RunDir], object]]] = {
     "results": ("results", lambda run: run.results.commit(0, b"rows")),
     "position of a sink": ("sinks", lambda run: write_place(run.sink_file("wandb"), SinkPlace())),
 }
-"""What is written, the folder that a link replaces, and the writer."""
+"""The folder that a link replaces, and the writer, by content."""
+
+WRITING = {"write_durably", "replace_durably", "create_new"}
+"""Functions that write files."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -68,3 +72,15 @@ def test_file_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path) -> Non
     run_dir.write_parent(parent)
     assert outside.read_text() == "kept"
     assert run_dir.parent() == parent
+
+
+def test_every_write_to_a_run_directory_names_it() -> None:
+    run_dir = Path("train_loop/run_dir")
+    others = ("code/keep.py", "data/prepare/pointer.py", "faults/failure.py", "checkpoint/store/folder.py")
+    found = []
+    for file in (*run_dir.glob("*.py"), *(Path("train_loop", name) for name in others)):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in WRITING:
+                found.append((str(file), call.lineno, "below" in [one.arg for one in call.keywords]))
+    assert len(found) > 12
+    assert [place for *place, names in found if not names] == []
