@@ -168,7 +168,7 @@ async def plan(
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
 async def no_job(device: str | None = None, suggest: str | None = None) -> None:
-    """Return 405: `plan` is an operation, not a job id; the parameters of its query are no mistake."""
+    """Return 405: `plan` is an operation, not a job id; the parameters of its query are not refused."""
     raise HTTPException(405, "no job has this name; POST plans a spec", {"Allow": "POST"})
 
 

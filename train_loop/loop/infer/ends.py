@@ -55,7 +55,7 @@ class Ends:
         return next(found, by_token)
 
     def text(self, ids: Sequence[int]) -> str | None:
-        """Return the text of a row's tokens up to its end, without special tokens and what has stopped it.
+        """Return the text of a row's tokens up to its end, without special tokens and the text that stopped it.
 
         It begins with the space that separates its first word from the text before it.
         """
@@ -74,7 +74,7 @@ class Ends:
     def _first_stop(self, pieces: Sequence[Piece]) -> int | None:
         """Return the place of the first text that stops a row, in the text with special tokens; None without one.
 
-        The bytes of a character that later tokens may complete are no text yet.
+        The bytes of a character that later tokens may complete do not count yet.
         """
         whole = "".join(piece.text for piece in pieces).rstrip("\N{REPLACEMENT CHARACTER}")
         return min((place for stop in self.texts if (place := whole.find(stop)) >= 0), default=None)
